@@ -104,9 +104,9 @@ def test_settings_that_do_not_fit_each_other_are_refused(setting, said):
 
 def test_constants_are_random_signs_and_the_longest_prefix_of_each_id():
     config = dataclasses.replace(SMOKE.config, vocab_size=6)
-    found = RECORD.constants(config, (b"a", b"ab", b"abc", b"b"))
+    found: dict[str, Any] = RECORD.constants(config, (b"a", b"ab", b"abc", b"b"))
     assert found["prefixes"].tolist() == [-1, 0, 1, -1, -1, -1]
-    signs_SD = found["bigram_signs"]
+    signs_SD = np.asarray(found["bigram_signs"]())
     assert signs_SD.shape == (config.sign_rows, config.model_dim)
     assert set(np.unique(signs_SD)) == {-1, 1}
     for axis in (0, 1):  # five standard deviations

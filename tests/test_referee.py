@@ -31,7 +31,7 @@ from speedrun.data import stream
 from speedrun.ground import output, runlog, track
 from speedrun.ground.errors import CheckpointError, DataError, SpeedrunError, UsageError
 from speedrun.ground.mesh import make_mesh
-from speedrun.ledger.archive import Archive, pack
+from speedrun.ledger.archive import Archive, Lowered, pack
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
 from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
@@ -449,12 +449,16 @@ def examiner(monkeypatch) -> Callable[..., Any]:
         ids: Any = validation_ids()
         one: Any = object.__new__(_Examiner)
         programs: dict[str, Any] = {
-            "hidden": lambda ids_BT: (hidden(np.asarray(ids_BT)),),
+            "hidden": lambda _step, ids_BT: (hidden(np.asarray(ids_BT)),),
             "logits": lambda x_KD: (logits(np.asarray(x_KD)),),
         }
         shapes = {"hidden": (BATCH, LENGTH), "logits": (CHUNK, 4)}
-        one.archive = SimpleNamespace(hidden={9: "hidden"})
-        one.programs = SimpleNamespace(compiled=programs.__getitem__, shape=shapes.__getitem__)
+        one.programs = SimpleNamespace(
+            lowered=SimpleNamespace(hidden={9: "hidden"}),
+            constants=(),
+            compiled=programs.__getitem__,
+            shape=shapes.__getitem__,
+        )
         one.end = 9
         one.request = SimpleNamespace(draws=draws)
         data = SimpleNamespace(val_tokens=ROWS * LENGTH, vocab_size=NUM_IDS, document_token=SEPARATOR)
@@ -561,7 +565,8 @@ def programs_of(monkeypatch, **functions) -> Programs:
     args = {name: jax.ShapeDtypeStruct((CHUNK, 4), jnp.float32) for name in functions}
     texts = {name: jax.jit(one).lower(args[name]).as_text() for name, one in functions.items()}
     monkeypatch.setattr(Programs, "text", lambda _, name: texts[name])
-    given: Any = SimpleNamespace(programs=texts, steps=("train",))
+    lowered = SimpleNamespace(programs=texts, steps=("train",))
+    given: Any = SimpleNamespace(platforms={"cpu": lowered})
     return Programs(given, make_mesh(1))
 
 
@@ -705,7 +710,7 @@ def test_programs_of_other_steps_than_the_log_has_are_told(unbroken, tmp_path, c
 def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp_path):  # noqa: F811
     """A window that grows: the first validation sees less than the last, as in the run."""
     examiner = _Examiner(examination(unbroken, tmp_path))
-    assert examiner.archive.hidden == {0: "hidden-0", 12: "hidden-12"}
+    assert examiner.programs.lowered.hidden == {0: "hidden-0", 12: "hidden-0"}
     leaves, _ = examiner._restored(12)
     params = examiner._params(leaves)
     assert abs(examiner._loss(params, 0) - examiner._loss(params)) > 1e-6
@@ -722,15 +727,21 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
 def test_programs_name_no_folder_of_this_machine(unbroken):  # noqa: F811
     """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
     found = unpack(programs_in(unbroken.out).read_bytes())
-    assert {"init", "train-0", "logits"} < found.programs.keys()
-    for raw in found.programs.values():
+    assert list(found.platforms) == ["cpu"]
+    assert {"init", "train-0", "logits"} < found.platforms["cpu"].programs.keys()
+    for raw in found.platforms["cpu"].programs.values():
         assert b".py" not in raw
         assert b"site-packages" not in raw
 
 
-ARCHIVE = Archive(
-    ("step",), 0, ("train",), {1: "hidden"}, (0,), dict.fromkeys(("init", "train", "hidden", "logits"), b"")
+LOWERED = Lowered(
+    ("train",), {1: "hidden"}, dict.fromkeys(("init", "constants", "train", "hidden", "logits"), b"")
 )
+ARCHIVE = Archive(("step",), 0, (0,), {"cpu": LOWERED})
+
+
+def holding(**changes: Any) -> Archive:
+    return replace(ARCHIVE, platforms={"cpu": replace(LOWERED, **changes)})
 
 
 @pytest.mark.parametrize(
@@ -742,9 +753,9 @@ ARCHIVE = Archive(
         (b"\x00" * 99, "format not supported"),
         (lzma.compress(bytes(2**28 + 1), preset=0), "more than 268,435,456 bytes"),
         (lzma.compress(b"\x81" * 2000), "object"),
-        (pack(replace(ARCHIVE, steps=("train", "another"))), "lacks some that it names"),
-        (pack(replace(ARCHIVE, steps=())), "contradicts itself"),
-        (pack(replace(ARCHIVE, steps=("train", "train"))), "contradicts itself"),
+        (pack(holding(steps=("train", "another"))), "lacks some that it names"),
+        (pack(holding(steps=())), "contradicts itself"),
+        (pack(holding(steps=("train", "train"))), "contradicts itself"),
         (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
     ],
     ids=range(10),
@@ -771,7 +782,12 @@ def as_exported(function: Any, *args: Any, **named: Any) -> bytes:
 )
 def test_a_program_that_cannot_be_examined_is_told(raw, said):
     with pytest.raises(UsageError, match=said):
-        Programs(replace(ARCHIVE, programs={"init": raw}), make_mesh(1)).compiled("init")
+        Programs(holding(programs={"init": raw}), make_mesh(1)).compiled("init")
+
+
+def test_programs_for_other_devices_alone_are_told():
+    with pytest.raises(UsageError, match="its archive of programs is for cuda, this examination has cpu"):
+        Programs(replace(ARCHIVE, platforms={"cuda": LOWERED}), make_mesh(1))
 
 
 def test_an_examination_executes_no_source(unbroken, tmp_path, monkeypatch):  # noqa: F811

@@ -23,7 +23,7 @@ from speedrun.data import shards, tokenizer
 from speedrun.ground import mesh, runlog, track
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.science import recipes
-from speedrun.science.inputs import Inputs, Plan
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
@@ -55,7 +55,7 @@ def moved(recipe: Recipe) -> tuple[Params, Inputs]:
         name: x + 0.05 * jax.random.normal(jax.random.fold_in(key, i), x.shape)
         for i, (name, x) in enumerate(start.items())
     }
-    plan = Plan.of(recipe.inputs_at, recipe.num_steps, recipe.constants(recipe.config, ()))
+    plan = Program(recipe, mesh.make_mesh(1), vocabulary=()).step.plan
     static = plan.static_at(recipe.num_steps, integers=False)
     return params, plan.at(recipe.num_steps, plan.schedule, static)
 

@@ -5,7 +5,8 @@
     hidden  parameters, tokens_BT -> hidden state before the head [B, T, D]; one for each set of inputs
     logits  parameters, x_ND -> [N, V]
 
-Each is serialised by `jax.export`. The file is xz over MessagePack, and equal for equal programs: the runs of a batch
+Each is serialised by `jax.export`, for the CPU and, where GPUs ran, for these. Those for the CPU hold no kernels, so
+that any machine can examine them. The file is xz over MessagePack, and equal for equal programs: the runs of a batch
 share one.
 """
 
@@ -21,15 +22,21 @@ NAME = re.compile(r"programs-[0-9a-f]{16}\.xz")
 MOST_BYTES = 10**6
 
 
+class Lowered(Strict, frozen=True):
+    """The programs of a run for one platform, and in which order it calls them."""
+
+    steps: tuple[str, ...]  #: name of the program of each step
+    hidden: dict[int, str]  #: name of the forward pass of each validation, by its step, the last included
+    programs: dict[str, bytes]
+
+
 class Archive(Strict, frozen=True):
-    """The programs of a run, and in which order it called them."""
+    """The programs of a run."""
 
     leaves: tuple[str, ...]  #: names of the state's, as in a checkpoint
     num_params: int  #: leaves named `params.*`, in the order in which `hidden` and `logits` take them
-    steps: tuple[str, ...]  #: name of the program of each step
-    hidden: dict[int, str]  #: name of the forward pass of each validation, by its step, the last included
     document_tokens: tuple[int, ...]  #: of each step, at which documents are cut; 0: contiguous text
-    programs: dict[str, bytes]
+    platforms: dict[str, Lowered]  #: by the name that `jax.export` has for a platform: cpu, cuda
 
 
 def name_of(sha256: str) -> str:

@@ -59,8 +59,9 @@ class _Examiner:
         self.end = request.num_steps
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}
         # What its author stored: the log and the track say how many, and when.
-        if len(self.archive.steps) != self.end or not validated <= self.archive.hidden.keys():
-            got = f"{len(self.archive.steps):,} steps and {len(self.archive.hidden)} validations"
+        steps, hidden = self.programs.lowered.steps, self.programs.lowered.hidden
+        if len(steps) != self.end or not validated <= hidden.keys():
+            got = f"{len(steps):,} steps and {len(hidden)} validations"
             raise UsageError(
                 f"its programs are of {got}, the log and the track of {self.end:,} and {len(validated)}"
             )
@@ -110,14 +111,15 @@ class _Examiner:
         opens = self.track.data.document_token
         tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
         outs = (*self._places, NamedSharding(self.programs.mesh, P()))
+        constants = meshes.replicate(self.programs.constants, self.programs.mesh)
         for at in range(stretch.start, stretch.stop):
             if self.track.validates_at(at):
                 vals.append((at, self._loss(self._params(leaves), at)))
-            name = self.archive.steps[at]
+            name = self.programs.lowered.steps[at]
             num_sequences, seq_len = self.programs.shape(name)
             batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
             ids = (meshes.place(x, self.programs.mesh) for x in batch)
-            *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *ids)
+            *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *constants, *ids)
             losses.append(float(_number(loss)))
         start, stop, from_checkpoint = stretch.start, stretch.stop, stretch.from_checkpoint
         hashes = began, state_hash(leaves)
@@ -168,12 +170,13 @@ class _Examiner:
     @property
     def _shape_BT(self) -> tuple[int, ...]:
         """Shape of the ids that a forward pass takes."""
-        return self.programs.shape(self.archive.hidden[self.end])
+        return self.programs.shape(self.programs.lowered.hidden[self.end])
 
     def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
         """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
-        forward = self.programs.compiled(self.archive.hidden[self.end if at is None else at])
-        (x_BTD,) = forward(*params, jnp.asarray(ids_BT, jnp.int32))
+        step = self.end if at is None else at
+        forward = self.programs.compiled(self.programs.lowered.hidden[step])
+        (x_BTD,) = forward(*params, *self.programs.constants, jnp.int32(step), jnp.asarray(ids_BT, jnp.int32))
         return x_BTD
 
     def log_probs(self, params: list[jax.Array], x_KD: np.ndarray) -> jax.Array:

@@ -41,19 +41,30 @@ def unpack(raw: bytes) -> Archive:
         found = msgspec.msgpack.decode(unpacked, type=Archive)
     except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
-    held = {*found.steps, *found.hidden.values(), "init", "logits"} <= found.programs.keys()
-    if not (
-        held and 0 < len(found.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
-    ):
-        raise UsageError("its archive of programs lacks some that it names, or contradicts itself; run again")
+    for one in found.platforms.values():
+        held = {*one.steps, *one.hidden.values(), "init", "constants", "logits"} <= one.programs.keys()
+        if not (
+            held and 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
+        ):
+            raise UsageError(
+                "its archive of programs lacks some that it names, or contradicts itself; run again"
+            )
     return found
 
 
 class Programs:
-    """The programs of an archive, by name. Each is read and compiled once."""
+    """The programs of an archive for the devices of a mesh, by name. Each is read and compiled once.
+
+    Raises:
+        UsageError: if there are none for this platform.
+    """
 
     def __init__(self, archive: Archive, mesh: Mesh) -> None:
-        self.archive, self.mesh = archive, mesh
+        self.mesh, self.platform = mesh, "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        if self.platform not in archive.platforms:
+            got = clean(", ".join(archive.platforms)) or "no platform"
+            raise UsageError(f"its archive of programs is for {got}, this examination has {self.platform}")
+        self.archive, self.lowered = archive, archive.platforms[self.platform]
         self._exported: dict[str, export.Exported] = {}
         self._executables: dict[str, Any] = {}
 
@@ -66,19 +77,18 @@ class Programs:
         if name in self._exported:
             return self._exported[name]
         try:
-            one = export.deserialize(bytearray(self.archive.programs[name]))
+            one = export.deserialize(bytearray(self.lowered.programs[name]))
         except Exception as error:  # noqa: BLE001 - a parser of untrusted bytes, which raises whatever comes
             why = f"cannot be read by this JAX ({clean(repr(error), limit=120)})"
             raise UsageError(
                 f"program {clean(name)} {why}; lower it again with the JAX of the record"
             ) from None
-        platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-        if platform not in one.platforms or one.nr_devices not in (1, self.mesh.size):
+        if self.platform not in one.platforms or one.nr_devices not in (1, self.mesh.size):
             got = f"{one.nr_devices} devices of {'/'.join(one.platforms)}"
             raise UsageError(
-                f"program {clean(name)} is for {clean(got)}; this examination has {self.mesh.size} of {platform}"
+                f"program {clean(name)} is for {clean(got)}; this examination has {self.mesh.size} of {self.platform}"
             )
-        if not one.in_avals or one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
+        if one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
             raise UsageError(
                 f"program {clean(name)} does not take arrays one by one; need those that a run exports"
             )
@@ -88,7 +98,7 @@ class Programs:
     @property
     def state(self) -> list[jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of each leaf of a state."""
-        first, num_leaves = self.archive.steps[0], len(self.archive.leaves)
+        first, num_leaves = self.lowered.steps[0], len(self.archive.leaves)
         return self._args(first)[:num_leaves]
 
     def _args(self, name: str) -> list[jax.ShapeDtypeStruct]:
@@ -104,21 +114,23 @@ class Programs:
         Raises:
             UsageError: if it has others.
         """
-        shape = tuple(self.exported(name).in_avals[-1].shape)
-        if len(shape) != 2:
-            raise UsageError(f"program {clean(name)} takes {shape} last; need an array of two dimensions")
-        return shape
+        shapes = [tuple(x.shape) for x in self.exported(name).in_avals]
+        if not shapes or len(shapes[-1]) != 2:
+            raise UsageError(
+                f"program {clean(name)} takes {shapes[-1:]} last; need an array of two dimensions"
+            )
+        return shapes[-1]
 
     @cached_property
     def dtype(self) -> str:
         """By which two machines round training differently: the narrowest in its programs."""
-        texts = (self.text(name) for name in dict.fromkeys(self.archive.steps))
+        texts = (self.text(name) for name in dict.fromkeys(self.lowered.steps))
         return "bfloat16" if any(map(_NARROW.search, texts)) else "float32"
 
     @cached_property
     def constant_bytes(self) -> int:
         """Bytes of all distinct constants, compressed together: schedules, declared constants, starts, memories."""
-        found = {value for name in self.archive.programs for value in _CONSTANT.findall(self.text(name))}
+        found = {value for name in self.lowered.programs for value in _CONSTANT.findall(self.text(name))}
         raw = [
             bytes.fromhex(value[3:-1]) if value.startswith('"0x') else value.encode()
             for value in sorted(found)
@@ -129,12 +141,17 @@ class Programs:
         """Return a program as text."""
         return self.exported(name).mlir_module()
 
+    @cached_property
+    def constants(self) -> tuple[jax.Array, ...]:
+        """The constants that the programs take as arguments, computed."""
+        return self.compiled("constants")()
+
     def compiled(self, name: str, *, outs: Any = None) -> Any:
         """Return the executable of a program, compiled once.
 
         Args:
             name: of the program.
-            outs: shardings of its results; if given, all arguments but the last two are donated.
+            outs: shardings of its results; if given, the leaves of a state are donated.
 
         Raises:
             UsageError: if it would call the host or foreign code.
@@ -144,7 +161,7 @@ class Programs:
         one, args = self.exported(name), self._args(name)
         inspect(one.mlir_module())
         options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
-        donate = tuple(range(max(0, len(args) - 2))) if outs else ()
+        donate = tuple(range(len(self.archive.leaves))) if outs and len(args) > 1 else ()
         called = jax.jit(
             lambda *args: tuple(jax.tree.leaves(one.call(*args))), donate_argnums=donate, out_shardings=outs
         )

@@ -9,11 +9,12 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from speedrun.ground import limits
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.ground.limits import Count, Natural, Steps
-from speedrun.science.inputs import Arrays, Inputs
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Params, Table
 from speedrun.science.sizes import settings_at
@@ -46,7 +47,11 @@ def no_carry(_: Any) -> Params:
 Vocabulary = tuple[bytes, ...]
 
 
-def no_constants(_: Any, __: Vocabulary) -> Arrays:
+#: By name; a function where an array can be computed, so that a record need not carry it.
+Constants = dict[str, np.ndarray | Callable[[], jax.Array]]
+
+
+def no_constants(_: Any, __: Vocabulary) -> Constants:
     """Give no constants: no vocabulary is loaded."""
     return {}
 
@@ -95,7 +100,9 @@ class Recipe:
     eval_seq_len: Count
     compute_dtype: Dtype
     carry: Callable[[Any], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
-    constants: Callable[[Any, Vocabulary], Arrays] = no_constants  #: inputs that are the same at every step
+    constants: Callable[[Any, Vocabulary], Constants] = (
+        no_constants  #: inputs that are the same at every step
+    )
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):

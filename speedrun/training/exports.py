@@ -6,7 +6,9 @@ files, so that equal code gives equal bytes anywhere.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -14,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from speedrun.ledger.archive import Archive
-from speedrun.science.inputs import Inputs, Static
+from speedrun.ground.track import Track
+from speedrun.ledger.archive import Archive, Lowered
+from speedrun.science.inputs import Static
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS
 from speedrun.science.params import Params
 from speedrun.training.checkpoint import named
 from speedrun.training.prepare import Ready
-from speedrun.training.program import FOREIGN, StepShape
+from speedrun.training.program import FOREIGN, Program, StepShape
 
 _FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
 _CHUNK_TOKENS = 1024  #: rows of logits
@@ -30,21 +35,37 @@ _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 
 def exported(ready: Ready) -> Archive:
-    """Return the programs of a run."""
-    recipe, state, hidden = ready.recipe, _state(ready), _names_of_forward(ready)
-    steps = range(recipe.num_steps)
-    shapes = [ready.program.shape_at(step) for step in steps]
-    names = {shape: f"train-{i}" for i, shape in enumerate(dict.fromkeys(shapes))}
+    """Return the programs of a run: for its devices, and for the CPU."""
+    recipe, program = ready.recipe, ready.program
+    programs = {"cpu": program}
+    if program.kernels.platform == "gpu":
+        programs = {"cuda": program, "cpu": replace(program, portable=True)}
+    state = _state(program)
     with _without_places():
-        made = {**_training(ready, state, names), **_forward(ready, state.params, hidden)}
-        programs = {name: bytes(one.serialize()) for name, one in made.items()}
+        platforms = {name: _lowered(one, ready.track, state, name) for name, one in programs.items()}
     return Archive(
         leaves=tuple(named(state)),
         num_params=len(state.params),
-        steps=tuple(names[shape] for shape in shapes),
-        hidden=hidden,
-        document_tokens=tuple(recipe.stages[recipe.stage_of(step)].document_tokens for step in steps),
-        programs=programs,
+        document_tokens=tuple(
+            recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
+        ),
+        platforms=platforms,
+    )
+
+
+def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lowered:
+    num_steps, plan = program.recipe.num_steps, program.step.plan
+    shapes = [program.shape_at(step) for step in range(num_steps)]
+    steps = {shape: f"train-{i}" for i, shape in enumerate(dict.fromkeys(shapes))}
+    validated = [*filter(track.validates_at, range(num_steps)), num_steps]
+    static = {step: plan.static_at(step, integers=False) for step in validated}
+    forward = {one: f"hidden-{i}" for i, one in enumerate(dict.fromkeys(static.values()))}
+    lower = partial(export.export, platforms=[platform], disabled_checks=_ANY_CALL)
+    made = {**_training(program, state, steps, lower), **_scoring(program, state.params, forward, lower)}
+    return Lowered(
+        steps=tuple(steps[shape] for shape in shapes),
+        hidden={step: forward[one] for step, one in static.items()},
+        programs={name: bytes(one.serialize()) for name, one in made.items()},
     )
 
 
@@ -59,56 +80,67 @@ def _without_places() -> Iterator[None]:
         jax.config.update("jax_traceback_in_locations_limit", before)
 
 
-def _state(ready: Ready) -> Any:
+def _state(program: Program) -> Any:
     """Return the shapes, dtypes and shardings of the state's leaves."""
-    program = ready.program
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(program.init, jax.random.key(0)),
+        jax.eval_shape(lambda: program.init(jax.random.key(0))),
         program.shardings(program.specs),
     )
 
 
-def _training(ready: Ready, state: Any, names: dict[StepShape, str]) -> dict[str, export.Exported]:
+def _training(
+    program: Program, state: Any, names: dict[StepShape, str], lower: Any
+) -> dict[str, export.Exported]:
     """Lower the programs that make states: one for each shape of a step, with its name."""
-    program = ready.program
-    structure, schedule = jax.tree.structure(state), program.step.plan.schedule
+    structure, given = jax.tree.structure(state), program.step.plan.schedule
     where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-    key = jax.ShapeDtypeStruct((2,), np.uint32)
 
     def init(data: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(program.init(jax.random.wrap_key_data(data))))
 
+    def constants() -> tuple[jax.Array, ...]:
+        return tuple(one() for one in program.computed.values())
+
     def step(static: Static) -> Any:
         def train(*args: jax.Array) -> tuple[jax.Array, ...]:
-            *leaves, tokens_BT, targets_BT = args
+            leaves, computed, ids = _split(args, len(where), len(program.computed))
+            schedule = given | dict(zip(program.computed, computed, strict=True))
             before = jax.tree.unflatten(structure, leaves)
-            after, metrics = program.train_step_for(static)(before, tokens_BT, targets_BT, schedule)
+            after, metrics = program.train_step_for(static)(before, *ids, schedule)
             return *jax.tree.leaves(after), jnp.sum(metrics.loss)
 
         return jax.jit(train)
 
-    found = {"init": export.export(jax.jit(init, out_shardings=where))(key)}
-    rows = NamedSharding(program.mesh, jax.sharding.PartitionSpec(program.axes))
+    key = jax.ShapeDtypeStruct((2,), np.uint32)
+    found = {"init": lower(jax.jit(init, out_shardings=where))(key), "constants": lower(jax.jit(constants))()}
+    whole, rows = (NamedSharding(program.mesh, spec) for spec in (P(), P(program.axes)))
+    computed = _computed(program, sharding=whole)
     for shape, name in names.items():
         ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)
-        lower = export.export(step(shape.static), disabled_checks=_ANY_CALL)
-        found[name] = lower(*jax.tree.leaves(state), ids_BT, ids_BT)
+        found[name] = lower(step(shape.static))(*jax.tree.leaves(state), *computed, ids_BT, ids_BT)
     return found
 
 
-def _names_of_forward(ready: Ready) -> dict[int, str]:
-    """Return the name of the forward pass of each validation, by its step; equal inputs share one."""
-    num_steps, rows = ready.recipe.num_steps, ready.program.step.plan.rows
-    validated = [*filter(ready.track.validates_at, range(num_steps)), num_steps]
-    alike = {step: str([(k, np.asarray(v).tobytes()) for k, v in rows[step].items()]) for step in validated}
-    first = {inputs: step for step, inputs in reversed(alike.items())}
-    return {step: f"hidden-{first[inputs]}" for step, inputs in alike.items()}
+def _computed(program: Program, **where: Any) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of the constants that a program computes."""
+    arrays = (program.step.plan.constants[name] for name in program.computed)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, **where) for x in arrays]
 
 
-def _forward(ready: Ready, params: Params, names: dict[int, str]) -> dict[str, export.Exported]:
-    """Lower the programs that score, for one device: one forward pass for each of the names, and the head."""
-    program, recipe = ready.program, ready.recipe
+def _split(args: tuple[Any, ...], *sizes: int) -> tuple[tuple[Any, ...], ...]:
+    """Split arguments into parts of these sizes, and the rest."""
+    ends = list(accumulate(sizes))
+    return tuple(args[start:end] for start, end in pairwise([0, *ends, len(args)]))
+
+
+def _scoring(
+    program: Program, params: Params, names: dict[Static, str], lower: Any
+) -> dict[str, export.Exported]:
+    """Lower the programs that score, for one device: a forward pass for each of the names, and the head."""
+    recipe, plan, num_computed = program.recipe, program.step.plan, len(program.computed)
+    if program.attention in FIXED_WINDOW_FORMS:
+        program = replace(program, attention="auto")  # the window is that of a step
     kinds = recipe.table(recipe.config)
     packed = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     structure = jax.tree.structure(packed)
@@ -121,8 +153,11 @@ def _forward(ready: Ready, params: Params, names: dict[int, str]) -> dict[str, e
             for name, x in params.items()
         }
 
-    def hidden(inputs: Inputs, *args: jax.Array) -> jax.Array:
-        return program.forward(view(args[:-1]), args[-1], inputs)
+    def hidden(static: Static, *args: jax.Array) -> jax.Array:
+        leaves, computed, (step, ids_BT) = _split(args, len(packed), num_computed)
+        schedule = plan.schedule | dict(zip(program.computed, computed, strict=True))
+        inputs = plan.at(step, jax.tree.map(jnp.asarray, schedule), static)
+        return program.forward(view(leaves), ids_BT, inputs)
 
     def logits(*args: jax.Array) -> jax.Array:
         return program.logits(view(args[:-1]), args[-1])
@@ -130,17 +165,11 @@ def _forward(ready: Ready, params: Params, names: dict[int, str]) -> dict[str, e
     num_sequences = max(1, _FORWARD_TOKENS // recipe.eval_seq_len)
     ids_BT = jax.ShapeDtypeStruct((num_sequences, recipe.eval_seq_len), np.int32)
     leaves = jax.tree.leaves(packed)
-    steps, plan = {name: step for step, name in reversed(names.items())}, program.step.plan
-    by_inputs = {
-        name: partial(hidden, plan.at(step, plan.schedule, plan.static_at(step, integers=True)))
-        for name, step in steps.items()
-    }
-    x_BTD = jax.eval_shape(next(iter(by_inputs.values())), *leaves, ids_BT)
+    args = *leaves, *_computed(program), jax.ShapeDtypeStruct((), np.int32), ids_BT
+    forward = {name: jax.jit(partial(hidden, static)) for static, name in names.items()}
+    x_BTD = jax.eval_shape(next(iter(forward.values())), *args)
     x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
     return {
-        **{
-            name: export.export(jax.jit(one), disabled_checks=_ANY_CALL)(*leaves, ids_BT)
-            for name, one in by_inputs.items()
-        },
-        "logits": export.export(jax.jit(logits), disabled_checks=_ANY_CALL)(*leaves, x_ND),
+        **{name: lower(one)(*args) for name, one in forward.items()},
+        "logits": lower(jax.jit(logits))(*leaves, x_ND),
     }

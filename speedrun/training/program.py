@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from speedrun.science.inputs import Arrays, Inputs, Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
 from speedrun.science.kernels.forms import HEAD_TOKENS, Choice
 from speedrun.science.params import SHARDS, Layout, Params
-from speedrun.science.recipe import Forward, Recipe, Vocabulary
+from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 from speedrun.training import scoring
 
@@ -54,6 +55,7 @@ class Program:
     attention: str = "auto"  #: the form to use, as `kernels.choose` names it
     vocabulary: Vocabulary | None = None  #: of the data, for constants; None: of unknown bytes, as in a plan
     memory: Literal["ample", "scarce"] = "ample"  #: if scarce, activations are recomputed
+    portable: bool = False  #: in forms that any machine can run, for a referee without these devices
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
@@ -103,7 +105,8 @@ class Program:
     @cached_property
     def kernels(self) -> Kernels:
         """The chosen forms of the operations."""
-        kernels = Kernels(*accelerator(self.mesh), self.attention)
+        here = ("cpu", "") if self.portable else accelerator(self.mesh)
+        kernels = Kernels(*here, "auto" if self.portable else self.attention)
         if self.memory == "scarce":
             kernels = replace(kernels, head_tokens=HEAD_TOKENS // 4)
             why = f"memory is scarce; logits of {kernels.head_tokens:,} tokens at one time"
@@ -112,7 +115,7 @@ class Program:
 
     def static_at(self, step: int) -> Static:
         """Return the inputs that are compiled into the executables of this step."""
-        return self.step.plan.static_at(step, integers=self.attention in FIXED_WINDOW_FORMS)
+        return self.step.plan.static_at(step, integers=self.kernels.wanted_attention in FIXED_WINDOW_FORMS)
 
     def shape_at(self, step: int) -> StepShape:
         """Return the shape of this step, which selects its executable."""
@@ -136,16 +139,27 @@ class Program:
             recipe = replace(recipe, forward=recomputed(recipe.forward))
         return Step(recipe, self.mesh, self.microbatches, self.kernels, self.constants)
 
-    def constants(self) -> Arrays:
-        """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
+    @cached_property
+    def _given(self) -> Constants:
         config = self.recipe.config
         known = (b"",) * config.vocab_size if self.vocabulary is None else self.vocabulary
         try:
-            given = dict(self.recipe.constants(config, known))
+            return dict(self.recipe.constants(config, known))
         except LookupError as error:
             raise UsageError(
                 f"its constants end in {error!r}; need some for any vocabulary, and for none"
             ) from None
+
+    @cached_property
+    def computed(self) -> dict[str, Callable[[], jax.Array]]:
+        """The constants that functions compute: a record carries their programs in place of the arrays."""
+        return {name: jax.jit(x) for name, x in self._given.items() if callable(x)}
+
+    def constants(self) -> Arrays:
+        """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
+        given: dict[str, Any] = self._given | {
+            name: np.asarray(make()) for name, make in self.computed.items()
+        }
         for name, x in given.items():
             if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
                 what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__

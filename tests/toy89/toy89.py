@@ -24,7 +24,7 @@ from speedrun.science.kernels.cross_entropy import Targets
 from speedrun.science.optim.cautious_adam import AdamGroup
 from speedrun.science.optim.record89 import NorMuonAndAdam
 from speedrun.science.params import Params, ParamSpec, Table, constant, uniform_fan_in
-from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage, Vocabulary
+from speedrun.science.recipe import Batch, Constants, Forward, Loss, Recipe, Stage, Vocabulary
 
 CAP = 15.0
 
@@ -67,9 +67,12 @@ def table(cfg: Config) -> Table:
     }
 
 
-def constants(cfg: Config, vocabulary: Vocabulary) -> dict[str, np.ndarray]:
-    """Return random signs [S, D], and the prefix of each id [V] or -1: half of it where ids have no bytes."""
-    signs_SD = np.array(jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8))
+def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
+    """Compute random signs [S, D], and return the prefix of each id [V] or -1: half of it where ids have no bytes."""
+
+    def signs_SD() -> jax.Array:
+        return jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8)
+
     prefix_V = np.arange(cfg.vocab_size, dtype=np.int32) // 2 - 1
     ids = {token: index for index, token in enumerate(vocabulary) if token}
     for index, token in enumerate(vocabulary):

@@ -9,11 +9,11 @@ import numpy as np
 
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
-from speedrun.science.inputs import Arrays, Inputs
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import Targets
 from speedrun.science.models.record89_table import Config
 from speedrun.science.params import Params
-from speedrun.science.recipe import Vocabulary
+from speedrun.science.recipe import Constants, Vocabulary
 
 #: Factors of the hash of token pairs.
 BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191
@@ -81,13 +81,15 @@ def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
     return Targets(jnp.stack(ids, axis=1), jnp.stack(weights, axis=1), softmax_N)
 
 
-def constants(cfg: Config, vocabulary: Vocabulary) -> Arrays:
+def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
     """Return the signs of token pairs, the same in all runs, and the prefix of each token if ids have bytes.
 
-    `bigram_signs` is i8 [S, D], +-1; `prefixes` is i32 [V], -1 for none.
+    `bigram_signs` computes i8 [S, D], +-1; `prefixes` is i32 [V], -1 for none.
     """
-    shape = cfg.sign_rows, cfg.model_dim
-    signs_SD = np.array(jax.random.rademacher(jax.random.key(89), shape, jnp.int8))
+
+    def signs_SD() -> jax.Array:
+        return jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8)
+
     if not vocabulary:
         return {"bigram_signs": signs_SD}
     rest = np.full(cfg.vocab_size - len(vocabulary), -1, np.int32)
