@@ -68,9 +68,8 @@ NONE = Blow()
 class Fork:
     """A function in a process of its own; also in place of a `Popen` of one of our modules."""
 
-    stdout = io.StringIO()  #: nothing to read: it prints where we do
-
     def __init__(self, argv: list[str], **_: object) -> None:
+        self.stdout = io.StringIO()  # nothing to read: it prints where we do
         self._pid = forked(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True), argv[2:])
 
     def wait(self) -> int:
@@ -222,7 +221,7 @@ class Round:
             return same if ended(now, folder) else _lost_lines(f"{folder}/metrics.jsonl", now, final)
         if name in ("batch.json", "source.txt"):
             return same
-        return "" if now[path].endswith((b"\n", b"}", b">")) or name.endswith(".png") else "is torn"
+        return "" if now[path].endswith((b"\n", b"}", b">", b"YZ")) or name.endswith(".png") else "is torn"
 
 
 def told(log: bytes) -> list[bytes]:
