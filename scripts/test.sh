@@ -30,7 +30,7 @@ if [[ $group != compile && $group != page ]]; then
   ruff check
   ruff format --check
   pyright
-  shellcheck scripts/*.sh
+  shellcheck scripts/*.sh tests/*.sh
   hadolint Dockerfile
 fi
 tests=(pytest -n 2 --dist loadfile) # fixtures and programs of a file are made once

@@ -588,6 +588,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "blew up, and says that it broke off", said_to_have_broken_off),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
+    ("V310", "sequences of another mean", logged(change(runlog.Val, sequences=(3.0, 3.1)))),
     ("V311", "goes on from another run", logged(went_on)),
     ("V312", "a run of another record", beside()),
     ("V312", "a run under another name", beside(attempt="z")),

@@ -67,6 +67,7 @@ def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path)
         track="smoke-cpu",
         data=finished.data,
         run_seed=0,
+        platform="cpu",
         num_steps=toy.num_steps,
         num_devices=8,
         replicas=1,

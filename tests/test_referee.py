@@ -459,7 +459,7 @@ def examiner(monkeypatch) -> Callable[..., Any]:
             compiled=programs.__getitem__,
             shape=shapes.__getitem__,
         )
-        one.end = 9
+        one.end, one.foreign = 9, False
         one.request = SimpleNamespace(draws=draws)
         data = SimpleNamespace(val_tokens=ROWS * LENGTH, vocab_size=NUM_IDS, document_token=SEPARATOR)
         one.track = SimpleNamespace(data=data)
@@ -666,6 +666,7 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
         track=config.track,
         data=config.data,
         run_seed=config.seed,
+        platform="cpu",
         num_steps=12,
         num_devices=8,
         replicas=1,
@@ -696,6 +697,48 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     assert {result.check.id: result.status for result in results if result.status != "ok"} == {
         "V608": "warning"
     }
+
+
+def test_a_run_of_another_platform_is_examined_by_its_final_state(unbroken, tmp_path):  # noqa: F811
+    """Each of some sequences, drawn by the nonce, loses what the log says; training is not repeated."""
+    request = examination(unbroken, tmp_path, platform="gpu")
+    found = examine(request)
+    assert found.own
+    assert not found.stretches
+    assert len({at for at, _ in found.sample}) == 16
+    assert not {found.leak, found.rows, found.company} - {0.0}
+    (run,) = load(unbroken.out).runs
+    told = run.vals[-1].sequences
+    assert found.val_loss == pytest.approx(np.mean([told[at] for at, _ in found.sample]), abs=1e-5)
+    results = [ask(one.of([Examined(run, found)]), load(unbroken.out)) for one in REPLAY_CHECKS]
+    statuses = {result.check.id: result.status for result in results}
+    assert (statuses["V601"], statuses["V603"], statuses["V605"]) == ("ok", "ok", "skipped")
+    with pytest.raises(
+        UsageError, match=r"ran on a gpu, whose training is not repeated here; .*--checkpoints"
+    ):
+        examine(replace(request, checkpoints=None))
+
+
+@pytest.mark.parametrize(
+    ("lie", "status"),
+    [
+        (lambda nats: nats + 1e-4, "ok"),
+        (lambda nats: [nats[0] + 3e-3, *nats[1:]], "failed"),
+        (lambda nats: [*nats[:-1], math.nan], "failed"),
+        (lambda nats: nats + 1e-3, "failed"),
+        (lambda nats: nats[:-1], "failed"),
+        (lambda _: [], "failed"),
+    ],
+    ids=["rounding", "one sequence", "no number", "all, a little", "too few", "none"],
+)
+def test_each_sequence_of_a_run_of_another_platform_loses_what_its_log_says(record, lie, status):
+    run, nats = record.runs[0], np.linspace(3.0, 3.5, 16)
+    line = next(line for line in reversed(run.lines) if isinstance(line.event, runlog.Val))
+    scored = replace(line, event=replace(line.event, sequences=tuple(lie(nats))))
+    told = dataclasses.replace(run, lines=tuple(scored if one is line else one for one in run.lines))
+    found = replace(honest(told), sample=tuple(enumerate(nats.tolist())), stretches=())
+    (check,) = (one for one in REPLAY_CHECKS if one.check.id == "V601")
+    assert ask(check.of([Examined(told, found)]), record).status == status
 
 
 @pytest.mark.parametrize("changes", [{"num_steps": 11}, {"num_steps": 13}])

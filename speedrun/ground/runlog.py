@@ -179,7 +179,7 @@ class ClockPause(Event, tag="clock_pause", frozen=True):
     train_time_s: float
 
 
-class Val(Event, tag="val", frozen=True):
+class Val(Event, tag="val", frozen=True, omit_defaults=True):
     """A declared validation before step `step`. `nll_sum` is a float64 as C hex: the loss is nll_sum / tokens."""
 
     step: int
@@ -187,6 +187,7 @@ class Val(Event, tag="val", frozen=True):
     tokens: int
     nll_sum: str
     seconds: float
+    sequences: tuple[float, ...] = ()  #: nats per token of each, in nine digits; of the last validation alone
 
 
 class ClockResume(Event, tag="clock_resume", frozen=True):

@@ -20,6 +20,7 @@ class Examination(Strict, frozen=True):
     track: str
     data: Path  #: folder of shards
     run_seed: int
+    platform: str  #: by the log, as JAX names it
     num_steps: int  #: by the log
     num_devices: int
     replicas: int
@@ -48,7 +49,7 @@ class Findings(Strict, frozen=True):
     """What the examiner found."""
 
     final_hash: str  #: of the state that was scored: the run's own, or the end of the replay
-    val_loss: float  #: of that state in nats, by the examiner's scorer
+    val_loss: float  #: of that state in nats, by the examiner's scorer; on another platform, of `sample`
     own: bool  #: whether that state is the run's own, from its checkpoint
     dtype: str  #: "bfloat16" if its training programs hold numbers of 16 bits or fewer, else "float32"
     columns: int  #: of the logits
@@ -62,4 +63,6 @@ class Findings(Strict, frozen=True):
     shuffled_loss: float  #: of the same state, with the targets of each sequence shuffled
     other_loss: float | None  #: of the same state on other text of the same kind; None: there is none
     other_error: float  #: standard error of the difference between this and `val_loss`, over sequences
-    stretches: tuple[Replayed, ...]
+    stretches: tuple[Replayed, ...]  #: none on another platform than the run's
+    #: On another platform: some scored sequences, and their nats per token.
+    sample: tuple[tuple[int, float], ...] = ()

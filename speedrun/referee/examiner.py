@@ -35,6 +35,8 @@ from speedrun.training.request import decoded
 
 _TEXTS = 140  #: scored sequences to change
 _OTHERS = 64  #: sequences of other text, at most
+#: Of both, and of scored ones, on another platform than the run's: a CPU takes minutes for each.
+_FEW, _SAMPLE = 8, 16
 
 
 def examine(request: Examination) -> Findings:
@@ -59,6 +61,12 @@ class _Examiner:
         self.end = request.num_steps
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}
         # What its author stored: the log and the track say how many, and when.
+        self.foreign = {"gpu": "cuda"}.get(request.platform, request.platform) != self.programs.platform
+        if self.foreign and request.checkpoints is None:
+            raise UsageError(
+                f"it ran on a {request.platform}, whose training is not repeated here; need its final state: pass "
+                "--checkpoints"
+            )
         steps, hidden = self.programs.lowered.steps, self.programs.lowered.hidden
         if len(steps) != self.end or not validated <= hidden.keys():
             got = f"{len(steps):,} steps and {len(hidden)} validations"
@@ -67,22 +75,30 @@ class _Examiner:
             )
 
     def findings(self) -> Findings:
-        """Train all stretches again, then look at the run's own final state, or at the last one that was reached."""
+        """Train all stretches again, then look at the run's own final state, or at the last one that was reached.
+
+        On another platform than the run's, look at some sequences of its own final state.
+        """
         replayed, leaves, cursor = [], [], stream.START
-        for stretch in self.request.stretches:
+        for stretch in () if self.foreign else self.request.stretches:
             found, leaves, cursor = self._replayed(stretch)
             replayed.append(found)
         if own := self.request.checkpoints is not None:
             leaves, cursor = self._restored(self.end)
         params = self._params(leaves)
         scored, others = self._scored, self._others(cursor)
+        sample_R = np.arange(len(scored.tokens_BT))
+        if self.foreign:
+            sample_R = self._draw.permutation(sample_R)[:_SAMPLE]
+            scored = stream.Batch(scored.tokens_BT[sample_R], scored.targets_BT[sample_R])
         nll_R, others_R = self._nll(params, scored), self._nll(params, others)
         compared = min(len(nll_R), len(others_R)) > 1
         few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
-        known = self._known(params, scored, _TEXTS, causality.NOTHING)
+        num_texts, num_others = (_FEW, _FEW) if self.foreign else (_TEXTS, _OTHERS)
+        known = self._known(params, scored, num_texts, causality.NOTHING)
         # Or it could show later tokens of other text, and predict it as well as what it memorised.
         if compared:
-            known = self._known(params, others, _OTHERS, known)
+            known = self._known(params, others, num_others, known)
         return Findings(
             final_hash=state_hash(leaves),
             val_loss=float(nll_R.mean()),
@@ -100,6 +116,7 @@ class _Examiner:
             other_loss=float(others_R.mean()) if compared else None,
             other_error=_error(nll_R, others_R) if compared else 0.0,
             stretches=tuple(replayed),
+            sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)) if self.foreign else (),
         )
 
     # --- training
@@ -229,7 +246,8 @@ class _Examiner:
         length, last = self._shape_BT[1], len(self.shards.train) - 1
         read = cursor.offset if cursor.shard == last else 0
         places = [(self.shards.val[0], self.track.data.val_tokens), (self.shards.train[last], read)]
-        num_rows = [max(0, min((shard.num_tokens - at - 1) // length, _OTHERS)) for shard, at in places]
+        most = _FEW if self.foreign else _OTHERS
+        num_rows = [max(0, min((shard.num_tokens - at - 1) // length, most)) for shard, at in places]
         shard, start = places[int(np.argmax(num_rows))]
         ids = shard.read(start, min(start + max(num_rows) * length + 1, shard.num_tokens)).astype(np.int32)
         return stream.Batch(ids[:-1].reshape(-1, length), ids[1:].reshape(-1, length))

@@ -175,6 +175,7 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Optio
             track=rules.name,
             data=data,
             run_seed=run.start.seed,
+            platform=run.preflight.platform,
             num_steps=run.start.num_steps,
             num_devices=run.preflight.num_devices,
             replicas=run.start.config.get("replicas", 1),

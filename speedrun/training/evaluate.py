@@ -24,6 +24,7 @@ class Score(NamedTuple):
     nll_sum: float  #: nats over all scored tokens, a float64 sum of float32 sums of one chunk each
     tokens: int
     seconds: float
+    sequences: tuple[float, ...]  #: nats per token of each, in nine digits
 
     @property
     def loss(self) -> float:
@@ -43,13 +44,14 @@ def evaluate(
 
     `score` is the program's compiled `eval_step`. `poll` is called after every batch, and may raise.
     """
-    watch, total, tokens = Stopwatch(), 0.0, 0
+    watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
     for batch in validation_batches(shard, num_tokens, *shape):
         tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
         nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
         total += float(np.sum(nll_BC, dtype=np.float64))
+        sequences += [float(f"{x:.9g}") for x in nll_BC.sum(axis=1, dtype=np.float64) / shape[1]]
         tokens += batch.targets_BT.size
         faults.point("evaluation")
         poll()
-    return Score(total, tokens, watch.seconds)
+    return Score(total, tokens, watch.seconds, tuple(sequences))

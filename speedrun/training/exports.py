@@ -130,8 +130,7 @@ def _computed(program: Program, **where: Any) -> list[jax.ShapeDtypeStruct]:
 
 def _split(args: tuple[Any, ...], *sizes: int) -> tuple[tuple[Any, ...], ...]:
     """Split arguments into parts of these sizes, and the rest."""
-    ends = list(accumulate(sizes))
-    return tuple(args[start:end] for start, end in pairwise([0, *ends, len(args)]))
+    return tuple(args[start:end] for start, end in pairwise([0, *accumulate(sizes), len(args)]))
 
 
 def _scoring(
@@ -156,14 +155,15 @@ def _scoring(
     def hidden(static: Static, *args: jax.Array) -> jax.Array:
         leaves, computed, (step, ids_BT) = _split(args, len(packed), num_computed)
         schedule = plan.schedule | dict(zip(program.computed, computed, strict=True))
-        inputs = plan.at(step, jax.tree.map(jnp.asarray, schedule), static)
-        return program.forward(view(leaves), ids_BT, inputs)
+        return program.forward(
+            view(leaves), ids_BT, plan.at(step, jax.tree.map(jnp.asarray, schedule), static)
+        )
 
     def logits(*args: jax.Array) -> jax.Array:
         return program.logits(view(args[:-1]), args[-1])
 
-    num_sequences = max(1, _FORWARD_TOKENS // recipe.eval_seq_len)
-    ids_BT = jax.ShapeDtypeStruct((num_sequences, recipe.eval_seq_len), np.int32)
+    seq_len = recipe.eval_seq_len
+    ids_BT = jax.ShapeDtypeStruct((max(1, _FORWARD_TOKENS // seq_len), seq_len), np.int32)
     leaves = jax.tree.leaves(packed)
     args = *leaves, *_computed(program), jax.ShapeDtypeStruct((), np.int32), ids_BT
     forward = {name: jax.jit(partial(hidden, static)) for static, name in names.items()}

@@ -256,7 +256,8 @@ class Training:
             if not np.isfinite(val.nll_sum):
                 raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
             is_result = at == ready.recipe.num_steps  # written together with the end of the run
-            line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds)
+            last = val.sequences if is_result else ()
+            line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds, last)
             self.log.emit(line, hold=is_result)
             self.val_loss = val.loss
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from statistics import fmean
 from typing import NamedTuple
 
 from speedrun.ground import runlog
@@ -119,6 +120,8 @@ def stated(record: Record) -> Iterator[str]:
         for val in run.vals:
             if abs(val.loss - (loss := loss_of(val))) > _ROUNDING:
                 yield f"{run.folder}: val before step {val.step} says {val.loss:.6f}, its sum {loss:.6f}"
+            if val.sequences and not abs(fmean(val.sequences) - loss) <= _ROUNDING:
+                yield f"{run.folder}: validation at {val.step} has sequences of another mean than its loss {loss}"
         if run.end.val_loss != run.vals[-1].loss:
             yield f"{run.folder}: run_end says {run.end.val_loss}, the last validation {run.vals[-1].loss}"
 

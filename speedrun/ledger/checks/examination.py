@@ -8,8 +8,10 @@ their losses may differ by `tolerance`, which grows with the steps since both st
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple, Unpack
 
 from speedrun.ground import runlog
@@ -20,6 +22,9 @@ from speedrun.ledger.run import Run, loss_of
 
 #: Nats per token between the mean losses of two scorers, the run's and the examiner's: other programs, not other bits.
 _SCORER = 2e-4
+#: Nats per token between the losses of one sequence in two forms of one program, by compute dtype: about ten times what
+#: was measured (docs/referee.md).
+_FORMS = {"float32": 2e-4, "bfloat16": 2e-3}
 #: Nats by which losses of two machines may differ one step after equal states, by compute dtype; about ten times what
 #: was measured (docs/referee.md). Early steps are sensitive, since some weights and all second moments start at zero.
 _FIRST = {"float32": 1e-5, "bfloat16": 1e-3}
@@ -81,11 +86,24 @@ def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Fin
     hint="pass the run's last checkpoints; the last line of its log holds the hash of its final state",
 )
 def loss(run: Run, findings: Findings) -> Iterator[str]:
-    """Compare with the examiner's scorer: tightly if the state is the run's own, or was made again bit by bit."""
+    """Compare with the examiner's scorer: tightly if the state is the run's own, or was made again bit by bit.
+
+    On another platform, each of some sequences is compared, and their mean.
+    """
     scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
     same, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
     if findings.own and not same:
         yield f"the state that was scored is {findings.final_hash}, the run ended with {run.final_hash}"
+    if findings.sample:
+        told = run.vals[-1].sequences
+        apart = [nats - told[at] if at < len(told) else math.inf for at, nats in findings.sample]
+        for what, worst, most in (
+            ("one of its sequences", max(apart, key=abs), _FORMS[findings.dtype]),
+            ("their mean", fmean(apart), _FORMS[findings.dtype] / len(apart) ** 0.5),
+        ):
+            if not abs(worst) <= most:
+                yield f"{what} differs by {worst:+.5f} nats from the log; {most:.5f} is allowed"
+        return
     if findings.own or same:
         if not differ <= _SCORER:
             yield scores
@@ -150,6 +168,8 @@ def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
 )
 def goes_on(run: Run, findings: Findings) -> Iterator[str]:
     """Compare losses, validations and tokens read of all stretches, and states of checkpoints, with the log."""
+    if findings.sample:
+        raise Skip(f"it ran on a {run.preflight.platform}: repeat its training on one")
     stated = {step.step: step.loss for step in run.steps}
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}

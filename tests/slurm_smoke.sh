@@ -2,13 +2,13 @@
 # Starts SLURM with one node on this machine, submits `jobs/slurm.sh` for a run with two tasks, and keeps its
 # record. Everything else is in a temporary folder; nothing keeps running.
 #
-#   scripts/slurm_smoke.sh OUT [ARGUMENTS OF speedrun run]
+#   tests/slurm_smoke.sh OUT [ARGUMENTS OF speedrun run]
 #
 # Needs slurmctld, slurmd, sbatch and munged (Debian, Ubuntu: apt install slurmctld slurmd slurm-client munge), and a
 # `speedrun` on the PATH. Ends with the exit code of the job; $OUT then holds job.sh, job.log and the record.
 set -euo pipefail
 # shellcheck source=/dev/null
-source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "${1:-}"
+source "$(dirname "${BASH_SOURCE[0]}")/../scripts/help.sh" "${1:-}"
 
 out=$(realpath -m "${1:?need a new folder for the record}")
 shift
