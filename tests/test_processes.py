@@ -157,8 +157,9 @@ def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> Non
 #: Python reads this file when it starts.
 NODES = """
 import socket, sys
-if "shared_run" in sys.orig_argv:
-    process = int(sys.orig_argv[-2])
+words = sys.orig_argv
+if "shared_run" in words or "--process" in words:
+    process = int(words[words.index("--process") + 1 if "--process" in words else -2])
     socket.gethostname = lambda: f"node{{process // {per_node}}}"
 """
 
