@@ -1,13 +1,13 @@
 """`programs-<digest>.xz`: the programs of a run. A record carries them, so that an examiner runs no code of the record.
 
-    init    u32[2], the data of a key -> the leaves of the state
-    train   leaves, tokens_BT, targets_BT -> leaves, loss; one for each shape
-    hidden  parameters, tokens_BT -> hidden state before the head [B, T, D]; one for each set of inputs
-    logits  parameters, x_ND -> [N, V]
+    init       u32[2], the data of a key -> the leaves of the state
+    constants  nothing -> the constants that the recipe computes
+    train      leaves, constants, tokens_BT, targets_BT -> leaves, loss; one for each shape
+    hidden     parameters, constants, step, tokens_BT -> hidden state before the head [B, T, D]; one for each `Static`
+    logits     parameters, x_ND -> [N, V]
 
-Each is serialised by `jax.export`, for the CPU and, where GPUs ran, for these. Those for the CPU hold no kernels, so
-that any machine can examine them. The file is xz over MessagePack, and equal for equal programs: the runs of a batch
-share one.
+Each is serialised by `jax.export`: for the CPU, without kernels, so that any machine can examine it, and for GPUs where
+they ran. The file is xz over MessagePack, and equal for equal programs: the runs of a batch share one.
 """
 
 import lzma

@@ -61,12 +61,9 @@ class _Examiner:
         self.end = request.num_steps
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}
         # What its author stored: the log and the track say how many, and when.
-        self.foreign = {"gpu": "cuda"}.get(request.platform, request.platform) != self.programs.platform
+        self.foreign = request.platform != jax.default_backend()
         if self.foreign and request.checkpoints is None:
-            raise UsageError(
-                f"it ran on a {request.platform}, whose training is not repeated here; need its final state: pass "
-                "--checkpoints"
-            )
+            raise UsageError(f"it ran on a {request.platform}; need its final state here; pass --checkpoints")
         steps, hidden = self.programs.lowered.steps, self.programs.lowered.hidden
         if len(steps) != self.end or not validated <= hidden.keys():
             got = f"{len(steps):,} steps and {len(hidden)} validations"
