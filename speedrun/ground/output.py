@@ -1,6 +1,7 @@
 """Standard streams, and errors as one line and an exit code."""
 
 import io
+import logging
 import os
 import re
 import sys
@@ -134,6 +135,8 @@ def _shown(file: str, number: int) -> str:
 def own_process() -> None:
     """Prepare a process that is ours: its streams never fail, and no recipe ends it as if all was done."""
     tolerate_closed_streams()
+    # What failed writes of orbax leave complains when it is collected, at times after our error.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     process = os.getpid()
 
     def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
