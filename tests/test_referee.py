@@ -76,12 +76,15 @@ def replayed(start: int, losses: tuple[float, ...], **changes) -> Replayed:
 
 
 def honest(run) -> Findings:
-    losses = {event.step: event.loss for event in run.steps}
+    losses, (plan,) = {event.step: event.loss for event in run.steps}, run.of(runlog.Plan)
     return Findings(
         final_hash=run.end.final_hash,
         val_loss=run.val_loss + 1e-5,
         own=True,
         dtype="bfloat16",
+        num_params=(plan.num_params - 7, plan.num_params + 7),
+        state_bytes_per_device=plan.state_bytes_per_device,
+        batch_tokens=tuple(step.batch_tokens for step in run.steps),
         columns=256,
         num_ids=256,
         rows=0.0,
@@ -119,6 +122,10 @@ LIES = [
     ("V605", {"stretches": (replayed(0, (), cursors=((0, 7), (0, 0))),)}),
     ("V605", {"stretches": (replayed(0, (5.0,), cursors=((0, 0), (0, 200))),)}),
     ("V607", {"constant_bytes": 75_000, "other_loss": None}),
+    ("V609", {"num_params": (0, 7)}),
+    ("V609", {"num_params": (10**12, 10**13)}),
+    ("V609", {"state_bytes_per_device": 1}),
+    ("V609", {"batch_tokens": (1,) * 20}),
 ]  # fmt: skip
 
 
@@ -996,7 +1003,11 @@ def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smok
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"nonce {NONCE}" in done.stdout
     # After twelve steps a model knows little: shuffled targets cost it less than a nat, and V608 warns.
-    assert statuses(done) == {**dict.fromkeys([f"V60{i}" for i in range(1, 8)], "ok"), "V608": "warning"}
+    assert statuses(done) == {
+        **dict.fromkeys([f"V60{i}" for i in range(1, 8)], "ok"),
+        "V608": "warning",
+        "V609": "ok",
+    }
 
 
 CHEAT = """

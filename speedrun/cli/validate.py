@@ -50,7 +50,7 @@ class _WithReplay(click.Command):
 @option(
     "--replay [=all]",
     click.Choice(["some", "all"]),
-    "Also check V601 to V608 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
+    "Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
 )
 @option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
 @option(

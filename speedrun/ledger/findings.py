@@ -52,6 +52,9 @@ class Findings(Strict, frozen=True):
     val_loss: float  #: of that state in nats, by the examiner's scorer; on another platform, of `sample`
     own: bool  #: whether that state is the run's own, from its checkpoint
     dtype: str  #: "bfloat16" if its training programs hold numbers of 16 bits or fewer, else "float32"
+    num_params: tuple[int, int]  #: the state holds at least and at most: some may be padding
+    state_bytes_per_device: int
+    batch_tokens: tuple[int, ...]  #: of each step
     columns: int  #: of the logits
     num_ids: int  #: of the track
     rows: float  #: nats; largest change of a log-probability when rows of the head are permuted

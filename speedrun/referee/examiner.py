@@ -8,6 +8,7 @@ N tokens of a chunk, V vocabulary, L leaves of the state.
 """
 
 import json
+import math
 import sys
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,6 +102,9 @@ class _Examiner:
             val_loss=float(nll_R.mean()),
             own=own,
             dtype=self.programs.dtype,
+            num_params=self.programs.num_params,
+            state_bytes_per_device=self.programs.state_bytes_per_device,
+            batch_tokens=tuple(math.prod(self.programs.shape(name)) for name in self.programs.lowered.steps),
             columns=self.programs.exported("logits").out_avals[0].shape[1],
             num_ids=self.track.data.vocab_size,
             rows=known.rows,

@@ -95,7 +95,7 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
 
 
 def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
-    """Return the report with the results of V601 to V608 added.
+    """Return the report with the results of V601 to V609 added.
 
     Args:
         folder: the record.
