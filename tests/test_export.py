@@ -100,7 +100,7 @@ def test_an_export_holds_nothing_about_this_machine(form, tmp_path):
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     paths = [path for path in (cwd / "out").rglob("*") if path.is_file()]

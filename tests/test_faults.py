@@ -47,7 +47,7 @@ from speedrun.training.checkpoint import folder_of
 from speedrun.training.request import RunConfig
 
 EVERY = 5
-TIMEOUT_S = 180
+TIMEOUT_S = 600
 
 _CANARY = "canary-of-nobody-0123456789"
 #: What every process here has in its environment, and what none may write anywhere.

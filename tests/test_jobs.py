@@ -82,7 +82,7 @@ def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], li
     env = {**os.environ, **{key: moved(value) for key, value in job.env.items()}}
     env |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(here / "calls"), "FAILS": fails}
     argv = ["bash", "-c", moved(job.script), "speedrun", *job.words]
-    code = subprocess.run(argv, env=env, cwd=here, timeout=60).returncode
+    code = subprocess.run(argv, env=env, cwd=here, timeout=600).returncode
     calls = [shlex.split(line) for line in (here / "calls").read_text().splitlines()]
     kept = [path.name for place in ("runs", "records", "shared/records") for path in (here / place).glob("*")]
     return code, calls, sorted(kept)

@@ -50,7 +50,7 @@ printf '%q ' "$@" >>{checkout}/typed; echo >>{checkout}/typed
     python.chmod(0o755)
     env = {**os.environ, "SPEEDRUN_PYTHON": str(python)}
     argv = ["bash", checkout / "scripts" / "measure_gpu.sh", *words]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
     return Measured(done.returncode, done.stdout.splitlines(), done.stderr)
 
 

@@ -23,7 +23,7 @@ COMMANDS = {"help": ["--help"], "lines": ["data", "list"], "JSON": ["data", "lis
 def ended(argv: list[str], redirection: str) -> tuple[int, str]:
     """Exit code of a command whose standard output goes elsewhere, and what it said of errors."""
     shell = ["bash", "-c", f'"$@" {redirection}', "bash", *SPEEDRUN, *argv]
-    done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
     return done.returncode, done.stderr
 
 

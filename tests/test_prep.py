@@ -443,7 +443,7 @@ def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_shards(tmp_path / "out", 1)
     os.killpg(process.pid, number)  # to the process group, as a terminal does
-    _, said = process.communicate(timeout=200)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 75, said
     assert "run the same command again to continue" in said
     assert "Traceback" not in said

@@ -982,13 +982,13 @@ def run_small(out: Path, data: Path, package: Path | None = None) -> None:
     settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     argv = [sys.executable, "-m", "speedrun", "run", "--data", str(data), "--out", str(out), *settings]
     env = {**os.environ, "PYTHONPATH": str(package)} if package else dict(os.environ)
-    subprocess.run(argv, env=env, capture_output=True, timeout=300, check=False, cwd=package)
+    subprocess.run(argv, env=env, capture_output=True, timeout=600, check=False, cwd=package)
 
 
 def validated(out: Path, data: Path, *more: str) -> subprocess.CompletedProcess[str]:
     unsafe = [] if sandbox.problem() is None else ["--unsafe-here"]
     argv = [sys.executable, "-m", "speedrun", "validate", str(out), "--data", str(data), *unsafe, *more]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
 
 
 def statuses(done: subprocess.CompletedProcess[str]) -> dict[str, str]:

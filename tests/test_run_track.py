@@ -71,7 +71,7 @@ def start(checkout: Path, *words: str, **variables: str) -> subprocess.Popen[str
 
 def ended(checkout: Path, *words: str, **variables: str) -> tuple[int, str]:
     with start(checkout, *words, **variables) as run:
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=600)
     return run.returncode, said
 
 
@@ -253,7 +253,7 @@ def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout: Path) -> No
     assert list(steps("".join(lines))) == ["plan", "doctor", "data", "batch"]
 
     with start(checkout, *words, SPEEDRUN_PYTHON=sys.executable) as went_on:
-        said, _ = went_on.communicate(timeout=400)
+        said, _ = went_on.communicate(timeout=600)
     assert went_on.returncode == 1, said
     assert list(steps(said)) == ["doctor", "data", "batch"]
     assert "batch   2 of 2 runs" in said

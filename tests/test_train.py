@@ -327,7 +327,7 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
             assert running.poll() is None, running.communicate()
             threading.Event().wait(0.05)
         running.send_signal(signal.SIGINT)
-        _, stderr = running.communicate(timeout=60)
+        _, stderr = running.communicate(timeout=600)
     finally:
         running.kill()
     assert running.returncode == 75, stderr
@@ -352,7 +352,7 @@ def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sen
         for number in sent:
             running.send_signal(number)
             threading.Event().wait(0.2)
-        _, stderr = running.communicate(timeout=60)
+        _, stderr = running.communicate(timeout=600)
     finally:
         running.kill()
     assert running.returncode in (75, exit_code), stderr

@@ -230,7 +230,7 @@ def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
 
 
 def got(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=100) as reply:
         return reply.read()
 
 
