@@ -6,6 +6,7 @@ import io
 import lzma
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,8 @@ from small_run import SMALL
 from test_checkpoint import unbroken  # noqa: F401 - a fixture
 
 from speedrun.cli import command
-from speedrun.data import stream
-from speedrun.ground import output, runlog, track
+from speedrun.data import inventory, stream
+from speedrun.ground import output, provenance, runlog, track
 from speedrun.ground.errors import CheckpointError, DataError, SpeedrunError, UsageError
 from speedrun.ground.mesh import make_mesh
 from speedrun.ledger.archive import Archive, Lowered, pack
@@ -41,8 +42,8 @@ from speedrun.referee import sandbox
 from speedrun.referee.causality import NOTHING, Known, Model, Text, apart, known, places
 from speedrun.referee.examiner import _error, _Examiner, examine
 from speedrun.referee.programs import Programs, unpack
-from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, stretches
-from speedrun.referee.rerun import Rerun, _bring
+from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, relowered, stretches
+from speedrun.referee.rerun import Rerun, _bring, _without_text
 from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Recipe
 from speedrun.training.checkpoint import folder_of
@@ -1038,6 +1039,34 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     assert done.returncode == 1, done.stdout + done.stderr
     assert statuses(done)["V605"] == "failed"
     assert statuses(done)["V603"] == "ok"
+
+
+@pytest.mark.compile
+def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
+    done = validated(trained.out, smoke_data, "--relower")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"ok +V610", done.stdout)
+
+
+@pytest.mark.parametrize(("jax", "status"), [(None, "failed"), ("0.0.1", "skipped")])
+def test_source_that_makes_other_programs_is_refused(trained, smoke_data, monkeypatch, jax, status):
+    """Unless another JAX lowers it, which may do so otherwise."""
+    monkeypatch.setattr(Rerun, "lowered", lambda *_: b"another archive")
+    monkeypatch.setattr(sandbox, "problem", lambda: None)
+    here = provenance.software()
+    monkeypatch.setattr(provenance, "software", lambda: here | ({"jax": jax} if jax else {}))
+    options = Options("some", NONCE, data=smoke_data)
+    result = relowered(trained.out, validate(trained.out), options, io.StringIO()).results[-1]
+    assert (result.check.id, result.status) == ("V610", status)
+
+
+def test_source_sees_no_validation_text(smoke_data, tmp_path):
+    rules = track.load("smoke-cpu").data
+    others = _without_text(smoke_data, tmp_path / "seen", rules.val)
+    shard, blank = (inventory.open_track(folder, rules).val[0] for folder in (smoke_data, tmp_path / "seen"))
+    assert blank.num_tokens == shard.num_tokens
+    assert not blank.read(0, blank.num_tokens).any()
+    assert {path.name for path in smoke_data.iterdir()} - {path.name for path in others} == {shard.path.name}
 
 
 _TRIES = r"""

@@ -52,6 +52,7 @@ class _WithReplay(click.Command):
     click.Choice(["some", "all"]),
     "Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
 )
+@flag("--relower", "Also check V610: run its source in a sandbox, and see whether it makes its programs.")
 @option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
 @option(
     "--checkpoints DIR",
@@ -71,6 +72,7 @@ def command(
     strict: bool,
     explain: str | None,
     replay: "Which | None",
+    relower: bool,
     nonce: str | None,
     checkpoints: tuple[Path, ...],
     verbose: bool,
@@ -80,20 +82,22 @@ def command(
 ) -> None:
     """Check every claim of the records in the folders RECORD.
 
-    Reads only: no network, no accelerator, and nothing of a record's source is executed. Exits with 0 if
-    all records are good, else with 1.
+    Reads only: no network, no accelerator, and nothing of a record's source is executed without --relower. Exits
+    with 0 if all records are good, else with 1.
     """
     if explain is not None:
         return _explain(explain, as_json=as_json)
     if not records:
         raise UsageError("no record given; name the folder that holds its source.txt")
     reports = {str(need_record(record)): validate(record, strict=strict) for record in records}
-    if replay:
-        from speedrun.referee.questions import Options, checked_nonce, examined
+    if replay or relower:
+        from speedrun.referee.questions import Options, checked_nonce, examined, relowered
 
-        options = Options(replay, checked_nonce(nonce), checkpoints, data, unsafe)
+        options = Options(replay or "some", checked_nonce(nonce), checkpoints, data, unsafe)
         echo = sys.stderr if as_json else sys.stdout
-        reports = {path: examined(Path(path), report, options, echo) for path, report in reports.items()}
+        for asked, judge in ((replay, examined), (relower, relowered)):
+            if asked:
+                reports = {path: judge(Path(path), one, options, echo) for path, one in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
     facts = {path: report.facts() for path, report in reports.items()}
     lines = []

@@ -8,7 +8,7 @@ from typing import Literal
 from speedrun.ground.console import clean
 from speedrun.ground.errors import unknown
 from speedrun.ledger.checks import CHECKS
-from speedrun.ledger.checks.examination import REPLAY_CHECKS
+from speedrun.ledger.checks.examination import LOWERED, REPLAY_CHECKS
 from speedrun.ledger.checks.table import Check, Skip
 from speedrun.ledger.record import Record, UnknownTrack, load
 
@@ -114,7 +114,7 @@ def find_check(id: str) -> Check:
     Raises:
         UsageError: if there is none; it names the nearest.
     """
-    checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS)]
+    checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS), LOWERED]
     for check in checks:
         if check.id == id.upper():
             return check

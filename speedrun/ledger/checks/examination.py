@@ -1,4 +1,4 @@
-"""V601 to V609: compare runs with what the examiner found about their states and programs.
+"""V601 to V610: compare runs with what the examiner found about their states and programs.
 
 The examiner (`speedrun.referee.examiner`) runs the programs that a record carries, and none of its source.
 
@@ -70,13 +70,13 @@ def tolerance(dtype: str, start: int, num_steps: int) -> float:
     return first[dtype] * (1 + num_steps**_GROWTH)
 
 
-def _not_replayed(_record: Record) -> Iterator[str]:
-    raise Skip("needs --replay")
+def _unasked(_record: Record) -> Iterator[str]:
+    raise Skip("needs --replay, or --relower")
 
 
 def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
     """Decorate a function from a run and its findings to problems."""
-    return lambda find: ReplayCheck(Check(id=id, title=title, find=_not_replayed, **texts), find)
+    return lambda find: ReplayCheck(Check(id=id, title=title, find=_unasked, **texts), find)
 
 
 @check_findings(
@@ -276,5 +276,14 @@ def sizes(run: Run, findings: Findings) -> Iterator[str]:
     if claimed == "bfloat16" != findings.dtype:
         yield f"the log says {claimed}, its programs hold {findings.dtype}"
 
+
+#: `validate --relower` asks it: `referee.questions`.
+LOWERED = Check(
+    id="V610",
+    title="the source makes the programs",
+    why="people read, credit and fork the text, but what is examined are programs",
+    hint="lower it with the run's versions of JAX; programs may depend on the recipe and its settings alone",
+    find=_unasked,
+)
 
 REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own, memory, generalises, sizes)
