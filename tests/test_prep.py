@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import documents, gpt2, inventory, overview, sources, tokenizer
+from speedrun.data import documents, inventory, overview, sources, tokenizer
 from speedrun.data.inventory import Place
 from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
@@ -288,7 +288,7 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
 @needs_shared
 def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
     choice = tokenizer.load(str(RANKS))
-    assert isinstance(choice, gpt2.Tiktoken)
+    assert isinstance(choice, tokenizer.Tiktoken)
     encoding = choice.encoding
     made = prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
     shards = ids_of(tmp_path)

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.data import gpt2, tokenizer
-from speedrun.data.gpt2 import END_OF_TEXT
+from speedrun.data import tokenizer
+from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.ground.errors import DataError, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -82,13 +81,13 @@ def test_splitting_long_documents_keeps_their_ids(ours, reference, text: str):
 
 def test_where_a_long_document_is_split():
     text = "word, " * 50_000 + "x" * 100_000
-    cut = list(gpt2.parts(text))
+    cut = list(tokenizer.parts(text))
     assert "".join(cut) == text
-    assert max(map(len, cut)) <= 100_000 + gpt2._LONG_CHARACTERS + 6
+    assert max(map(len, cut)) <= 100_000 + tokenizer._LONG_CHARACTERS + 6
     assert all(part[0] == " " for part in cut[1:])
-    assert len(cut) <= len(text) // gpt2._LONG_CHARACTERS + 1
-    assert list(gpt2.parts("a b" * 100)) == ["a b" * 100]
-    assert list(gpt2.parts("x" * 100_000)) == ["x" * 100_000]
+    assert len(cut) <= len(text) // tokenizer._LONG_CHARACTERS + 1
+    assert list(tokenizer.parts("a b" * 100)) == ["a b" * 100]
+    assert list(tokenizer.parts("x" * 100_000)) == ["x" * 100_000]
 
 
 @needs_ranks
@@ -116,7 +115,7 @@ def test_ranks_are_read_from_tiktokens_cache_and_checked(tmp_path: Path, monkeyp
     path = tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"  # tiktoken's name
     path.write_bytes(RANKS.read_bytes())
     assert tokenizer.load("gpt2").raw == RANKS.read_bytes()
-    monkeypatch.setattr(gpt2, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
+    monkeypatch.setattr(tokenizer, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
     with pytest.raises(DataError, match=r"need http.*; copy that file and pass --tokenizer"):
         tokenizer.load("gpt2")
 
@@ -191,9 +190,3 @@ def test_a_document_token_that_is_not_special_is_refused(trained: Path, tmp_path
         loaded.encode([END_OF_TEXT])
     with pytest.raises(UsageError, match="has no token '<s>'"):
         tokenizer.load(str(trained), document_text="<s>")
-
-
-def test_a_document_token_precedes_each_document():
-    texts = [np.array([1, 2]), np.array([], np.uint8), np.array([3], np.uint32)]
-    ids, starts = tokenizer.joined(texts, 9)
-    assert (ids.dtype, ids.tolist(), starts.tolist()) == (np.uint16, [9, 1, 2, 9, 9, 3], [0, 3, 4])

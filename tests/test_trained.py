@@ -29,8 +29,9 @@ from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.study import single
 from speedrun.study.single import Extras
-from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
+from speedrun.trained import exported, held_out, samples, tasks, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
+from speedrun.trained.equations import shape_of
 from speedrun.trained.incremental import DecodingKernels, Incremental
 from speedrun.trained.start import start_from
 from speedrun.training import checkpoint
@@ -109,8 +110,8 @@ def test_a_recipe_token_by_token_is_its_forward_pass(name: str) -> None:
     want_BTD = jax.jit(partial(states, Kernels("cpu", "")))(params, tokens_BT)
     np.testing.assert_allclose(found_TD, want_BTD[0, 21:], atol=1e-4)
     if name != "record89":  # which shifts keys and embeddings, and composes heads
-        assert {len(shape) for shape in model.cache_shapes} == {4}, "more is kept than keys and values"
-        assert len(model.cache_shapes) % 2 == 0
+        assert {len(shape_of(x)) for x in model.kept} == {4}, "more is kept than keys and values"
+        assert len(model.kept) % 2 == 0
 
 
 LOW_TT = jnp.tril(jnp.ones((T, T)))
@@ -287,7 +288,7 @@ def test_a_model_that_mixes_is_evaluated_whole_and_says_so(small, capsys, where:
     decoder, prompt = decoder_of(mixing), np.array([0, 7, 9, 5, 11], np.int32)
     _, ids_PN = decoder.extend(decoder.start([prompt]), 8, Draw(temperature=0))
     assert "warning: this model mixes positions" in capsys.readouterr().err
-    assert not decoder.model.cache_shapes
+    assert not decoder.model.kept
     assert ids_PN[0].tolist() == definition(mixing, prompt, 8)
 
 
@@ -421,7 +422,7 @@ def harnessed(of_text, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
     monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
     trained, spoken = of_text
-    return harness.adapter(trained, spoken, print)
+    return tasks.adapter(trained, spoken, print)
 
 
 @pytest.mark.compile
@@ -471,7 +472,7 @@ metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bet
 """
     )
     trained, spoken = of_text
-    found = harness.scores(trained, spoken, [str(tmp_path / "task.yaml")], None, print)
+    found = tasks.scores(trained, spoken, [str(tmp_path / "task.yaml")], None, print)
     nats = nll_of(trained, [*map(int, spoken.encode("the dog sat on the cat"))]).sum()
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
@@ -500,9 +501,7 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
         for n, label in ((1, 2), (4, 1), (4, 2))
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = hellaswag.ask(
-        trained, spoken, hellaswag.read(tmp_path / "questions.jsonl", None), lambda done: None
-    )
+    found = tasks.ask(trained, spoken, tasks.read(tmp_path / "questions.jsonl", None), lambda done: None)
     right = right_norm = 0
     for line in lines:
         context, *four = spoken.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
@@ -525,7 +524,7 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
 def test_a_file_that_is_not_hellaswag_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "questions.jsonl").write_text(line)
     with pytest.raises(DataError, match=r"questions\.jsonl"):
-        hellaswag.read(tmp_path / "questions.jsonl", None)
+        tasks.read(tmp_path / "questions.jsonl", None)
 
 
 # --- commands

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedrun.cli import command
-from speedrun.data import fetch, gpt2, inventory, tokenizer, vocabulary
+from speedrun.data import fetch, inventory, tokenizer, vocabulary
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError
 from speedrun.science.models.record89_tokens import prefixes
@@ -35,7 +35,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, ...]:
 @needs_ranks
 def test_the_bytes_of_gpt2_are_tiktokens(of_gpt2: tuple[bytes, ...]):
     reference = tokenizer.load(str(RANKS))
-    assert isinstance(reference, gpt2.Tiktoken)
+    assert isinstance(reference, tokenizer.Tiktoken)
     encoding: tiktoken.Encoding = reference.encoding
     assert of_gpt2 == (*map(encoding.decode_single_token_bytes, range(50256)), b"")
 
@@ -61,7 +61,7 @@ def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path:
         track = tracks.load(name)
         if track.data.hub is not None:
             ids = track.data.vocab_size, track.data.document_token
-            assert ids == (gpt2.VOCAB_SIZE, gpt2.DOCUMENT_TOKEN)
+            assert ids == (tokenizer.Tiktoken.vocab_size, tokenizer.Tiktoken.document_token)
         elif track.python_docs is None:
             assert vocabulary.load(track, tmp_path) == ()
 
@@ -92,7 +92,7 @@ def test_a_missing_or_foreign_file_is_told_in_one_line(
 def test_the_ranks_come_with_the_shards_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = inventory.Manifest("kjj0/fineweb10B-gpt2", {"revision": "a"}, 50257, 50256, {})
     monkeypatch.setattr(fetch, "fetch", lambda folder, *_: folder.mkdir() or made)
-    monkeypatch.setattr(gpt2, "cached_ranks", RANKS.read_bytes)
+    monkeypatch.setattr(tokenizer, "cached_ranks", RANKS.read_bytes)
     words = ["data", "get", "--track", "main-8xh100", "--out", str(tmp_path / "fineweb"), "--vocabulary"]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, done.output

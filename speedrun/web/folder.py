@@ -57,10 +57,11 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
     name = f"{recipe.name}-{trained.step}"
     words = Words(track, trained.words_folder)
-    facts = {"name": name, "track": track.id, "step": trained.step, "has_text": bool(words.tokens)}
+    facts = {"name": name, "track": track.id, "step": trained.step, "has_text": words.encoder is not None}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
-    if words.tokens:
-        files["tokenizer.json"] = encoded(described_tokenizer(*words.file(), words.tokens))
+    if words.encoder:
+        described = described_tokenizer(words.encoder.name, words.encoder.raw, words.tokens)
+        files["tokenizer.json"] = encoded(described)
     written = site({name: files})
     make_folder(out, written)
     return [out / path for path in written]

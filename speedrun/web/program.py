@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from speedrun.ground.errors import UsageError
 from speedrun.trained import equations
-from speedrun.trained.alignment import shape_of
+from speedrun.trained.equations import shape_of
 
 _ELEMENTWISE = """
 abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne
