@@ -382,7 +382,7 @@ def sample(*words: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
+def of_text(tiny, tmp_path_factory) -> weights.Trained:
     """A model with arbitrary weights on the track of Python's documentation, with a small BPE."""
     folder = tmp_path_factory.mktemp("text")
     tokenizer.train_bpe(
@@ -392,7 +392,7 @@ def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
     recipe = dataclasses.replace(tiny, config=config)
     program, docs = Program(recipe, mesh.make_mesh(1)), track.load("docs-cpu")
     packed = program.layout.pack(moved(recipe)[0])
-    return weights.Trained(program, docs, folder, recipe.num_steps, packed), words.Words(docs, folder)
+    return weights.Trained(program, docs, folder, recipe.num_steps, packed)
 
 
 def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
@@ -421,26 +421,23 @@ def harnessed(of_text, monkeypatch):
     """The model as the harness gets it, here without the harness: its base class only turns text into these calls."""
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
     monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
-    trained, spoken = of_text
-    return tasks.adapter(trained, spoken, print)
+    return tasks.adapter(of_text, print)
 
 
 @pytest.mark.compile
 def test_the_harness_gets_the_definition_of_a_likelihood(harnessed, of_text) -> None:
-    trained, _ = of_text
     context = harnessed.tok_encode("the cat sat")
     other, likeliest = harnessed.tok_encode(" on the mat"), list[int]()
     for _ in range(3):
-        likeliest.append(int(np.argmax(log_p_of(trained, context + likeliest)[-1])))
+        likeliest.append(int(np.argmax(log_p_of(of_text, context + likeliest)[-1])))
     asked = [(("", ""), context, ending) for ending in (other, likeliest)]
     (nats, is_likeliest), (_, is_likeliest_too) = harnessed._loglikelihood_tokens(asked)
-    assert nats == pytest.approx(-nll_of(trained, [*context, *other])[len(context) - 1 :].sum(), abs=1e-4)
+    assert nats == pytest.approx(-nll_of(of_text, [*context, *other])[len(context) - 1 :].sum(), abs=1e-4)
     assert (is_likeliest, is_likeliest_too) == (False, True)
 
 
 def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> None:
-    trained, _ = of_text
-    longest = trained.program.recipe.eval_seq_len
+    longest = of_text.program.recipe.eval_seq_len
     ending, context = harnessed.tok_encode(" dog"), harnessed.tok_encode("the cat " * longest)
     whole, cut = harnessed._loglikelihood_tokens(
         [(("", ""), context, ending), (("", ""), context[-(longest - len(ending)) :], ending)]
@@ -449,7 +446,7 @@ def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> N
 
 
 def test_what_the_model_cannot_take_is_refused_not_cut(harnessed, of_text) -> None:
-    longest = of_text[0].program.recipe.eval_seq_len
+    longest = of_text.program.recipe.eval_seq_len
     with pytest.raises(UsageError):
         harnessed._loglikelihood_tokens([(("", ""), [1], [1] * longest)])
     with pytest.raises(UsageError, match="ask for new text"):
@@ -471,41 +468,38 @@ doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
 """
     )
-    trained, spoken = of_text
-    found = tasks.scores(trained, spoken, [str(tmp_path / "task.yaml")], None, print)
-    nats = nll_of(trained, [*map(int, spoken.encode("the dog sat on the cat"))]).sum()
+    found = tasks.scores(of_text, [str(tmp_path / "task.yaml")], None, print)
+    nats = nll_of(of_text, [*map(int, of_text.words.encode("the dog sat on the cat"))]).sum()
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:
-    trained, spoken = of_text
-    ids = np.concatenate([spoken.encode("the cat sat on the mat. the dog ate") for _ in range(9)]).astype(
-        np.uint16
-    )
+    ids = np.concatenate(
+        [of_text.words.encode("the cat sat on the mat. the dog ate") for _ in range(9)]
+    ).astype(np.uint16)
     shards.write_shard(tmp_path / "x.bin", ids)
-    (part,) = held_out.slices(trained, [tmp_path / "x.bin"], 8, 64)
-    found = held_out.Scorer(trained, 8, held_out.bytes_of(spoken, print)).score(part, lambda done: None)
+    (part,) = held_out.slices(of_text, [tmp_path / "x.bin"], 8, 64)
+    found = held_out.Scorer(of_text, 8, held_out.bytes_of(of_text, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
-    nats = sum(nll_of(trained, row).sum() for row in rows)
-    num_bytes = sum(len(spoken.tokens.get(int(index), b"")) for index in ids[1:65])
+    nats = sum(nll_of(of_text, row).sum() for row in rows)
+    num_bytes = sum(len(of_text.words.tokens.get(int(index), b"")) for index in ids[1:65])
     assert found.loss == pytest.approx(nats / 64, abs=1e-4)
     assert found.bits_per_byte == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-4)
 
 
 @pytest.mark.compile
 def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_path) -> None:
-    trained, spoken = of_text
     endings = ("the mat.", "a dog that ate the cat.", "cat", "the the the the the the")
     lines = [
         {"ctx": f"the cat {'sat ' * n}on", "endings": endings, "label": label, "more": 1}
         for n, label in ((1, 2), (4, 1), (4, 2))
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = tasks.ask(trained, spoken, tasks.read(tmp_path / "questions.jsonl", None), lambda done: None)
+    found = tasks.ask(of_text, tasks.read(tmp_path / "questions.jsonl", None), lambda done: None)
     right = right_norm = 0
     for line in lines:
-        context, *four = spoken.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
-        losses = [nll_of(trained, [*map(int, context), *map(int, one)])[len(context) - 1 :] for one in four]
+        context, *four = of_text.words.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
+        losses = [nll_of(of_text, [*map(int, context), *map(int, one)])[len(context) - 1 :] for one in four]
         right += int(np.argmin([x.sum() for x in losses]) == line["label"])
         right_norm += int(np.argmin([x.mean() for x in losses]) == line["label"])
     assert (found.questions, found.accuracy, found.accuracy_norm) == (3, right / 3, right_norm / 3)
@@ -549,12 +543,6 @@ def test_an_export_writes_the_same_text(run: Path, tmp_path: Path) -> None:
     ran, loaded = sample(run, "--step", 6, *asked), sample(tmp_path / "model", *asked)
     assert json.loads(loaded.stdout)["samples"] == json.loads(ran.stdout)["samples"]
     assert json.loads(loaded.stdout)["step"] == 6
-
-
-@pytest.mark.compile
-def test_bench_sample_times_both() -> None:
-    found = CliRunner().invoke(cli.command, ["bench", "sample", "--tokens", "16", "--new", "2", "--json"])
-    assert [one["name"] for one in json.loads(found.stdout)] == ["cached", "whole"]
 
 
 def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:

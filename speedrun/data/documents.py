@@ -51,21 +51,15 @@ def of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: s
         DataError: if a row has no text, or one that is not UTF-8.
     """
     for batch in batches:
-        skip = min(max(0, row - at.row), batch.num_rows)
-        if texts := _texts(batch.column(column).slice(skip), name, at.row + skip, column):
-            yield Block(Place(at.file, at.row + skip), texts, 0)
+        first, texts = max(row, at.row), []
+        for number, value in enumerate(batch.column(column).slice(first - at.row), first):
+            try:
+                texts.append(_checked(value.as_py(), name, number, column))
+            except UnicodeDecodeError as error:  # Arrow itself does not check
+                raise _not_utf8(name, number, error) from None
+        if texts:
+            yield Block(Place(at.file, first), texts, 0)
         at = Place(at.file, at.row + batch.num_rows)
-
-
-def _texts(values: Any, name: str, first_row: int, column: str) -> list[str]:
-    texts = []
-    for row, value in enumerate(values, first_row):
-        try:
-            text = value.as_py()
-        except UnicodeDecodeError as error:  # Arrow itself does not check
-            raise _not_utf8(name, row, error) from None
-        texts.append(_checked(text, name, row, column))
-    return texts
 
 
 def require_column(name: str, column: str, names: Sequence[str]) -> None:
@@ -99,10 +93,8 @@ def texts(source: Source) -> Iterator[str]:
 
 def _checked(text: object, name: str, row: int, column: str) -> str:
     if not isinstance(text, str):
-        raise DataError(
-            f"{name}: row {row:,} has {type(text).__name__} as {column!r}; need a text; choose with --column or "
-            "repair it"
-        )
+        got = f"{type(text).__name__} as {column!r}"
+        raise DataError(f"{name}: row {row:,} has {got}; need a text; choose with --column or repair it")
     return valid(text)
 
 

@@ -131,8 +131,7 @@ def _is_complete(folder: Path, data: Data, source: Hub, manifest: Manifest) -> b
 
 def _present(folder: Path, data: Data) -> set[str]:
     """Return the names of all shards in the folder."""
-    train, val = _split((path.name for path in folder.iterdir()), data)
-    return {*train, *val}
+    return set().union(*_split((path.name for path in folder.iterdir()), data))
 
 
 def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
@@ -199,8 +198,8 @@ class _Download:
         return sum(self._remote[name].size or 0 for name in names)
 
     def _require_space(self, names: list[str], progress: Progress) -> None:
-        folders = (self._folder, self._staging)
-        new = [name for name in names if not any((folder / name).exists() for folder in folders)]
+        here = {path.name for folder in (self._folder, self._staging) for path in folder.glob("*")}
+        new = [name for name in names if name not in here]
         free_bytes, need_bytes = shutil.disk_usage(self._folder).free, self._size_bytes(new)
         need = f"{need_bytes / 1e9:.2f} GB"
         progress.say(f"{self._repo}@{self._commit}: {len(new)} shards to download, {need}")

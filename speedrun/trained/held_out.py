@@ -19,7 +19,6 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import DataError, NonFiniteError
 from speedrun.science.params import SHARDS
 from speedrun.trained.weights import Trained
-from speedrun.trained.words import Words
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -78,14 +77,14 @@ def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int |
     return whole
 
 
-def bytes_of(words: Words, say: Callable[[str], None]) -> np.ndarray | None:
+def bytes_of(trained: Trained, say: Callable[[str], None]) -> np.ndarray | None:
     """Return the bytes of each id, i64 [V]; None, and `say` why, if the file of the tokenizer is missing."""
     try:
-        tokens = words.tokens
+        tokens = trained.words.tokens
     except DataError as error:
         say(f"no bits per byte: {error}")
         return None
-    return np.array([len(tokens.get(index, b"")) for index in range(words.track.data.vocab_size)], np.int64)
+    return np.array([len(tokens.get(index, b"")) for index in range(trained.track.data.vocab_size)], np.int64)
 
 
 class Scorer:

@@ -30,7 +30,6 @@ from speedrun.ground.wholefile import read_regular
 from speedrun.science.params import Params
 from speedrun.trained.incremental import DecodingKernels
 from speedrun.trained.weights import Trained
-from speedrun.trained.words import Words
 
 _TOGETHER = 32  #: rows of one call
 _POSITIONS = 32  #: lengths are rounded up to a multiple
@@ -125,16 +124,16 @@ def read(path: Path, limit: int | None) -> list[Question]:
     return found
 
 
-def ask(trained: Trained, words: Words, questions: Sequence[Question], say: Callable[[int], None]) -> Answers:
+def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], None]) -> Answers:
     """Answer all questions; `say` gets the number of those that are answered.
 
     Raises:
         UsageError: if the ids of the track stand for no text.
         NonFiniteError: if a loss is no number.
     """
-    if words.encoder is None:
-        raise UsageError(f"ids of {words.track.id} stand for no text; HellaSwag needs a model of text")
-    rows = [row for question in questions for row in _rows(question, words.encoder)]
+    if (encoder := trained.words.encoder) is None:
+        raise UsageError(f"ids of {trained.track.id} stand for no text; HellaSwag needs a model of text")
+    rows = [row for question in questions for row in _rows(question, encoder)]
     losses = [ending.nll_E for ending in endings(trained, rows, lambda done: say(done // 4))]
     right = right_norm = 0
     for number, question in enumerate(questions):
@@ -154,13 +153,12 @@ def _rows(question: Question, encoder: Tokenizer) -> Iterator[Row]:
 
 
 def scores(
-    trained: Trained, words: Words, tasks: Sequence[str], limit: int | None, say: Callable[[str], None]
+    trained: Trained, tasks: Sequence[str], limit: int | None, say: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
     """Run tasks; return their metrics by task and name.
 
     Args:
         trained: the model.
-        words: its tokenizer.
         tasks: names, or files of YAML that define one.
         limit: questions of each task; None: all.
         say: gets lines of progress.
@@ -174,19 +172,15 @@ def scores(
         tasks_of = importlib.import_module("lm_eval.tasks").TaskManager
     except ModuleNotFoundError as error:
         raise UsageError(f"--tasks needs {error.name}; type: pip install lm-eval") from None
-    if words.encoder is None:
-        raise UsageError(f"ids of {words.track.id} stand for no text; tasks need a model of text")
+    if trained.words.encoder is None:
+        raise UsageError(f"ids of {trained.track.id} stand for no text; tasks need a model of text")
     known = tasks_of()
     for task in tasks:
         if not Path(task).is_file() and not known.match_tasks([task]):
             raise UsageError(f"unknown task {task!r}; 'lm-eval ls tasks' lists them, or name a file of YAML")
     try:
         found = harness.simple_evaluate(
-            model=adapter(trained, words, say),
-            tasks=[*tasks],
-            limit=limit,
-            task_manager=known,
-            bootstrap_iters=0,
+            model=adapter(trained, say), tasks=[*tasks], limit=limit, task_manager=known, bootstrap_iters=0
         )
     except (OSError, ValueError, yaml.YAMLError) as error:  # of the hub, `datasets`, and files of tasks
         reason = str(error).strip().partition("\n")[0]
@@ -197,7 +191,7 @@ def scores(
     }
 
 
-def adapter(trained: Trained, words: Words, say: Callable[[str], None]) -> Any:
+def adapter(trained: Trained, say: Callable[[str], None]) -> Any:
     """Return the model in the form that the harness asks: an instance of its `TemplateLM`."""
     template = importlib.import_module("lm_eval.api.model").TemplateLM
     windows = importlib.import_module("lm_eval.utils")
@@ -210,7 +204,7 @@ def adapter(trained: Trained, words: Words, say: Callable[[str], None]) -> Any:
 
         def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
             del add_special_tokens  # there are none
-            return [*map(int, words.encode(string)[1:])]
+            return [*map(int, trained.words.encode(string)[1:])]
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             rows = [_row(context, ending, longest) for _, context, ending in requests]

@@ -147,6 +147,7 @@ def _name(text: str) -> str:
 class _Sample(msgspec.Struct):
     step: float
     text: str
+    prompt: str = ""
 
 
 def _text(raw: bytes, kind: str) -> str | None:

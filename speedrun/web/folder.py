@@ -26,7 +26,6 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 from speedrun.trained.incremental import DecodingKernels
 from speedrun.trained.weights import Trained
-from speedrun.trained.words import Words
 from speedrun.web.program import Constants, program
 
 LIST = "models.json"
@@ -56,7 +55,7 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     trained = replace(trained, program=replace(trained.program, recipe=recipe))
     params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
     name = f"{recipe.name}-{trained.step}"
-    words = Words(track, trained.words_folder)
+    words = trained.words
     facts = {"name": name, "track": track.id, "step": trained.step, "has_text": words.encoder is not None}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.encoder:

@@ -1,8 +1,6 @@
 /** The page: reads the form, lets one or two models write, and shows how probable each token was. */
-import { Model, read, start } from "./model.js";
-import { Unusable } from "./safetensors.js";
+import { $, drawn, fail, Model, read, start } from "./model.js";
 
-const $ = (id) => document.getElementById(id);
 const NONE = "";
 const LIMITS = [0.01, 0.1, 0.5, 0.9];
 const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
@@ -11,15 +9,6 @@ const quoted = (text) => `“${visible(text)}”`;
 
 const loaded = new Map(); // by backend and name
 let stopped = false;
-
-function fail(error) {
-  if (!(error instanceof Unusable)) console.error(error);
-  const known = error instanceof Unusable || error instanceof RangeError;
-  $("error").textContent = error instanceof Unusable ? error.message
-    : known ? "The memory of this page is full. Close other pages, or choose a smaller model."
-    : `Something failed that should not: ${error.message ?? error}.`;
-  $("error").hidden = false;
-}
 
 async function model(name, device) {
   const key = `${device} ${name}`;
@@ -92,9 +81,6 @@ class Column {
     this.tokens[Math.min(Math.max(to, 0), last)].one.focus();
   }
 }
-
-/** Waits until the browser has drawn. */
-const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
 
 async function write(name, device, how, numTokens) {
   const one = await model(name, device);
@@ -172,7 +158,4 @@ async function begin() {
 
 $("form").addEventListener("submit", submit);
 $("stop").addEventListener("click", () => (stopped = true));
-begin().catch((error) => {
-  $("status").textContent = "Nothing can be computed.";
-  fail(error);
-});
+begin().catch((error) => fail(error, "Nothing can be computed."));
