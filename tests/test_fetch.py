@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -45,20 +46,6 @@ DATA = track.Data(
     get="get it!",
 )
 SOURCE = track.Hub(repo=REPO, revision="main", train_shards=2)
-
-
-class Recorder:
-    """Records progress."""
-
-    def __init__(self) -> None:
-        self.updates: list[tuple[int, int]] = []
-        self.lines: list[str] = []
-
-    def update(self, done: int, total: int) -> None:
-        self.updates.append((done, total))
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +84,10 @@ def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator
         join_transfers(before)
 
 
-def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA) -> Recorder:
-    progress = Recorder()
-    fetch.fetch(folder, data, source, progress)
-    return progress
+def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA, **progress: Any) -> Any:
+    shown: Any = Mock(**progress)
+    fetch.fetch(folder, data, source, shown)
+    return shown
 
 
 def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
@@ -128,7 +115,7 @@ def test_each_shard_is_downloaded_once(tmp_path: Path, server: FakeHub):
     progress = get(tmp_path / "new")
     assert_sound(tmp_path / "new", server.files)
     assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3])
-    assert progress.updates[-1] == (total := 3 * len(server.files[VAL]), total)
+    assert progress.update.call_args.args == (total := 3 * len(server.files[VAL]), total)
     server.shutdown()  # a complete folder needs no network
     get(tmp_path / "new")
     get(tmp_path / "new", msgspec.structs.replace(SOURCE, train_shards=1))
@@ -317,23 +304,17 @@ def test_disk_space_is_checked_first(tmp_path: Path, server: FakeHub, monkeypatc
 
 def test_two_downloads_into_one_folder_take_turns(tmp_path: Path, server: FakeHub):
     server.faults = {VAL: ["hold"]}
-    waits = threading.Event()
-
-    class Second(Recorder):
-        def say(self, line: str) -> None:
-            super().say(line)
-            waits.set()
-
+    lines, waits = list[str](), threading.Event()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(get, tmp_path)
         server.await_stall(lambda: first.result() if first.done() else None)
-        second = threads.submit(fetch.fetch, tmp_path, DATA, SOURCE, progress := Second())
+        second = threads.submit(get, tmp_path, say=lambda line: (lines.append(line), waits.set()))
         while not waits.wait(0.01) and not second.done():
             pass
         server.over.set()
         first.result()
         second.result()
-    assert "another program writes into it" in progress.lines[0]
+    assert "another program writes into it" in lines[0]
     assert_sound(tmp_path, server.files)
     assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3]), "the second downloads nothing"
 

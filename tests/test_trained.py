@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -151,41 +151,35 @@ def relative(x: jax.Array) -> jax.Array:
 
 
 #: Causal functions of x [1, T, 6]. Some compute what depends on later positions, and drop it again.
-CAUSAL = MappingProxyType(
-    {
-        "mask with keys first": lambda x: attended(x, kind(x)[:, None, :] == kind(x)[:, :, None]),
-        "mask with queries first": lambda x: attended(x, kind(x)[:, :, None] == kind(x)[:, None, :]),
-        "relative positions": relative,
-        "attention without its rule": without_attention_rule,
-        "attention-free": attention_free,
-        "centred over all": centred,
-        "reshape in another order": lambda x: x * jnp.ravel(x, order="F").reshape(1, 6, T).swapaxes(1, 2),
-        "reduction by a function": lambda x: (
-            x + jax.lax.reduce(x, 0.0, lambda a, b: a * 0 + jnp.maximum(a, b), (2,))[..., None]
-        ),
-        "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
-        "several axes": lambda x: (
-            jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2)
-        ),
-        "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
-        "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
-        "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
-        "shift that keeps the first": lambda x: x * jnp.concatenate([x[:, :1], x[:, :-1]], axis=1),
-        "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
-        "running maximum of integers": lambda x: x + jax.lax.cummax((x > 0).astype(jnp.int32), axis=1),
-        "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
-        "loop over all": lambda x: x + jax.lax.associative_scan(jnp.add, x, axis=1),
-        "loop": lambda x: (
-            jnp.swapaxes(
-                jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1
-            )
-            * x
-        ),
-        "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
-        "average of all before": lambda x: jnp.einsum("ts,bsd->btd", jnp.tril(jnp.ones((T, T))), x),
-        "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
-    }
-)
+CAUSAL = {
+    "mask with keys first": lambda x: attended(x, kind(x)[:, None, :] == kind(x)[:, :, None]),
+    "mask with queries first": lambda x: attended(x, kind(x)[:, :, None] == kind(x)[:, None, :]),
+    "relative positions": relative,
+    "attention without its rule": without_attention_rule,
+    "attention-free": attention_free,
+    "centred over all": centred,
+    "reshape in another order": lambda x: x * jnp.ravel(x, order="F").reshape(1, 6, T).swapaxes(1, 2),
+    "reduction by a function": lambda x: (
+        x + jax.lax.reduce(x, 0.0, lambda a, b: a * 0 + jnp.maximum(a, b), (2,))[..., None]
+    ),
+    "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
+    "several axes": lambda x: jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2),
+    "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
+    "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
+    "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+    "shift that keeps the first": lambda x: x * jnp.concatenate([x[:, :1], x[:, :-1]], axis=1),
+    "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
+    "running maximum of integers": lambda x: x + jax.lax.cummax((x > 0).astype(jnp.int32), axis=1),
+    "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
+    "loop over all": lambda x: x + jax.lax.associative_scan(jnp.add, x, axis=1),
+    "loop": lambda x: (
+        jnp.swapaxes(jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1)
+        * x
+    ),
+    "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
+    "average of all before": lambda x: jnp.einsum("ts,bsd->btd", jnp.tril(jnp.ones((T, T))), x),
+    "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
+}
 
 
 #: Those whose rows depend on tokens that follow.
