@@ -197,9 +197,7 @@ def ours(golden: Golden, tmp_path: Path) -> Trained:
     return replace(trained, is_ours=True, step=5, origin={})
 
 
-def test_what_is_written_for_transformers_is_what_was_read(
-    golden: Golden, ours: Trained, tmp_path: Path
-) -> None:
+def test_what_is_written_for_transformers_is_what_was_read(golden: Golden, ours: Trained, tmp_path) -> None:
     files = transformers_gpt2.write(ours, tmp_path / "out")
     assert [path.name for path in files] == ["model.safetensors", "config.json", "README.md"]
     same(load_file(tmp_path / "out" / "model.safetensors"), golden.weights)

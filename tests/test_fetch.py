@@ -130,9 +130,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_temporary_faults(
-    tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_temporary_faults(tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults = {name: list(faults) for name in NAMES[:3]}
     get(tmp_path)
@@ -193,9 +191,7 @@ def test_the_page_of_a_network_that_wants_a_login_is_one_line(tmp_path: Path, se
 
 
 @pytest.mark.parametrize("left", ["a closed session", "no session"])
-def test_a_session_that_another_transfer_closes(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, left: str
-):
+def test_a_session_that_another_transfer_closes(tmp_path: Path, server: FakeHub, monkeypatch, left: str):
     """The client closes it whenever one of its threads cannot connect."""
     honest, closed = httpx.Client.request, threading.Event()
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import documents, inventory, overview, sources, tokenizer
+from speedrun.data import inventory, overview, sources, tokenizer
 from speedrun.data.inventory import Place
 from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
@@ -137,7 +137,7 @@ def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     (tmp_path / "c" / "z.txt").write_bytes(b"\xef\xbb\xbffive\r\nlines\n")
     (tmp_path / "other.csv").write_text("not read")
     source = open_source([str(tmp_path)])
-    assert list(documents.texts(source)) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
+    assert list(sources.texts(source)) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
     places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
     assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
     assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
@@ -178,7 +178,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
 def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert list(documents.texts(open_source([str(tmp_path)]))) == [want]
+    assert list(sources.texts(open_source([str(tmp_path)]))) == [want]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     import pyarrow.parquet
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(documents, "BATCH_ROWS", 7)
+    monkeypatch.setattr(sources, "BATCH_ROWS", 7)
     path = tmp_path / "rows" / "rows.parquet"
     path.parent.mkdir()
     texts = [f"row {i} é猫🙂 " + "x" * (i % 13) for i in range(60)]
@@ -304,10 +304,10 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     folder = str(path.parent)
     cut = Cut("x", 37)
 
-    def source() -> documents.Source:
+    def source() -> sources.Source:
         return open_source([folder]) if kind == "parquet" else Dataset(folder, None, None, column="text")
 
-    assert list(documents.texts(source())) == texts
+    assert list(sources.texts(source())) == texts
     prepare(source(), BYTES, cut, tmp_path / "whole")
     assert ids_of(tmp_path / "whole", "x") == definition(texts, 37)
     for life in (1, 2, 3, 5):
@@ -327,7 +327,7 @@ def test_blocks_are_read_on_demand():
     def blocks():
         for row in range(1_000):
             read.append(row)
-            yield documents.Block(Place("x", row), ["abc"], row)
+            yield sources.Block(Place("x", row), ["abc"], row)
 
     encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))
@@ -450,9 +450,7 @@ def test_bits_per_byte(tmp_path: Path):
 
 
 @pytest.mark.parametrize("look", [1, 2])
-def test_a_lock_whose_holder_just_left_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
-) -> None:
+def test_a_lock_whose_holder_just_left_is_taken(tmp_path: Path, monkeypatch, look: int) -> None:
     """Its file goes at any look at it."""
     path, looks, stat = tmp_path / LOCK, itertools.count(1), Path.stat
 

@@ -80,9 +80,7 @@ def test_a_bad_shard_is_exit_code_3(tmp_path: Path):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=50), st.data())
-def test_a_written_shard_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, ids: list[int], data: st.DataObject
-):
+def test_a_written_shard_is_read_back(tmp_path_factory, ids: list[int], data: st.DataObject):
     path = tmp_path_factory.mktemp("shard") / "x.bin"
     shard = write_shard(path, np.array(ids))
     start = data.draw(st.integers(0, len(ids)))

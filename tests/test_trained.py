@@ -33,7 +33,7 @@ from speedrun.trained import exported, held_out, samples, tasks, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.equations import shape_of
 from speedrun.trained.incremental import DecodingKernels, Incremental
-from speedrun.trained.start import start_from
+from speedrun.trained.sources import start_from
 from speedrun.training import checkpoint
 from speedrun.training.checkpoint import folder_of, seal, unseal
 from speedrun.training.program import Program
@@ -573,9 +573,7 @@ def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
         ("run --track smoke-cpu --out OUT --sample-every 5 --checkpoint-every 2", 2),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    run: Path, smoke_data: Path, tmp_path: Path, words: str, exit_code: int
-) -> None:
+def test_what_cannot_be_done_is_one_line(run: Path, smoke_data, tmp_path, words: str, exit_code: int) -> None:
     paths = {"RUN": str(run), "OUT": str(tmp_path / "out")}
     given = [paths.get(word, word) for word in words.split()]
     found = CliRunner().invoke(cli.command, [*given, "--data", str(smoke_data)])

@@ -23,10 +23,10 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import documents, fetch, generated, inventory, overview, prep, tokenizer
+from speedrun.data import fetch, generated, inventory, overview, prep, tokenizer
 from speedrun.data.inventory import Manifest
 from speedrun.data.shards import MAX_TOKENS
-from speedrun.data.sources import HUB, READERS, open_source
+from speedrun.data.sources import HUB, READERS, open_source, texts
 from speedrun.data.vocabulary import RANKS
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
@@ -199,7 +199,7 @@ def train_bpe(*, sources: tuple[str, ...], out: Path, **given: Any) -> Answer:
     if not sources:
         raise UsageError("no --source; texts are needed to train on; name a file or a folder")
     source = open_source(sources, column=given["column"], revision=given["revision"])
-    texts, document = documents.texts(source), given["document_text"]
-    size = tokenizer.train_bpe(texts, given["vocab_size"], out, document_text=document)
+    document = given["document_text"]
+    size = tokenizer.train_bpe(texts(source), given["vocab_size"], out, document_text=document)
     facts = {"tokenizer": str(out), "vocab_size": size}
     return Answer(facts, [f"{out}  {size:,} ids, document token {document}"])

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
@@ -252,11 +253,8 @@ class _Download:
         """Compare a shard with all digests that are known, and check every id."""
         name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
         lfs, known = self._remote[name].lfs, self._manifest.shards.get(name)
-        digests = {
-            "the hub": lfs and lfs.sha256,
-            MANIFEST: known and known.sha256,
-            "the track": self._data.sha256.get(name),
-        }
+        digests = {"the hub": lfs and lfs.sha256, MANIFEST: known and known.sha256}
+        digests["the track"] = self._data.sha256.get(name)
         for authority, need in digests.items():
             if need not in (got, None):
                 raise DataError(f"{path}: sha256 is {got}; {authority} says {need}; {advice}")
@@ -265,7 +263,5 @@ class _Download:
 
 def _next(transfers: "IMapIterator[ShardEntry]") -> ShardEntry | None:
     """Return the next finished shard; None if it takes long."""
-    try:
+    with suppress(multiprocessing.TimeoutError):
         return transfers.next(timeout=_UPDATE_S)
-    except multiprocessing.TimeoutError:
-        return None

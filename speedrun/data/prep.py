@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from speedrun.data import shards
-from speedrun.data.documents import Source
 from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
 from speedrun.data.shards import write_shard
+from speedrun.data.sources import Source
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch

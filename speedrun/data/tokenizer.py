@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from speedrun.data import vocabulary
-from speedrun.data.documents import Block, need
 from speedrun.data.inventory import Place
+from speedrun.data.sources import Block, need
 from speedrun.ground.errors import DataError, UsageError, translate_read_errors, unknown
 from speedrun.ground.wholefile import read_regular, write_whole
 

@@ -62,9 +62,8 @@ def _entered(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         inner = eqn.params.get(_CALLED.get(eqn.primitive.name, ""))
         if inner is None:
             return bind(eqn, values)
-        if hasattr(inner, "consts"):  # a closed one
-            return _entered(inner.jaxpr, inner.consts, values)
-        return _entered(inner, [], values)
+        # Only a closed one has constants.
+        return _entered(getattr(inner, "jaxpr", inner), getattr(inner, "consts", []), values)
 
     values: Values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values, apply)

@@ -26,7 +26,9 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 #: Those that change nothing here: everything is float32.
 _NOTHING = frozenset({"copy", "copy_p", "optimization_barrier"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
-_RUNNING = frozenset({"cummax", "cummin", "cumsum"})
+#: Operations along one axis, and the parameter that is its number.
+_ALONG = {"concatenate": "dimension", "iota": "dimension", "stack": "axis"}
+_ALONG |= dict.fromkeys(("cummax", "cummin", "cumsum"), "axis")
 _MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "stack", "tile"})
 _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
 #: Elements up to which a value is evaluated although it is larger than what it is made from.
@@ -186,8 +188,8 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
     shape = shape_of(eqn.outvars[0])
     if name in _REDUCTIONS:
         return name, {"axes": list(params["axes"])}
-    if name in _RUNNING and not params["reverse"]:
-        return name, {"axis": params["axis"]}
+    if name in _ALONG and not params.get("reverse"):
+        return name, {"axis": params[_ALONG[name]]}
     match name:
         case "reshape" | "squeeze" | "expand_dims" if params.get("dimensions") is None or name != "reshape":
             return "reshape", {"shape": list(shape)}
@@ -201,18 +203,10 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
         case "slice" if set(params["strides"] or [1]) == {1}:
             ends = zip(params["start_indices"], params["limit_indices"], strict=True)
             return name, {"bounds": [list(bounds) for bounds in ends]}
-        case "concatenate":
-            return name, {"axis": params["dimension"]}
-        case "stack":
-            return name, {"axis": params["axis"]}
-        case "pad" if all(
-            low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"]
-        ):
+        case "pad" if all(min(low, high) >= 0 == inner for low, high, inner in params["padding_config"]):
             return name, {"widths": [[int(low), int(high)] for low, high, _ in params["padding_config"]]}
         case "tile":
             return name, {"reps": [int(n) for n in params["reps"]]}
-        case "iota":
-            return name, {"axis": params["dimension"]}
         case "convert_element_type":
             return "convert", {}
         case "dot_general":
