@@ -29,7 +29,7 @@ from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.study import single
 from speedrun.study.single import Extras
-from speedrun.trained import exported, held_out, samples, tasks, weights, words
+from speedrun.trained import exported, samples, tasks, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.equations import shape_of
 from speedrun.trained.incremental import DecodingKernels, Incremental
@@ -472,8 +472,8 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None
         [of_text.words.encode("the cat sat on the mat. the dog ate") for _ in range(9)]
     ).astype(np.uint16)
     shards.write_shard(tmp_path / "x.bin", ids)
-    (part,) = held_out.slices(of_text, [tmp_path / "x.bin"], 8, 64)
-    found = held_out.Scorer(of_text, 8, held_out.bytes_of(of_text, print)).score(part, lambda done: None)
+    (part,) = tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
+    found = tasks.Scorer(of_text, 8, tasks.bytes_of(of_text, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
     nats = sum(nll_of(of_text, row).sum() for row in rows)
     num_bytes = sum(len(of_text.words.tokens.get(int(index), b"")) for index in ids[1:65])

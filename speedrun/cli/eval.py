@@ -51,7 +51,7 @@ def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
     Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
     gpt2-xl on the hub.
     """
-    from speedrun.trained import held_out, sources, tasks
+    from speedrun.trained import sources, tasks
 
     named = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
     asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or named)
@@ -61,10 +61,10 @@ def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
     trained = sources.load(source, **chosen)
     found: dict[str, Any] = trained.facts
     context = given["context"] or trained.program.recipe.eval_seq_len
-    parts = held_out.slices(trained, shards, context, given["tokens"]) if scores else []
+    parts = tasks.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
-        scorer = held_out.Scorer(trained, context, held_out.bytes_of(trained, partial(click.echo, err=True)))
+        scorer = tasks.Scorer(trained, context, tasks.bytes_of(trained, partial(click.echo, err=True)))
         found["scores"] = []
         for part in parts:
             with counted(part.name, part.tokens, "tokens") as say:

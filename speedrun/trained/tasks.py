@@ -1,4 +1,6 @@
-"""Questions with given answers: HellaSwag, tasks of lm-evaluation-harness, and how probable a model finds endings.
+"""What `speedrun eval` computes: the loss on other tokens than a run scores, HellaSwag, and tasks of others.
+
+Other tokens are other shards, a second slice, or another context.
 
 HellaSwag as llm.c scores it: which of four endings is most probable? An ending follows its context after one space,
 nothing opens the document, and the answer is the ending with the smallest mean loss per token. Chance is 25 %.
@@ -6,13 +8,15 @@ nothing opens the document, and the answer is the ending with the smallest mean 
 The harness is for tasks that this package does not score by itself, and is imported when it is asked for: pip install
 lm-eval. Its tasks load data from the hub. Those that ask for new text are refused: no model of this size answers them.
 
-Legend: R rows, T positions, E tokens of an ending, V vocabulary.
+Legend: B sequences, C chunks, R rows, T positions, E tokens of an ending, V vocabulary.
 Source: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy); Gao et al.,
 EleutherAI/lm-evaluation-harness.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,12 +28,118 @@ import numpy as np
 import yaml
 from msgspec import Meta
 
+from speedrun.data import inventory
+from speedrun.data.shards import Shard, open_shard
 from speedrun.data.tokenizer import Tokenizer
+from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import DataError, NonFiniteError, UsageError, translate_read_errors
 from speedrun.ground.wholefile import read_regular
-from speedrun.science.params import Params
+from speedrun.science.params import SHARDS, Params
 from speedrun.trained.incremental import DecodingKernels
 from speedrun.trained.weights import Trained
+
+# --- loss
+
+
+class Score(msgspec.Struct, frozen=True):
+    """The mean loss over consecutive targets of a shard, each once."""
+
+    shard: str
+    start: int  #: position of the first input
+    tokens: int
+    context: int  #: tokens of a sequence; the first of each sees nothing before it
+    loss: float  #: nats per token
+    bits_per_byte: float | None  #: None if the ids stand for no bytes
+
+    def __str__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f"   {self.bits_per_byte:.4f} bits per byte"
+        where = f"{Path(self.shard).name} from token {self.start:,}, {self.tokens:,} tokens, context {self.context:,}"
+        return f"loss {self.loss:.4f}{bits}   {where}"
+
+
+class Slice(NamedTuple):
+    """Consecutive targets of a shard."""
+
+    shard: Shard
+    start: int  #: position of the first input
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """As progress and errors name it."""
+        return f"{self.shard.path.name} from token {self.start:,}"
+
+
+def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int | None) -> list[Slice]:
+    """Return what to score: the start of each shard; without shards, the slice that the track scores and the next one.
+
+    As many tokens as whole batches hold, at most `tokens`, or as many as the track scores.
+
+    Raises:
+        DataError: if a shard is damaged, or has no whole batch.
+    """
+    data, batch = trained.track.data, SHARDS * context
+    found = [(open_shard(path, vocab_size=data.vocab_size), 0) for path in shards]
+    if not found:
+        official = inventory.open_track(trained.folder, data).val[0]
+        found = [(official, 0)]
+        if official.num_tokens > data.val_tokens + batch:
+            found.append((official, data.val_tokens))
+    whole = []
+    for shard, start in found:
+        most = min(tokens or data.val_tokens, shard.num_tokens - 1 - start)
+        if most < batch:
+            need = f"need {batch:,} for one batch of {SHARDS} x {context:,}"
+            what = f"{shard.path.name}: {most:,} tokens to score from {start:,} on"
+            raise DataError(f"{what}; {need}; pass a shorter --context, or more --tokens")
+        whole.append(Slice(shard, start, most // batch * batch))
+    return whole
+
+
+def bytes_of(trained: Trained, say: Callable[[str], None]) -> np.ndarray | None:
+    """Return the bytes of each id, i64 [V]; None, and `say` why, if the file of the tokenizer is missing."""
+    try:
+        tokens = trained.words.tokens
+    except DataError as error:
+        say(f"no bits per byte: {error}")
+        return None
+    return np.array([len(tokens.get(index, b"")) for index in range(trained.track.data.vocab_size)], np.int64)
+
+
+class Scorer:
+    """Scores slices with the scorer of a run, compiled once for a context."""
+
+    def __init__(self, trained: Trained, context: int, id_bytes_V: np.ndarray | None) -> None:
+        """Make the scorer; raise UsageError if the model cannot take sequences of this length."""
+        recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
+        self._trained, self._context, self._id_bytes_V = trained, context, id_bytes_V
+        self._program = replace(trained.program, recipe=recipe)
+        self._step = self._program.eval_step_for(self._program.static_at(trained.step))
+
+    def score(self, part: Slice, say: Callable[[int], None]) -> Score:
+        """Score a slice; `say` gets the number of tokens scored so far.
+
+        Raises:
+            NonFiniteError: if the loss is no number.
+        """
+        program, trained, id_bytes_V = self._program, self._trained, self._id_bytes_V
+        nll_sum, num_bytes, batch = 0.0, 0, SHARDS * self._context
+        for start in range(part.start, part.start + part.tokens, batch):
+            ids = part.shard.read(start, start + batch + 1).astype(np.int32)
+            rows = (x.reshape(SHARDS, self._context) for x in (ids[:-1], ids[1:]))
+            batch_BT = (meshes.place_own(x, program.mesh) for x in rows)
+            nll_BC = self._step(trained.packed, *batch_BT, program.schedule, jnp.int32(trained.step))
+            nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
+            num_bytes += 0 if id_bytes_V is None else int(id_bytes_V[ids[1:]].sum())
+            say(start + batch - part.start)
+        if not math.isfinite(nll_sum):
+            raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
+        bits = nll_sum / math.log(2) / num_bytes if num_bytes else None
+        name, loss = str(part.shard.path), nll_sum / part.tokens
+        return Score(name, part.start, part.tokens, self._context, loss, bits)
+
+
+# --- endings
 
 _TOGETHER = 32  #: rows of one call
 _POSITIONS = 32  #: lengths are rounded up to a multiple
