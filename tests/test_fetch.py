@@ -98,9 +98,8 @@ def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
     manifest = read_manifest(folder)
     assert manifest is not None
     assert (manifest.source, manifest.settings) == (REPO, {"revision": COMMIT})
-    assert {name: (e.tokens, e.documents) for name, e in manifest.shards.items()} == dict.fromkeys(
-        sorted(names), (100_000, 7)
-    )
+    assert {(entry.tokens, entry.documents) for entry in manifest.shards.values()} == {(100_000, 7)}
+    assert [*manifest.shards] == sorted(names)
     verify(folder, DATA, full=True)
 
 
@@ -340,12 +339,9 @@ def invoke(out: Path, *more: str) -> Result:
 def stalling(out: Path, big: FakeHub, name: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process that waits for the rest of a shard; those before it are whole."""
     big.always = {name: "stall"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "600"},
-    )
+    argv = [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out)]
+    env = os.environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=env)
     with process:
         wait = lambda: process.communicate() if process.poll() is not None else None  # noqa: E731
         big.await_stall(wait)
@@ -362,9 +358,8 @@ def test_the_command(tmp_path: Path, big: FakeHub, monkeypatch: pytest.MonkeyPat
     result = msgspec.json.decode(done.stdout)
     assert result["track"] == "webmini@1"
     assert result["manifest"]["settings"] == {"revision": COMMIT}
-    assert {name: e["sha256"] for name, e in result["manifest"]["shards"].items()} == {
-        name: sha256(tmp_path / "d" / name) for name in NAMES[:3]
-    }
+    digests = {name: entry["sha256"] for name, entry in result["manifest"]["shards"].items()}
+    assert digests == {name: sha256(tmp_path / "d" / name) for name in NAMES[:3]}
     assert big.tokens == {"Bearer hf_secretsecret"}
     assert "hf_secret" not in done.output
 

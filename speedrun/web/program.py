@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
@@ -71,34 +72,26 @@ def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], co
         UsageError: if the page lacks an operation.
     """
     jaxpr, consts = equations.traced(function, params, *shapes)
-    return _Writer(constants).write(jaxpr, consts, params)
+    return _Writer(jaxpr, [*consts, *jax.tree.leaves(params)], constants).json
 
 
 class _Writer:
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, jaxpr: Any, given: Sequence[Any], constants: Constants) -> None:
         self._constants = constants
-        self._known: dict[Any, Any] = {}  #: variables that depend on no input, with their values
-        self._alias: dict[Any, Operand] = {}  #: the others
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        #: Variables that depend on no input, with their values; the others.
+        self._known, self._alias = dict(zip(variables, given, strict=False)), dict[Any, Operand]()
         self._named: dict[str, int] = {}
-        self._json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
-
-    def write(self, jaxpr: Any, consts: Sequence[Any], params: Any) -> dict[str, Any]:
-        import jax
-
-        leaves = jax.tree.leaves(params)
-        weights = jaxpr.invars[: len(leaves)]
-        known = [*zip(jaxpr.constvars, consts, strict=True), *zip(weights, leaves, strict=True)]
-        self._known = dict(known)
-        for x in jaxpr.invars[len(weights) :]:
+        self.json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
+        for x in variables[len(given) :]:
             self._alias[x] = self._value(x.aval.dtype, shape_of(x))
-            self._json["inputs"].append(self._alias[x])
+            self.json["inputs"].append(self._alias[x])
         for eqn in equations.needed(jaxpr):
             if self._is_foldable(eqn):
                 equations.run([eqn], self._known)
             else:
                 self._equation(eqn)
-        self._json["outputs"] = [self._operand(x) for x in jaxpr.outvars]
-        return self._json
+        self.json["outputs"] = [self._operand(x) for x in jaxpr.outvars]
 
     def _is_foldable(self, eqn: JaxprEqn) -> bool:
         operands = [x for x in eqn.invars if not isinstance(x, Literal)]
@@ -115,8 +108,8 @@ class _Writer:
             raise UsageError(
                 f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; choose another form"
             )
-        self._json["values"].append([str(dtype), [int(n) for n in shape]])
-        return len(self._json["values"]) - 1
+        self.json["values"].append([str(dtype), [int(n) for n in shape]])
+        return len(self.json["values"]) - 1
 
     def _operand(self, x: Any, *, is_moved: bool = False) -> Operand:
         if isinstance(x, Literal) and not is_moved:
@@ -130,12 +123,12 @@ class _Writer:
         name = self._constants.name_of(array)
         if name not in self._named:
             self._named[name] = self._value(array.dtype, array.shape)
-            self._json["constants"][self._named[name]] = name
+            self.json["constants"][self._named[name]] = name
         return self._named[name]
 
     def _emit(self, name: str, operands: Sequence[Operand], out: Any, **params: Any) -> int:
         number = self._value(out.aval.dtype, shape_of(out))
-        self._json["equations"].append([name, list(operands), number, params])
+        self.json["equations"].append([name, list(operands), number, params])
         return number
 
     def _equation(self, eqn: JaxprEqn) -> None:
@@ -169,7 +162,7 @@ class _Writer:
             bounds = [[0, n] for n in shape]
             bounds[axis] = [end - size, end]
             found[out] = self._value(_dtype(out), (*shape[:axis], size, *shape[axis + 1 :]))
-            self._json["equations"].append(["slice", xs, found[out], {"bounds": bounds}])
+            self.json["equations"].append(["slice", xs, found[out], {"bounds": bounds}])
             if len(shape_of(out)) < len(shape):
                 found[out] = self._emit("reshape", [found[out]], out, shape=list(shape_of(out)))
         return found

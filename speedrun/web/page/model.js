@@ -11,6 +11,13 @@ const NUM_TOP = 10;
 
 export const $ = (id) => document.getElementById(id);
 
+/** An element with properties and children. */
+export function made(tag, properties, ...children) {
+  const one = Object.assign(document.createElement(tag), properties);
+  one.append(...children);
+  return one;
+}
+
 /** Waits until the browser has drawn. */
 export const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
 

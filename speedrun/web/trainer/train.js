@@ -1,5 +1,5 @@
 /** The page: starts and stops the training, and draws its losses over those of JAX. */
-import { $, drawn, fail, read, start } from "./model.js";
+import { $, drawn, fail, made, read, start } from "./model.js";
 import { Trainer } from "./training.js";
 
 const [HEIGHT, LEFT, RIGHT, BOTTOM, TOP] = [300, 36, 12, 24, 8]; // as in train.css
@@ -65,16 +65,8 @@ async function compare() {
     ["Gradient", ...largest(found.gradient).reverse()],
     ["Update", ...largest(found.update).reverse()],
   ];
-  $("checks").replaceChildren(...rows.map(([what, off, at]) => {
-    const row = document.createElement("tr");
-    for (const [kind, text] of [["th", what], ["td", relative(off)], ["td", at]]) {
-      const cell = document.createElement(kind);
-      cell.textContent = text;
-      row.append(cell);
-    }
-    row.firstChild.scope = "row";
-    return row;
-  }));
+  $("checks").replaceChildren(...rows.map(([what, off, at]) =>
+    made("tr", {}, made("th", { scope: "row" }, what), made("td", {}, relative(off)), made("td", {}, at))));
 }
 
 async function run() {
