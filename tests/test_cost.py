@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.data.imitation import MEAN, MEDIAN, document_lengths
+from speedrun.data.synthetic import MEAN, MEDIAN, document_lengths
 from speedrun.ground import devices, mesh
 from speedrun.predict import cost
 from speedrun.predict.cost import Work

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.data import imitation
+from speedrun.data import synthetic
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
@@ -61,7 +61,7 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     interpreted = name == "triton" and platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     shape_BTHK = (1, size.tokens, size.heads, size.head_dim)
-    ids = imitation.tokens(size.tokens, vocab_size=2, document_token=1, seed=0)
+    ids = synthetic.imitated(size.tokens, vocab_size=2, document_token=1, seed=0)
     short_T = np.random.default_rng(0).random(size.tokens) < 0.02  # and one-token documents
     short_T[size.tokens // 20 : size.tokens // 15] = True
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}

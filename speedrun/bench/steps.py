@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from speedrun.bench.timing import middle
-from speedrun.data import imitation
+from speedrun.data import synthetic
 from speedrun.data.shards import Shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
 from speedrun.ground import devices
@@ -61,7 +61,7 @@ def step(
 ) -> StepTimings:
     """Time the training step of a recipe, after two steps of warm-up from the initial state.
 
-    `first_step` of the schedule decides the window. Without shards, one batch of `data.imitation` is repeated. With
+    `first_step` of the schedule decides the window. Without shards, one batch of `synthetic.imitated` is repeated. With
     `command_buffers`, XLA may launch kernels in groups.
 
     Raises:
@@ -133,7 +133,7 @@ def _state(program: Program, first_step: int) -> TrainState:
 
 def _imitated(program: Program, first_step: int) -> Batch:
     shape, config = program.shape_at(first_step), program.recipe.config
-    ids = imitation.tokens(
+    ids = synthetic.imitated(
         shape.num_sequences * shape.seq_len + 1,
         vocab_size=config.vocab_size,
         document_token=getattr(config, "document_token", 0),

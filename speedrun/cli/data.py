@@ -23,10 +23,10 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import documents, fetch, generated, gpt2, inventory, overview, prep, tokenizer
+from speedrun.data import fetch, generated, inventory, overview, prep, tokenizer
 from speedrun.data.inventory import Manifest
 from speedrun.data.shards import MAX_TOKENS
-from speedrun.data.sources import HUB, READERS, open_source
+from speedrun.data.sources import HUB, READERS, open_source, texts
 from speedrun.data.vocabulary import RANKS
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
@@ -54,7 +54,7 @@ _reading_options = combined(
         "--document-token TEXT",
         str,
         "Token that opens a document, in a .json tokenizer.",
-        gpt2.END_OF_TEXT,
+        tokenizer.END_OF_TEXT,
         name="document_text",
     ),
     option("--revision COMMIT", str, "Of a hub: dataset. Default: its newest."),
@@ -89,7 +89,7 @@ def get(*, track: str, shards: int | None, vocabulary: bool, repo: str | None, o
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:
-        write_whole(folder / RANKS, gpt2.cached_ranks())
+        write_whole(folder / RANKS, tokenizer.cached_ranks())
     return _shards(rules, folder, manifest, f"{manifest.source}@{manifest.settings['revision']}")
 
 
@@ -199,7 +199,7 @@ def train_bpe(*, sources: tuple[str, ...], out: Path, **given: Any) -> Answer:
     if not sources:
         raise UsageError("no --source; texts are needed to train on; name a file or a folder")
     source = open_source(sources, column=given["column"], revision=given["revision"])
-    texts, document = documents.texts(source), given["document_text"]
-    size = tokenizer.train_bpe(texts, given["vocab_size"], out, document_text=document)
+    document = given["document_text"]
+    size = tokenizer.train_bpe(texts(source), given["vocab_size"], out, document_text=document)
     facts = {"tokenizer": str(out), "vocab_size": size}
     return Answer(facts, [f"{out}  {size:,} ids, document token {document}"])

@@ -51,33 +51,30 @@ def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
     Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
     gpt2-xl on the hub.
     """
-    from speedrun.trained import held_out, hellaswag, sources, words
+    from speedrun.trained import sources, tasks
 
-    tasks = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
-    asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or tasks)
-    _refuse_what_has_no_effect(given, asks=asks or bool(tasks), scores=scores)
-    questions = hellaswag.read(given["hellaswag"], given["limit"]) if asks else []
+    named = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
+    asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or named)
+    _refuse_what_has_no_effect(given, asks=asks or bool(named), scores=scores)
+    questions = tasks.read(given["hellaswag"], given["limit"]) if asks else []
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
-    recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.words_folder)
     found: dict[str, Any] = trained.facts
-    context = given["context"] or recipe.eval_seq_len
-    parts = held_out.slices(trained, shards, context, given["tokens"]) if scores else []
+    context = given["context"] or trained.program.recipe.eval_seq_len
+    parts = tasks.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
-        scorer = held_out.Scorer(trained, context, held_out.bytes_of(spoken, partial(click.echo, err=True)))
+        scorer = tasks.Scorer(trained, context, tasks.bytes_of(trained, partial(click.echo, err=True)))
         found["scores"] = []
         for part in parts:
             with counted(part.name, part.tokens, "tokens") as say:
                 found["scores"].append(scorer.score(part, say))
     if asks:
         with counted("hellaswag", len(questions), "questions") as say:
-            found["hellaswag"] = hellaswag.ask(trained, spoken, questions, say)
+            found["hellaswag"] = tasks.ask(trained, questions, say)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
-    if tasks:
-        from speedrun.trained import harness
-
-        found["tasks"] = harness.scores(trained, spoken, tasks, given["limit"], partial(click.echo, err=True))
+    if named:
+        found["tasks"] = tasks.scores(trained, named, given["limit"], partial(click.echo, err=True))
         lines += [
             f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             for task, metrics in found["tasks"].items()

@@ -65,7 +65,7 @@ def command(
 
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
-    spoken = words.Words(trained.track, trained.words_folder)
+    spoken = trained.words
     texts = prompts if prompts or ids else ("",)
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
@@ -131,8 +132,7 @@ def _is_complete(folder: Path, data: Data, source: Hub, manifest: Manifest) -> b
 
 def _present(folder: Path, data: Data) -> set[str]:
     """Return the names of all shards in the folder."""
-    train, val = _split((path.name for path in folder.iterdir()), data)
-    return {*train, *val}
+    return set().union(*_split((path.name for path in folder.iterdir()), data))
 
 
 def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
@@ -199,8 +199,8 @@ class _Download:
         return sum(self._remote[name].size or 0 for name in names)
 
     def _require_space(self, names: list[str], progress: Progress) -> None:
-        folders = (self._folder, self._staging)
-        new = [name for name in names if not any((folder / name).exists() for folder in folders)]
+        here = {path.name for folder in (self._folder, self._staging) for path in folder.glob("*")}
+        new = [name for name in names if name not in here]
         free_bytes, need_bytes = shutil.disk_usage(self._folder).free, self._size_bytes(new)
         need = f"{need_bytes / 1e9:.2f} GB"
         progress.say(f"{self._repo}@{self._commit}: {len(new)} shards to download, {need}")
@@ -253,11 +253,8 @@ class _Download:
         """Compare a shard with all digests that are known, and check every id."""
         name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
         lfs, known = self._remote[name].lfs, self._manifest.shards.get(name)
-        digests = {
-            "the hub": lfs and lfs.sha256,
-            MANIFEST: known and known.sha256,
-            "the track": self._data.sha256.get(name),
-        }
+        digests = {"the hub": lfs and lfs.sha256, MANIFEST: known and known.sha256}
+        digests["the track"] = self._data.sha256.get(name)
         for authority, need in digests.items():
             if need not in (got, None):
                 raise DataError(f"{path}: sha256 is {got}; {authority} says {need}; {advice}")
@@ -266,7 +263,5 @@ class _Download:
 
 def _next(transfers: "IMapIterator[ShardEntry]") -> ShardEntry | None:
     """Return the next finished shard; None if it takes long."""
-    try:
+    with suppress(multiprocessing.TimeoutError):
         return transfers.next(timeout=_UPDATE_S)
-    except multiprocessing.TimeoutError:
-        return None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from speedrun.data.imitation import document_lengths
+from speedrun.data.synthetic import document_lengths
 from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, hlo
 from speedrun.science.inputs import Static

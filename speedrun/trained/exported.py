@@ -29,7 +29,6 @@ from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained, own_recipe
-from speedrun.trained.words import Words
 from speedrun.training.program import Program
 
 FACTS = "model.json"
@@ -203,7 +202,7 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
     Raises:
         DataError: if the data needs one that is not there.
     """
-    path = Words(trained.track, trained.words_folder).path
+    path = trained.words.path
     if path is None or (path.name == vocabulary.RANKS and not path.exists()):
         return {}
     with translate_read_errors(path, "need the tokenizer; name its folder with --data"):

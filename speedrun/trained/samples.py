@@ -111,15 +111,14 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
         CheckpointError: if it cannot be read.
     """
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
-    vocabulary = words.Words(trained.track, trained.words_folder)
-    starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]
+    starts = [trained.words.encode(prompt) for prompt in request.prompts or ("",)]
     longest = max(map(len, starts))
     num_tokens = max(1, min(NUM_TOKENS, trained.program.recipe.eval_seq_len - longest))
     decoder = decode.decoder_of(trained, longest + num_tokens)
     how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
     ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
     for start, ids_N in zip(starts, ids_PN, strict=True):
-        text = words.Text(vocabulary, start)
+        text = words.Text(trained.words, start)
         text.add(ids_N, is_last=True)
         yield {"step": step, "temperature": TEMPERATURE, "seed": SEED, **text.facts}
 

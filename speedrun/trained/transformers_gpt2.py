@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from speedrun.data import inventory
-from speedrun.data.gpt2 import END_OF_TEXT
+from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError, UsageError

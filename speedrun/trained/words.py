@@ -40,10 +40,6 @@ class Words:
             return {}
         return (vocabulary.ranks if self.encoder.name == "gpt2" else vocabulary.byte_level)(self.encoder.raw)
 
-    def file(self) -> tuple[str, bytes]:
-        """Return the name of the tokenizer and the bytes of its file; both are empty if ids stand for no text."""
-        return ("", b"") if self.encoder is None else (self.encoder.name, self.encoder.raw)
-
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:
         """Turns text into ids; None if ids stand for no text."""

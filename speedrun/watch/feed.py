@@ -19,7 +19,7 @@ import msgspec
 
 from speedrun.ground import clock, companion, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.ground.tail import Tail
+from speedrun.ground.tail import Piece, Tail
 
 POLL_S = 0.25
 BEAT_S = 3.0
@@ -84,10 +84,9 @@ class Feed:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Begin with the first lines."""
-        self._folders = folders
+        self._folders, self._told = folders, b""
         self._tails: dict[str, tuple[File, Tail]] = {}
         self._problems: dict[str, str] = {}
-        self._told: bytes = b""
 
     def events(self, is_over: threading.Event) -> Iterator[bytes]:
         """Yield events until it is over, and once more what has come until then."""
@@ -113,21 +112,18 @@ class Feed:
             self._told = listing
             yield b"event: files\ndata: %b\n\n" % listing
         for file, tail in self._tails.values():
-            while event := self._next(file, tail):
-                yield event  # a client that does not read holds this, and no more
+            while piece := self._piece(file.key, tail):
+                lines = [_text(raw, file.kind) for raw in piece.lines]
+                # A client that does not read holds this, and no more.
+                yield _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
 
-    def _next(self, file: File, tail: Tail) -> bytes:
-        """Return the event with the next lines of a file; nothing if there are none, or it cannot be read."""
+    def _piece(self, key: str, tail: Tail) -> Piece | None:
+        self._problems.pop(key, None)
         try:
-            piece = tail.read()
+            return tail.read()
         except OSError as error:
-            self._problems[file.key] = error.strerror or type(error).__name__
-            return b""
-        self._problems.pop(file.key, None)
-        if piece is None:
-            return b""
-        lines = [_text(raw, file.kind) for raw in piece.lines]
-        return _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
+            self._problems[key] = error.strerror or type(error).__name__
+            return None
 
     def _listing(self) -> bytes:
         files = [
@@ -147,6 +143,7 @@ def _name(text: str) -> str:
 class _Sample(msgspec.Struct):
     step: float
     text: str
+    prompt: str = ""
 
 
 def _text(raw: bytes, kind: str) -> str | None:

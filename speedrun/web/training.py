@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import safetensors.numpy
 from jax.sharding import PartitionSpec
@@ -187,7 +188,7 @@ def files(recipe: Recipe) -> dict[str, bytes]:
     arrays |= {f"grads.{name}": x for name, x in trace.grads.items()}
     arrays["tokens"] = np.concatenate([*(x.tokens_BT.ravel() for x in data), data[-1].targets_BT[-1, -1:]])
     raw = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
-    return {"training.json": folder.encoded(facts), "arrays.safetensors": raw}
+    return {"training.json": msgspec.json.encode(facts), "arrays.safetensors": raw}
 
 
 def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -> dict[str, Any]:
