@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun.cli.import_log import command
-from speedrun.exchange import curves, foreign
-from speedrun.exchange.curves import Context, Point
+from speedrun.exchange import foreign
+from speedrun.exchange.foreign import Context, Point
 from speedrun.ground.errors import UsageError
 from speedrun.study import noise
 
@@ -224,8 +224,8 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
 
 
 def test_the_runs_of_a_file_are_limited():
-    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(curves.MOST_RUNS + 2)))
-    assert len(found.runs) == curves.MOST_RUNS
+    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(foreign.MOST_RUNS + 2)))
+    assert len(found.runs) == foreign.MOST_RUNS
     assert "more than 20,000 runs" in found.problems[0].message
 
 

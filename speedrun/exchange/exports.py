@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
-from speedrun.exchange.wandb_runs import offline_runs
+from speedrun.exchange.relay import offline_runs
 from speedrun.ground import console, runlog
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
