@@ -97,7 +97,7 @@ def test_a_first_look_that_proves_it_ends_the_batch(folder):
     found = far(begun(folder, lost(1, 3.25), lost(2, 3.24)))
     assert found.test
     assert (found.missing, found.passed) == ((), True)
-    assert found.result == batch.TestResult("z", 2, found.test.p, 0.0005, passed=True)
+    assert (found.test.rule, found.test.num_runs, found.test.alpha) == ("z", 2, 0.0005)
 
 
 def test_a_first_look_that_does_not_goes_on_to_the_second(folder):
