@@ -98,10 +98,8 @@ def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None)
 
 
 def _word(kind: str, text: str) -> Shape:
-    raw = re.escape(os.fsencode(text))
-    return Shape(
-        kind, re.compile(rb"(?<![A-Za-z0-9-])" + raw + rb"(?![A-Za-z0-9-])", re.IGNORECASE), secret=False
-    )
+    pattern = rb"(?i)(?<![A-Za-z0-9-])" + re.escape(os.fsencode(text)) + rb"(?![A-Za-z0-9-])"
+    return Shape(kind, re.compile(pattern), secret=False)
 
 
 def _spellings(value: str) -> set[bytes]:

@@ -83,13 +83,8 @@ def _of_record(row: Row) -> _Entry:
 
 
 def _of_published(one: Published) -> _Entry:
-    cells = {
-        "track": one.track,
-        "train time": f"{one.minutes:g} min",
-        "standing": one.standing,
-        "date": one.date,
-    }
-    cells["by our rules"] = one.rules
+    cells = {"track": one.track, "train time": f"{one.minutes:g} min", "standing": one.standing}
+    cells |= {"date": one.date, "by our rules": one.rules}
     keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
     return _Entry(cells, keys, one.name, one.link, about, (), published=True)
 
@@ -178,9 +173,8 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
 def _html_table(table: _Table) -> str:
     heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in table.columns)
     rows = "".join(_html_row(entry, table.columns) for entry in table.entries)
-    return (
-        f"<h2>{_text(table.head)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"
-    )
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
+    return f"<h2>{_text(table.head)}</h2>\n<table>{body}</table>\n"
 
 
 def _html_row(entry: _Entry, columns: Sequence[str]) -> str:
