@@ -9,26 +9,18 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
-from record_forge import Spec, change, forge, install_track, shard, write_run
+from record_forge import Spec, change, forge, shard, write_run
 
 from speedrun.board import drawing
 from speedrun.board.progress import frontier, pareto, results
 from speedrun.board.record_plot import KINDS, plot
 from speedrun.board.standings import Row, judge
 from speedrun.cli.plot import command
-from speedrun.ground import track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.runlog import Step
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate
-
-
-@pytest.fixture
-def record(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    return forge(tmp_path / "record")
 
 
 def test_pictures_are_valid_and_every_colour_has_a_dark_one(record):
@@ -150,9 +142,7 @@ def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
     assert f"{edited} is left out, refused: V003" in result.stderr
     first = [path.read_bytes() for path in paths]
     assert CliRunner().invoke(command, [str(slow), str(record), *argv]).exit_code == 0
-    assert [path.read_bytes() for path in paths] == first, (
-        "the order of arguments does not change the picture"
-    )
+    assert [path.read_bytes() for path in paths] == first, "the order of arguments changes no picture"
     none = CliRunner().invoke(command, [str(edited), *argv])
     assert isinstance(none.exception, UsageError)
 
