@@ -43,10 +43,8 @@ def rungs(context: Context) -> list[tuple[str, float, float]]:
     """Return each recipe of the ladder with its published and its predicted minutes on eight H100."""
     published = {one.record: one.minutes for one in context.history}
     predicted = {(one.recipe, one.kind, one.num_devices): one.total_s / 60 for one in context.predicted}
-    return [
-        (rung.recipe, published[int(rung.records.rpartition("-")[2])], predicted[rung.recipe, *MAIN])
-        for rung in context.ladder
-    ]
+    last = {rung.recipe: int(rung.records.rpartition("-")[2]) for rung in context.ladder}
+    return [(recipe, published[record], predicted[recipe, *MAIN]) for recipe, record in last.items()]
 
 
 def outputs() -> dict[Path, bytes]:
@@ -56,10 +54,9 @@ def outputs() -> dict[Path, bytes]:
     stated = texts(context)
     pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
     files = {path: filled(page, stated).encode() for path, page in pages.items() if figures.END in page}
-    return files | {
-        ROOT / "docs" / "history.svg": draw_history(context.history, board),
-        ROOT / "docs" / "ladder.svg": draw_ladder(context),
-    }
+    files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
+    files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)
+    return files
 
 
 # --- pages ------------------------------------------------------------------------------------------------

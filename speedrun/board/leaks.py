@@ -89,12 +89,8 @@ def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None)
     home, name = environ.get("HOME", ""), socket.gethostname() if host is None else host
     if len(Path(home).parts) > 2:  # /root names nobody
         shapes.append(_word("the own home folder", home.rstrip("/")))
-    shapes += [
-        _word("the name of this machine", part)
-        for part in sorted({name, name.partition(".")[0]})
-        if len(part) > 3 and part != "localhost"
-    ]
-    return tuple(shapes)
+    parts = [part for part in sorted({name, name.partition(".")[0]}) if len(part) > 3 and part != "localhost"]
+    return (*shapes, *(_word("the name of this machine", part) for part in parts))
 
 
 def _word(kind: str, text: str) -> Shape:

@@ -48,9 +48,8 @@ class _Table(NamedTuple):
 def _tables(board: Board) -> list[_Table]:
     """Return a table for each track with a record of ours, and below them one for all results of others."""
     first = {row.track: row for row in board.rows}
-    tables = [
-        _table(track, [*map(_of_record, board.of(track))], row.rules.rank_by) for track, row in first.items()
-    ]
+    ours = {track: [*map(_of_record, board.of(track))] for track in first}
+    tables = [_table(track, ours[track], row.rules.rank_by) for track, row in first.items()]
     theirs = sorted(board.published, key=lambda one: (one.track, one.minutes))
     return [*tables, _table(_ELSEWHERE, [*map(_of_published, theirs)])] if theirs else tables
 

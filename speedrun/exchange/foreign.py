@@ -148,9 +148,7 @@ class _Run:
         if not math.isfinite(loss):
             problems.add(line, f"the loss of step {step} is {loss}")
         if time_s is not None and time_s < self._time_s and step > _FIRST_STEPS:
-            problems.add(
-                line, f"the time of step {step} goes back from {self._time_s} to {time_s} s; left out"
-            )
+            problems.add(line, f"step {step}: the time goes back from {self._time_s} to {time_s} s; left out")
             time_s = None
         point = Point(step, loss if math.isfinite(loss) else None, time_s)
         if not all(0 <= number <= _MOST for number in (point.loss, time_s) if number is not None):

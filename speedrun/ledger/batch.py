@@ -31,9 +31,7 @@ def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[L
         UsageError: if the second comes before the first.
     """
     if then is not None and then <= num_runs:
-        raise UsageError(
-            f"got {num_runs} runs, then {then}; the second number counts all runs, so it must be larger"
-        )
+        raise UsageError(f"got {num_runs} runs, then {then}; the second counts all runs: it must be larger")
     counts = [num_runs] if then is None else [num_runs, then]
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
 

@@ -177,14 +177,10 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
     kinds = [f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in first]
     rates = [median(one.matmul_gflops for one in side) for side in (recorded, here)]
     near = min(rates) >= SAME_BENCH.get(first[0].platform, max(SAME_BENCH.values())) * max(rates) > 0
-    shown, busy = (
-        [f"{rate:,.0f} Gflop/s" for rate in rates],
-        "comparable times: another machine, or a busy one",
-    )
-    return (
-        point("devices", *kinds, lost="comparable times, and equal bits"),
-        point("bench", *shown, equal=near, lost=busy),
-    )
+    shown = [f"{rate:,.0f} Gflop/s" for rate in rates]
+    devices = point("devices", *kinds, lost="comparable times, and equal bits")
+    busy = "comparable times: another machine, or a busy one"
+    return devices, point("bench", *shown, equal=near, lost=busy)
 
 
 def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Judgement:

@@ -53,11 +53,8 @@ class Report:
 
     def facts(self) -> dict[str, object]:
         """Return the exit code and every result, as `--json` prints them."""
-        results = [
-            {"id": result.check.id, "status": result.status, "messages": result.messages}
-            for result in self.results
-        ]
-        return {"exit_code": self.exit_code, "results": results}
+        found = [{"id": one.check.id, "status": one.status, "messages": one.messages} for one in self.results]
+        return {"exit_code": self.exit_code, "results": found}
 
     def __repr__(self) -> str:
         return f"<Report {self.verdict}>"
