@@ -123,6 +123,24 @@ def tiny() -> Recipe:
     )
 
 
+@pytest.fixture
+def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for forged records, with their track, which is the only one."""
+    from record_forge import install_track
+
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def record(forged: Path) -> Path:
+    """An honest record of two runs, with seeds 1 and 2."""
+    from record_forge import forge
+
+    return forge(forged / "record")
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A folder that all workers have."""

@@ -35,10 +35,8 @@ SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.tra
 LOCK = "run.lock"
 LOCK_RAW = history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
-SOFTWARE = {
-    "python": "3.11.2",
-    **{name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")},
-}
+SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
+SOFTWARE = {"python": "3.11.2", **SOFTWARE}
 JAX = SOFTWARE["jax"]
 #: Forgers commit what they run; the harness in their commits is the honest one.
 _COMMITS: dict[str, dict[str, bytes]] = {}
@@ -110,6 +108,17 @@ def _rules() -> str:
 def install_track(folder: Path) -> None:
     """Writes the track; the caller points speedrun.ground.track at the folder."""
     (folder / "forged.toml").write_text(_rules())
+
+
+def edit_track(before: str, after: str) -> None:
+    """Replaces a text in the track that is installed."""
+    path = track.TRACKS_DIR / "forged.toml"
+    path.write_text(path.read_text().replace(before, after))
+
+
+def rank(ranked: bool = True) -> None:
+    """Whether the track that is installed ranks."""
+    edit_track("ranked = true", f"ranked = {str(ranked).lower()}")
 
 
 def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -> str:
@@ -203,11 +212,8 @@ def moments(spec: Spec) -> Moments:
     """The log of an honest run."""
     clock, num_steps = _FakeClock(spec.seed), len(spec.step_s)
     losses = iter(spec.val_losses)
-    places = [
-        (number, offset)
-        for number, part in enumerate(spec.shards)
-        for offset in range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS)
-    ]
+    ends = [range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS) for part in spec.shards]
+    places = [(number, offset) for number, offsets in enumerate(ends) for offset in offsets]
     for event in _opening(spec, num_steps):
         clock.emit(event, after_s=0.2)
     clock.emit(runlog.ClockStart())
@@ -217,17 +223,9 @@ def moments(spec: Spec) -> Moments:
             clock.emit(_val(step, next(losses)), after_s=PAUSE_S)
             clock.emit(runlog.ClockResume(clock.train_s))
         time_s, seen = clock.train(seconds, step), BATCH_TOKENS * (step + 1)
-        clock.emit(
-            runlog.Step(
-                step,
-                time_s,
-                5.0 - 0.1 * step + 0.01 * (spec.seed % 16) + 1e-5 * (spec.seed // 16 % 997),
-                BATCH_TOKENS,
-                seen,
-                places[step],
-                {"lr_scale": 1.0, "window_blocks": 3},
-            )
-        )
+        loss = 5.0 - 0.1 * step + 0.01 * (spec.seed % 16) + 1e-5 * (spec.seed // 16 % 997)
+        inputs = {"lr_scale": 1.0, "window_blocks": 3}
+        clock.emit(runlog.Step(step, time_s, loss, BATCH_TOKENS, seen, places[step], inputs))
     clock.emit(runlog.ClockStop(clock.train_s))
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
@@ -259,7 +257,8 @@ def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
 
 
 def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
-    tokens = num_steps * BATCH_TOKENS
+    tokens, shapes = num_steps * BATCH_TOKENS, {"table": (1000, 900), "out": (100_000,)}
+    committed = commit_of(spec.edit_source), False, LOCK, format.sha256(LOCK_RAW)
     return [
         runlog.RunStart(
             format=runlog.FORMAT,
@@ -275,28 +274,9 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             config=CONFIG,
             config_sha256=format.config_sha256(CONFIG),
         ),
-        runlog.Preflight(
-            "cpu",
-            "cpu",
-            8,
-            SOFTWARE,
-            {"XLA_FLAGS": ""},
-            50.0,
-            commit_of(spec.edit_source),
-            False,
-            LOCK,
-            format.sha256(LOCK_RAW),
-        ),
+        runlog.Preflight("cpu", "cpu", 8, SOFTWARE, {"XLA_FLAGS": ""}, 50.0, *committed),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
-        runlog.Plan(
-            1_000_000,
-            BATCH_TOKENS,
-            tokens,
-            6e6,
-            2_000_000,
-            2**21,
-            shapes={"table": (1000, 900), "out": (100_000,)},
-        ),
+        runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2_000_000, 2**21, shapes=shapes),
         runlog.Compile("train/0", 0.3),
         runlog.Compile("eval", 0.1),
         runlog.WarmupStart(state("start", spec)),
@@ -323,10 +303,7 @@ def write_run(root: Path, spec: Spec) -> Path:
     """Writes one run into a record, as one of its batch if there is one; returns its folder."""
     honest, batch = moments(spec), root / format.BATCH
     if batch.exists():
-        start = honest[0].event
-        honest[0] = honest[0]._replace(
-            event=msgspec.structs.replace(start, batch_sha256=format.sha256(batch.read_bytes()))
-        )
+        honest = change(runlog.RunStart, batch_sha256=format.sha256(batch.read_bytes()))(honest)
     lines = chain(spec.edit_log(list(honest)))
     folder = root / "runs" / spec.run_id
     folder.mkdir(parents=True)

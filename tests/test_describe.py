@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
-from record_forge import Spec, change, forge, install_track, write_run
+from record_forge import Spec, change, forge, write_run
 
 from speedrun.cli.describe import command
-from speedrun.ground import runlog, track
+from speedrun.ground import runlog
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
 from speedrun.ledger.summary import summarize
@@ -16,11 +16,9 @@ from speedrun.ledger.validate import validate
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    (tmp_path / "forged").mkdir()
-    return forge(tmp_path / "forged" / "child"), forge(tmp_path / "forged" / "parent")
+def records(forged):
+    (forged / "forged").mkdir()
+    return forge(forged / "forged" / "child"), forge(forged / "forged" / "parent")
 
 
 def described(*words) -> None:

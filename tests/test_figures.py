@@ -27,7 +27,7 @@ def script(name: str) -> Any:
 
 
 pictures = script("pictures")
-CONTEXT = pictures.read()
+CONTEXT = figures.read(ROOT / "records")
 
 
 def test_pages_and_pictures_are_those_of_the_file() -> None:
@@ -80,7 +80,7 @@ def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
 
 def test_the_error_of_a_plan_is_the_farthest_rung() -> None:
     """Of the published minutes from the predicted ones, rounded up to 5 %."""
-    farthest = max(abs(published / predicted - 1) for _, published, predicted in CONTEXT.rungs)
+    farthest = max(abs(published / predicted - 1) for _, published, predicted in pictures.rungs(CONTEXT))
     assert planning.ERROR - 0.05 < farthest <= planning.ERROR
 
 

@@ -4,10 +4,9 @@ import io
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
-from record_forge import Spec, chain, forge, install_track, moments
+from record_forge import Spec, chain, change, forge, moments
 
 from speedrun import cli
 from speedrun.board import ghost
@@ -20,11 +19,9 @@ from speedrun.study import race
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def folder(forged, monkeypatch) -> Path:
+    monkeypatch.chdir(forged)
+    return forged
 
 
 def step(tokens: int, time_s: float, loss: float, batch_tokens: int = 100) -> Step:
@@ -126,32 +123,18 @@ def broken(record: Path, what: str) -> Path:
             log.write_bytes(b"\x1b[31m\n")
         case "unfinished":
             log.write_text(log.read_text().replace('"status":"finished"', '"status":"aborted"'))
-        case "of another track":
+        case "another track":
             rules = track.TRACKS_DIR / "forged.toml"
             rules.with_name("other.toml").write_text(rules.read_text().replace('"forged"', '"other"'))
-            return forge(record.parent / "other", seeds=(1,), edit_log=foreign)
+            edit_log = change(runlog.RunStart, track="other@1")
+            return forge(record.parent / "other", seeds=(1,), edit_log=edit_log)
         case "standing still":
-            return forge(record.parent / "still", seeds=(1,), edit_log=still)
+            return forge(record.parent / "still", seeds=(1,), edit_log=change(Step, tokens_seen=100))
     return record
 
 
-def edited(log, kind, change):
-    return [
-        m._replace(event=msgspec.structs.replace(m.event, **change)) if isinstance(m.event, kind) else m
-        for m in log
-    ]
-
-
-def foreign(log):
-    return edited(log, runlog.RunStart, {"track": "other@1"})
-
-
-def still(log):
-    return edited(log, Step, {"tokens_seen": 100})
-
-
 @pytest.mark.parametrize(
-    "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still"]
+    "what", ["no record", "torn", "text", "unfinished", "another track", "standing still"]
 )
 def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
     record = broken(forge(folder / "record", seeds=(1,)), what)

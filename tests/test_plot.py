@@ -9,25 +9,18 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
-from record_forge import Spec, change, forge, install_track, shard, write_run
+from record_forge import Spec, change, forge, shard, write_run
 
-from speedrun.board import record_plot as plots
+from speedrun.board import drawing
 from speedrun.board.progress import frontier, pareto, results
 from speedrun.board.record_plot import KINDS, plot
-from speedrun.board.standings import Row, row_of
+from speedrun.board.standings import Row, judge
 from speedrun.cli.plot import command
-from speedrun.ground import track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.runlog import Step
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate
-
-
-@pytest.fixture
-def record(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    return forge(tmp_path / "record")
 
 
 def test_pictures_are_valid_and_every_colour_has_a_dark_one(record):
@@ -61,7 +54,7 @@ def drawn(monkeypatch) -> dict[str, Figure]:
         figures[name] = figure
         return [folder / name]
 
-    monkeypatch.setattr(plots, "save", save)
+    monkeypatch.setattr(drawing, "save", save)
     return figures
 
 
@@ -126,7 +119,7 @@ def rows_at(row: Row, *places: tuple[float, float]) -> list[Row]:
 
 
 def test_the_pareto_front_holds_the_rows_that_are_not_dominated(record):
-    row, draw = row_of(record, "forged/record"), random.Random(1)
+    row, draw = judge(load(record), "forged/record"), random.Random(1)
     assert isinstance(row, Row)
     for _ in range(50):
         places = [(draw.randint(1, 9) + 0.5, draw.randint(1, 9) + 0.5) for _ in range(12)]
@@ -149,21 +142,19 @@ def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
     assert f"{edited} is left out, refused: V003" in result.stderr
     first = [path.read_bytes() for path in paths]
     assert CliRunner().invoke(command, [str(slow), str(record), *argv]).exit_code == 0
-    assert [path.read_bytes() for path in paths] == first, (
-        "the order of arguments does not change the picture"
-    )
+    assert [path.read_bytes() for path in paths] == first, "the order of arguments changes no picture"
     none = CliRunner().invoke(command, [str(edited), *argv])
     assert isinstance(none.exception, UsageError)
 
 
 def test_a_row_with_a_number_out_of_range_is_not_drawn(record):
-    row = row_of(record, "forged/record")
+    row = judge(load(record), "forged/record")
     assert isinstance(row, Row)
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
 
 
 def test_any_name_can_be_drawn(record, tmp_path):
-    row = row_of(record, "forged/$x_{\u202e}^" + "y" * 400)
+    row = judge(load(record), "forged/$x_{\u202e}^" + "y" * 400)
     assert isinstance(row, Row)
     svg, _ = pareto([row], tmp_path)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")

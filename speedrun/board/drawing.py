@@ -72,11 +72,8 @@ def svg(figure: "Figure") -> bytes:
     """Return a figure as SVG, with a style sheet that swaps its colours in the dark."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    swaps = "".join(
-        f'[style*="{paint}: {light}"]{{{paint}:{dark}!important}}'
-        for light, dark in _DARK.items()
-        for paint in ("fill", "stroke")
-    )
+    paints = [(paint, *colours) for colours in _DARK.items() for paint in ("fill", "stroke")]
+    swaps = "".join(f'[style*="{paint}: {a}"]{{{paint}:{b}!important}}' for paint, a, b in paints)
     style = f"<defs>\n  <style>@media(prefers-color-scheme:dark){{{swaps}}}</style>"
     return file.getvalue().replace(b"<defs>", style.encode(), 1)
 

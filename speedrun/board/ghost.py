@@ -57,8 +57,7 @@ class Ghost:
     def __init__(self, record: Path, runs: list[Run]) -> None:
         """Take the mean of runs that saw the same batches: see `read`."""
         self.record = record
-        self._num_runs = len(runs)
-        self._curve = Curve(0)
+        self._num_runs, self._curve = len(runs), Curve(0)
         for steps in zip(*(run.steps for run in runs), strict=True):
             time_s = fmean(step.train_time_s for step in steps)
             self._curve.add(steps[0].tokens_seen, time_s, fmean(step.loss for step in steps))

@@ -89,19 +89,13 @@ def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None)
     home, name = environ.get("HOME", ""), socket.gethostname() if host is None else host
     if len(Path(home).parts) > 2:  # /root names nobody
         shapes.append(_word("the own home folder", home.rstrip("/")))
-    shapes += [
-        _word("the name of this machine", part)
-        for part in sorted({name, name.partition(".")[0]})
-        if len(part) > 3 and part != "localhost"
-    ]
-    return tuple(shapes)
+    parts = [part for part in sorted({name, name.partition(".")[0]}) if len(part) > 3 and part != "localhost"]
+    return (*shapes, *(_word("the name of this machine", part) for part in parts))
 
 
 def _word(kind: str, text: str) -> Shape:
-    raw = re.escape(os.fsencode(text))
-    return Shape(
-        kind, re.compile(rb"(?<![A-Za-z0-9-])" + raw + rb"(?![A-Za-z0-9-])", re.IGNORECASE), secret=False
-    )
+    pattern = rb"(?i)(?<![A-Za-z0-9-])" + re.escape(os.fsencode(text)) + rb"(?![A-Za-z0-9-])"
+    return Shape(kind, re.compile(pattern), secret=False)
 
 
 def _spellings(value: str) -> set[bytes]:

@@ -48,9 +48,8 @@ class _Table(NamedTuple):
 def _tables(board: Board) -> list[_Table]:
     """Return a table for each track with a record of ours, and below them one for all results of others."""
     first = {row.track: row for row in board.rows}
-    tables = [
-        _table(track, [*map(_of_record, board.of(track))], row.rules.rank_by) for track, row in first.items()
-    ]
+    ours = {track: [*map(_of_record, board.of(track))] for track in first}
+    tables = [_table(track, ours[track], row.rules.rank_by) for track, row in first.items()]
     theirs = sorted(board.published, key=lambda one: (one.track, one.minutes))
     return [*tables, _table(_ELSEWHERE, [*map(_of_published, theirs)])] if theirs else tables
 
@@ -83,13 +82,8 @@ def _of_record(row: Row) -> _Entry:
 
 
 def _of_published(one: Published) -> _Entry:
-    cells = {
-        "track": one.track,
-        "train time": f"{one.minutes:g} min",
-        "standing": one.standing,
-        "date": one.date,
-    }
-    cells["by our rules"] = one.rules
+    cells = {"track": one.track, "train time": f"{one.minutes:g} min", "standing": one.standing}
+    cells |= {"date": one.date, "by our rules": one.rules}
     keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
     return _Entry(cells, keys, one.name, one.link, about, (), published=True)
 
@@ -178,9 +172,8 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
 def _html_table(table: _Table) -> str:
     heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in table.columns)
     rows = "".join(_html_row(entry, table.columns) for entry in table.entries)
-    return (
-        f"<h2>{_text(table.head)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"
-    )
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
+    return f"<h2>{_text(table.head)}</h2>\n<table>{body}</table>\n"
 
 
 def _html_row(entry: _Entry, columns: Sequence[str]) -> str:

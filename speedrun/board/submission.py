@@ -71,9 +71,8 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
     if report.exit_code:
         problems = (*report.having("failed"), *report.having("warning"))
         bad = ", ".join(f"{one.check.id} {one.status}" for one in problems)
-        raise SpeedrunError(
-            f"{root} is refused: {bad}; 'speedrun validate --strict {root}' says why and what to do"
-        )
+        why = f"'speedrun validate --strict {root}' says why and what to do"
+        raise SpeedrunError(f"{root} is refused: {bad}; {why}")
     loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
     is_missed = standing_of(record, report) == "missed"
     if is_missed and not missed:
@@ -163,26 +162,22 @@ def pull_request_text(record: Record, report: Report, archive: str) -> str:
         *facts(record, summary),
         ("status", standing_of(record, report)),
         ("test of the mean", proof),
-        (
-            "settings",
-            ", ".join(f"{key}={value}" for key, value in lead.start.overrides.items()) or "the recipe's",
-        ),
+        ("settings", ", ".join(map("=".join, lead.start.overrides.items())) or "the recipe's"),
         ("matmul", quantity(lead.preflight.matmul_gflops * 1e9, "flop/s")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in lead.preflight.software.items())),
+        ("versions", ", ".join(map(" ".join, lead.preflight.software.items()))),
         ("record id", record.id),
         ("archive", archive),
     ]
     changes = "\n".join(f"- {literal(change)}" for change in record.about.changes)
-    ids = {
-        status: ", ".join(result.check.id for result in report.having(status)) for status in ("ok", "skipped")
-    }
+    passed = ", ".join(result.check.id for result in report.having("ok"))
+    skipped = ", ".join(result.check.id for result in report.having("skipped"))
     blocks = [
         literal(record.about.title),
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell(value)} |" for name, value in rows)]),
         f"## What changed\n\n{changes or 'Nothing is named.'}",
         "## Rules",
-        f"- [x] `speedrun validate --strict` passes: {ids['ok']}\n"
-        f"- [x] Not applicable to such a record: {ids['skipped'] or 'none'}\n"
+        f"- [x] `speedrun validate --strict` passes: {passed}\n"
+        f"- [x] Not applicable to such a record: {skipped or 'none'}\n"
         "- [x] No file holds anything that looks like a secret",
         "To be ticked by whoever submits; no check can verify it:",
         "\n".join(f"- [ ] {promise}" for promise in PROMISES),

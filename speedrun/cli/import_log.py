@@ -7,7 +7,7 @@ import msgspec
 
 from speedrun.cli.options import COUNT, PATH, Answer, answering, new_command, option
 from speedrun.exchange import foreign
-from speedrun.exchange.curves import Context
+from speedrun.exchange.foreign import Context
 from speedrun.ground.console import clean
 from speedrun.study import noise
 from speedrun.study.noise import Group, Noise

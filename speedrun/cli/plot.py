@@ -7,10 +7,11 @@ import click
 
 from speedrun.board.progress import pareto, results
 from speedrun.board.record_plot import KINDS, Kind, plot
-from speedrun.board.standings import LeftOut, Row, row_of
+from speedrun.board.standings import LeftOut, Row, judge
 from speedrun.cli.options import PATH, Answer, answering, new_command, option
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
+from speedrun.ledger.record import load
 
 
 @new_command(
@@ -49,7 +50,7 @@ def _rows(records: Sequence[Path]) -> list[Row]:
     Raises:
         UsageError: if none has.
     """
-    rows = {record: row_of(record, record.resolve().name) for record in records}
+    rows = {record: judge(load(record), record.resolve().name) for record in records}
     shown = results(row for row in rows.values() if isinstance(row, Row))
     for record, row in rows.items():
         if row not in shown:

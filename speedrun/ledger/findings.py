@@ -30,19 +30,15 @@ class Examination(Strict, frozen=True):
     findings: Path  #: file to write
 
 
-class Replayed(Strict, frozen=True):
+class Replayed(Stretch, frozen=True):
     """A stretch that was trained again."""
 
-    start: int
-    stop: int
-    from_checkpoint: bool
     state_hash: str  #: at its start
     stop_hash: str  #: of the state after its last step
     losses: tuple[float, ...]
     vals: tuple[tuple[int, float], ...]  #: step and loss of each validation, by the examiner's scorer
-    cursors: tuple[
-        tuple[int, int], tuple[int, int]
-    ]  #: shard and offset of the next token, at its start and its end
+    #: Shard and offset of the next token, at its start and its end.
+    cursors: tuple[tuple[int, int], tuple[int, int]]
 
 
 class Findings(Strict, frozen=True):

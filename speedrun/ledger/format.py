@@ -9,13 +9,17 @@ an error.
 """
 
 import hashlib
+from typing import TypeVar
 
 import msgspec
 
 ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
-ABOUT_SCHEMA = "speedrun.about/1"
-BATCH_SCHEMA = "speedrun.batch/1"
-REPRODUCTION_SCHEMA = "speedrun.reproduction/2"
+#: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
+_LARGEST = 2.0**128
+
+
+class FormatError(ValueError):
+    """A file of a record that does not have the declared form."""
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +48,7 @@ class Look(Strict, frozen=True):
     alpha: float
 
 
-class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
+class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1"):
     """`batch.json`: written before the first run. Every run logs its digest."""
 
     track: TrackRef
@@ -62,13 +66,50 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     created_utc: str
 
 
-class About(Strict, frozen=True, tag_field="schema", tag=ABOUT_SCHEMA):
+class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
     """`about.json`: what its authors say of a record."""
 
     title: str = "untitled"
     authors: tuple[str, ...] = ()
     parent_record: str | None = None
     changes: tuple[str, ...] = ()  #: from the parent; one sentence each
+
+
+_File = TypeVar("_File", bound=Strict)
+
+
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
+
+    Raises:
+        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
+            another schema.
+    """
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    check_range(file)
+    return file
+
+
+def check_range(holder: object) -> None:
+    """Check every number in a file or event, at any depth.
+
+    Raises:
+        FormatError: if one is not finite, or its magnitude is above 2^128.
+    """
+    left = [msgspec.to_builtins(holder)]
+    while left:
+        match left.pop():
+            case dict() as table:
+                left += table.values()
+            case list() | tuple() as row:
+                left += row
+            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
+                raise FormatError("a number is out of range; at most 2^128 is permitted")
 
 
 def encode(file: Strict) -> bytes:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,8 +18,7 @@ from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, read_regular
 from speedrun.ledger import archive
-from speedrun.ledger.decoding import FormatError
-from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, sha256
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, FormatError, Strict, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.ledger.source import split_source
@@ -77,16 +76,6 @@ class Record:
         return next(iter(self.finished), self.runs[0])
 
     @property
-    def track_name(self) -> str:
-        """The name of the track without its version, as its runs have it."""
-        return self.lead.start.track.rpartition("@")[0]
-
-    @property
-    def declared_runs(self) -> int:
-        """The number of runs that were declared before the first; without a declaration, those that exist."""
-        return len(self.declaration.seeds) if self.declaration else len(self.runs)
-
-    @property
     def created_utc(self) -> str:
         """When its first run began."""
         return min(run.created_utc for run in self.runs)
@@ -133,20 +122,20 @@ def load(root: Path) -> Record:
     folders = run_folders(raw)
     malformed: list[str] = [] if folders else ["the record holds no runs"]
 
-    def attempt(path: str, read: Callable[[], _Read]) -> _Read | None:
+    def attempt(path: str, read: Callable[..., _Read], *given: object) -> _Read | None:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
-            return read()
+            return read(*given)
         except FormatError as error:
             if path not in refused:
                 malformed.append(str(error))
             return None
 
-    read = [attempt(f"runs/{folder}/{LOG}", partial(read_run, raw, folder)) for folder in folders]
+    read = [attempt(f"runs/{folder}/{LOG}", read_run, raw, folder) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(path, lambda: read_json(raw[path], path, kind)) if path in raw else None
+        return attempt(path, read_json, raw[path], path, kind) if path in raw else None
 
     return Record(
         root=root,
@@ -205,10 +194,8 @@ def known_track(runs: Sequence[Run]) -> Track | None:
         return None
     track_id, sha256 = named.pop()
     name = track_id.rpartition("@")[0]
-    if name not in track.names() or track.sha256(name) != sha256:
-        return None
-    rules = track.load(name)
-    return rules if rules.id == track_id else None
+    is_known = name in track.names() and (track.load(name).id, track.sha256(name)) == (track_id, sha256)
+    return track.load(name) if is_known else None
 
 
 def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:

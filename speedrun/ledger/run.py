@@ -14,21 +14,11 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.errors import NonFiniteError
-from speedrun.ledger.decoding import FormatError, check_range, decode
-from speedrun.ledger.format import LOG, Strict
+from speedrun.ledger.format import LOG, FormatError, Strict, check_range, decode
 
 #: Events that a finished run has exactly once.
-_ONCE = (
-    runlog.Preflight,
-    runlog.DataReady,
-    runlog.Plan,
-    runlog.ClockStart,
-    runlog.ClockStop,
-    runlog.RunEnd,
-)
+_ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
-
-
 #: The commit that reads records of the first format, which kept a run's facts in a file beside its log.
 READS_OLDER = "e330e64"
 #: Origin of a run that was not resumed.
@@ -85,12 +75,9 @@ class Run:
     @property
     def broke_off(self) -> str:
         """Where and why a run that did not finish broke off."""
-        begun = bool(self.of(runlog.ClockStart))
-        where = (
-            f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
-            if begun
-            else "before the clock"
-        )
+        where = "before the clock"
+        if self.of(runlog.ClockStart):
+            where = f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
         errors = [f"{error.kind}: {error.message}" for error in self.of(runlog.Error)]
         return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
 
@@ -157,11 +144,6 @@ class Run:
     def train_time_s(self) -> float:
         """Train time when the clock stopped."""
         return self.of(runlog.ClockStop)[0].train_time_s
-
-    @property
-    def own_time_s(self) -> float:
-        """Train time of this process alone, without the run that it resumes."""
-        return self.train_time_s - self.origin.train_time_s
 
     @property
     def val_loss(self) -> float:
@@ -250,17 +232,14 @@ def grammar_problem(run: Run) -> str | None:
     first = run.origin.step
     if [step.step for step in run.steps] != list(range(first, first + len(run.steps))):
         return f"steps must be numbered {first}, {first + 1}, {first + 2}, ... without a gap"
-    if kinds.count(runlog.Resume) > 1 or (
-        run.resumed and runlog.ClockStart in kinds[: kinds.index(runlog.Resume)]
-    ):
+    resumed_late = run.resumed and runlog.ClockStart in kinds[: kinds.index(runlog.Resume)]
+    if kinds.count(runlog.Resume) > 1 or resumed_late:
         return "a run resumes at most one other, before its clock starts"
     if not run.finished:
         return None
     for kind in _ONCE:
-        if kinds.count(kind) != 1:
-            return (
-                f"a finished run has one {kind.__struct_config__.tag} event, this log has {kinds.count(kind)}"
-            )
+        if (count := kinds.count(kind)) != 1:
+            return f"a finished run has one {kind.__struct_config__.tag} event, this log has {count}"
     clock = [kind for kind in kinds if kind in _CLOCK]
     num_pauses = kinds.count(runlog.ClockPause)
     if clock != [runlog.ClockStart, *(runlog.ClockPause, runlog.ClockResume) * num_pauses, runlog.ClockStop]:

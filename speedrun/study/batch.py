@@ -17,7 +17,7 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import read_regular
-from speedrun.ledger import decoding, format, statistics
+from speedrun.ledger import format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load
@@ -85,12 +85,12 @@ class Batch:
         path = self.folder / format.BATCH
         try:
             raw = read_regular(path)
-            self._declared = decoding.decode(raw, format.Declaration)
+            self._declared = format.decode(raw, format.Declaration)
         except OSError:
             raise UsageError(
                 f"{self.folder} holds no {format.BATCH}; declare a batch: speedrun batch --runs N"
             ) from None
-        except decoding.FormatError as error:
+        except format.FormatError as error:
             raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
         self._sha256 = format.sha256(raw)
         self._told: set[str] = set()  # runs that were killed
