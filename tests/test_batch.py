@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from forgeries import BROKE, programs, promised
 from record_forge import Spec, change, declaration, declare, forge, write_run
+from small_run import SMALL
+from typed import as_words, invoke, speedrun
 
-from speedrun import cli
 from speedrun.data import generated
 from speedrun.ground import children, runlog, track
 from speedrun.ground.errors import UsageError
@@ -29,10 +30,6 @@ from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
 from speedrun.study.batch import num_runs
 from speedrun.training import child
-
-
-def invoke(*args: str):
-    return CliRunner().invoke(cli.command, list(args), prog_name="speedrun")
 
 
 @pytest.fixture
@@ -223,9 +220,8 @@ def test_one_batch_is_run_by_one_process(folder):
 def test_what_cannot_be_declared_is_one_line(tmp_path, smoke_data):
     """By the process that declares, with its exit code."""
     out = tmp_path / "out"
-    words = ["batch", "--runs", "2", "--seeds", "1,2,3", "--out", str(out), "--data", str(smoke_data)]
-    argv = [sys.executable, "-m", "speedrun", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    words = ["--runs", "2", "--seeds", "1,2,3", "--out", str(out), "--data", str(smoke_data)]
+    done = speedrun("batch", *words)
     assert (done.returncode, done.stderr.count("\n"), out.exists()) == (2, 1, False), done.stderr
     assert "got 3 different seeds; need 2" in done.stderr
 
@@ -361,33 +357,19 @@ def test_stats_tests_whether_two_records_have_the_same_loss(folder, tmp_path):
     forge(folder)
     forge(tmp_path / "parent")
     found = json.loads(invoke("stats", str(folder), "--against", str(tmp_path / "parent"), "--json").stdout)
-    no_scatter_no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}
-    assert found["equivalent"] == no_scatter_no_proof
-
-
-SMALL = {
-    "stages.0.num_steps": 4,
-    "stages.0.seq_len": 32,
-    "eval_sequences": 128,
-    "eval_seq_len": 1024,
-    "config.model_dim": 16,
-    "config.num_heads": 2,
-    "config.head_dim": 8,
-    "config.mlp_dim": 32,
-}
+    no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter
+    assert found["equivalent"] == no_proof
 
 
 @pytest.mark.compile
 def test_a_batch_is_declared_run_killed_and_resumed(tmp_path):
     """Three processes of training: the second one is taken for killed, and its seed runs again."""
-    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-
-    def speedrun(*args: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "speedrun", *args]
-        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-
-    first = speedrun("batch", "--runs", "2", *settings, "--out", "record")
+    here: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    }
+    words = ["--runs", "2", *as_words(SMALL), "--out", "record"]
+    first = speedrun("batch", *words, **here)
     assert first.returncode == 1, first.stderr
     assert "batch   0 of 2 runs" in first.stdout
     assert "batch   2 of 2 runs | mean" in first.stdout
@@ -399,7 +381,7 @@ def test_a_batch_is_declared_run_killed_and_resumed(tmp_path):
     killed = next(record.glob(f"runs/smoke-{promise.seeds[1]}-*"))
     log = (killed / "metrics.jsonl").read_bytes()
     (killed / "metrics.jsonl").write_bytes(log[: log.index(b'"clock_stop"')])  # its result was not known yet
-    again = speedrun("batch", "--resume", "record", "--json")
+    again = speedrun("batch", "--resume", "record", "--json", **here)
     assert f"{killed.name} was killed" in again.stderr
     assert json.loads(again.stdout)["summary"]["num_finished"] == 2
     report = validate(record)

@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from click.testing import CliRunner, Result
+from typed import invoke
 
-from speedrun import cli
 from speedrun.ground import devices, track
 from speedrun.ledger.record import load
 from speedrun.predict import plan as planning
@@ -20,10 +19,6 @@ from speedrun.study.budget import budget
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "records"
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, ["plan", *args], prog_name="speedrun")
 
 
 PLANNED = functools.cache(planning.plan)  #: tracing takes seconds, and a plan is a function of its arguments
@@ -104,11 +99,11 @@ def test_a_plan_gives_steps_validations_and_a_guess():
 
 def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    found = json.loads(invoke("--track", "single-gpu", "--arithmetic", "--json").stdout)
+    found = json.loads(invoke("plan", "--track", "single-gpu", "--arithmetic", "--json").stdout)
     batch = found["batch"]
     assert (found["recipe"], found["num_devices"], batch["num_runs"]) == ("record21", 1, 3)
     assert batch["total_s"] == pytest.approx(3 * batch["run_s"])
-    lines = invoke("--track", "smoke-cpu").stdout.splitlines()
+    lines = invoke("plan", "--track", "smoke-cpu").stdout.splitlines()
     assert [line[:5] for line in lines] == ["data ", "batch"]
     assert lines[1].startswith("batch  2 runs of ")
     assert "as the records here took" in lines[1]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from typed import as_words, invoke, speedrun
 
 from speedrun import __version__, cli
 from speedrun.cli import run
-from speedrun.cli.options import json_option
+from speedrun.cli.options import Command
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
 from speedrun.ground.exit_codes import EXIT_CODES
@@ -25,14 +25,10 @@ from speedrun.science import recipes
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, args, prog_name="speedrun")
-
-
 def test_help_is_fast():
     """In time of the processor, which does not depend on what else runs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "speedrun", "--help"], check=True, capture_output=True)
+    assert speedrun("--help").returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 0.3
 
@@ -149,9 +145,8 @@ def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ..
 
 def test_bench_step_times_a_recipe():
     small = {"stages.0.seq_len": 32, "config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8}
-    settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
-    result = json.loads(invoke("bench", "step", "--devices", "1", "--steps", "3", *settings, "--json").stdout)
-    assert len(result["ms"]) == 3
+    words = ["--devices", "1", "--steps", "3", *as_words(small), "--json"]
+    result = json.loads(invoke("bench", "step", *words).stdout)
     assert len(result["ms"]) == len(result["losses"]) == 3
     assert result["mean_ms"] == pytest.approx(sum(result["ms"]) / 3)
     assert result["tokens_per_s"] == pytest.approx(8 * 32 / result["mean_ms"] * 1e3)
@@ -167,10 +162,7 @@ def test_bench_step_times_a_recipe():
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (
-            "attention --tokens 40 --dim 8 --window 2 --block 4 --document 7",
-            ["definition", "banded"],
-        ),
+        ("attention --tokens 40 --dim 8 --window 2 --block 4 --document 7", ["definition", "banded"]),
         ("norm --tokens 40 --dim 8", ["definition"]),
         (
             "muon --devices 8 --set config.model_dim=16 --set config.num_heads=2 --set config.head_dim=8",
@@ -212,9 +204,8 @@ def raiser(monkeypatch: pytest.MonkeyPatch):
     """Makes `speedrun run` raise what the test wants."""
 
     def install(error: BaseException) -> None:
-        @click.command
-        @json_option
-        def command(*, as_json: bool) -> None:
+        @click.command(cls=Command)
+        def command() -> None:
             raise error
 
         module = types.SimpleNamespace(command=command)
@@ -282,11 +273,8 @@ def test_data_is_made_verified_and_listed(tmp_path: Path, monkeypatch: pytest.Mo
     assert digests == {name: entry["sha256"] for name, entry in made["manifest"]["shards"].items()}
     assert f"ok  {tmp_path / 'smoke' / 'smoke_val_000000.bin'}  " in invoke("data", "verify").stdout
     listed = invoke("data", "list").stdout
-    assert re.search(r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| ", listed), (
-        listed
-    )
-    assert re.search(
-        r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get", listed
-    )
+    whole = r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| "
+    part = r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get"
+    assert all(re.search(pattern, listed) for pattern in (whole, part)), listed
     found = json.loads(invoke("data", "list", "--json").stdout)
     assert [one["track"] for one in found["tracks"]] == [track.load(name).id for name in track.names()]

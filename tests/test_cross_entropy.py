@@ -120,7 +120,9 @@ class TestOnH100:
         got = self.dissect(partial(value_and_grads, form, scale=1 / self.SIZES[0]), h100(1))
         assert got.custom_calls == calls, got
         assert got.traffic_bytes < gigabytes * 1e9, got
-        assert got.memory.temporary_bytes < 10.1e9 / num_chunks + 0.3e9, "logits and their gradient, in bf16"
+        assert got.memory.temp_size_in_bytes < 10.1e9 / num_chunks + 0.3e9, (
+            "logits and their gradient, in bf16"
+        )
         chunk = self.SIZES[0] // num_chunks, self.SIZES[2]
         assert got.holds("bf16", *chunk)
         assert got.holds("f8e5m2", *chunk) == bool(fp8), "the gradient: wide range, few bits"

@@ -71,11 +71,8 @@ def test_the_script_hands_on_what_it_is_given(docker, tmp_path, monkeypatch):
     call = docker()[-1]
     assert call[0] == "run"
     assert call[call.index("--") + 1 :] == ["speedrun:cpu", "run", "--track", "smoke-cpu", "--set", "a=b c"]
-    for option, value in (
-        ("--shm-size", "16g"),
-        ("--ulimit", "memlock=-1"),
-        ("--user", f"{os.getuid()}:{os.getgid()}"),
-    ):
+    user = f"{os.getuid()}:{os.getgid()}"
+    for option, value in (("--shm-size", "16g"), ("--ulimit", "memlock=-1"), ("--user", user)):
         assert call[call.index(option) + 1] == value
     assert {"stack=67108864", "--no-healthcheck", "--rm"} <= set(call)
     assert f"SPEEDRUN_IMAGE={IMAGE}" in call

@@ -3,18 +3,15 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hub_server import serve
+from typed import invoke, speedrun
 
-from speedrun import cli
 from speedrun.bench import machine as bench
 from speedrun.cli.doctor import _print
 from speedrun.data import overview
@@ -38,10 +35,6 @@ WHOLE = {
     "jaxlib": "0.10.2",
     "nvidia-cudnn-cu13": "9",
 }
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, ["doctor", *args], prog_name="speedrun")
 
 
 # --- machines that are not here -----------------------------------------------------------------------------
@@ -320,9 +313,8 @@ def test_the_hardest_track_that_fits_is_next(machine: Machine, without: str, wit
 @pytest.mark.compile
 def test_this_machine_is_fit(tmp_path: Path):
     # A process of its own: it wants eight devices, and JAX may have started here with another number.
-    args = [sys.executable, "-m", "speedrun", "doctor", "--json"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "SPEEDRUN_DATA": str(tmp_path)}
-    done = subprocess.run(args, check=False, capture_output=True, text=True, env=env)
+    done = speedrun("doctor", "--json", env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     found = {check["name"]: check for check in report["checks"]}
@@ -348,7 +340,7 @@ def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch:
 
 
 def test_a_node_of_eight_is_told_what_to_do(node: None):
-    assert invoke().stdout.splitlines()[-1] == "next: speedrun data get --track main-8xh100"
+    assert invoke("doctor").stdout.splitlines()[-1] == "next: speedrun data get --track main-8xh100"
 
 
 @pytest.mark.parametrize(("asked", "code", "mark"), [((), 0, "note"), (("--track", "main-8xh100"), 1, "bad")])
@@ -356,7 +348,7 @@ def test_an_old_driver_is_in_the_way_of_gpus_only(
     node: None, driver: Path, asked: tuple[str, ...], code: int, mark: str
 ):
     (driver / "name").write_text(8 * f"{H100}, 470.82.01, 81559, 16, 16, Disabled\n")
-    result = invoke(*asked)
+    result = invoke("doctor", *asked)
     assert result.exit_code == code
     assert f"\n{mark:<4}  driver: 470.82.01 is too old" in result.stdout
     again = " ".join(["speedrun doctor", *asked])
@@ -407,11 +399,11 @@ def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no CUDA\nand a long tale")
 
     monkeypatch.setattr(examine.devices, "checks", broken)
-    result = invoke()
+    result = invoke("doctor")
     assert result.exit_code == 1
     assert "bad   devices: no CUDA; " in result.stdout
     monkeypatch.setattr(software, "checks", lambda: [Check("python", "2.7; need python>=3.11", ok=False)])
-    result = invoke()
+    result = invoke("doctor")
     assert result.exit_code == 1
     assert "bad   python: 2.7; need python>=3.11\n" in result.stdout
     assert "note  data smoke-cpu: " in result.stdout

@@ -97,11 +97,11 @@ def test_nothing_waits_for_a_collective_but_at_the_start(step):
 def test_the_whole_state_is_donated(step, program):
     state = deviceless.state_shape(program)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert step.memory.donated_bytes == pytest.approx(whole / DEVICES, rel=0.01)
+    assert step.memory.alias_size_in_bytes == pytest.approx(whole / DEVICES, rel=0.01)
 
 
 def test_a_step_fits_and_moves_no_more_than_it_did(step):
-    assert step.memory.peak_bytes == pytest.approx(22.9e9, rel=0.03)
+    assert step.memory.peak_memory_in_bytes == pytest.approx(22.9e9, rel=0.03)
     assert step.traffic_bytes == pytest.approx(130.8e9, rel=0.01)
     assert step.unknown_loops == 0
 
@@ -123,8 +123,10 @@ def test_arithmetic_knows_the_memory_before_the_compiler(step, evaluation, progr
     """It is too careful: it does not know that an H100 keeps only the squares in an MLP."""
     (stage,) = RECORD.stages
     kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
-    assert footprint.step_bytes(program, stage) - kept == pytest.approx(step.memory.peak_bytes, rel=0.1)
-    assert 1 < footprint.validation_bytes(program) / evaluation.memory.peak_bytes < 1.25
+    assert footprint.step_bytes(program, stage) - kept == pytest.approx(
+        step.memory.peak_memory_in_bytes, rel=0.1
+    )
+    assert 1 < footprint.validation_bytes(program) / evaluation.memory.peak_memory_in_bytes < 1.25
 
 
 def test_every_product_of_the_mathematics_is_counted(compiled, program):
@@ -174,9 +176,11 @@ def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
     program = Program(RECORD, h100(devices))
     (stage,) = RECORD.stages
     found = anatomy.dissect(deviceless.compiled_step(program, 0))
-    assert found.memory.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
+    assert found.memory.peak_memory_in_bytes == pytest.approx(peak_bytes, rel=0.03)
     kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
-    assert footprint.step_bytes(program, stage) - kept == pytest.approx(found.memory.peak_bytes, rel=0.1)
+    assert footprint.step_bytes(program, stage) - kept == pytest.approx(
+        found.memory.peak_memory_in_bytes, rel=0.1
+    )
     assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 * program.microbatches // devices
     sent = {kind: found.sent_bytes(kind) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
     assert sent["all-to-all"] == 0
@@ -203,8 +207,8 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
     assert {one.dtype for one in exchanged} == {"bf16"}
     assert sum(one.num_bytes for one in exchanged) * DEVICES == step.sent_bytes("reduce-scatter")
     assert sum(one.num_bytes for one in sums if one.groups != between) < 1024
-    assert found.memory.peak_bytes == pytest.approx(step.memory.peak_bytes, rel=0.02)
-    assert found.memory.donated_bytes == pytest.approx(step.memory.donated_bytes, rel=0.01)
+    assert found.memory.peak_memory_in_bytes == pytest.approx(step.memory.peak_memory_in_bytes, rel=0.02)
+    assert found.memory.alias_size_in_bytes == pytest.approx(step.memory.alias_size_in_bytes, rel=0.01)
 
 
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, compiled, program):
@@ -242,7 +246,7 @@ def test_gradients_of_tables_are_summed_in_float32(compiled):
 
 def test_evaluation_fits_beside_the_state(evaluation):
     """262,144 tokens a device: their logits exist a chunk at a time, and in 16 bits."""
-    assert evaluation.memory.peak_bytes < 40e9
+    assert evaluation.memory.peak_memory_in_bytes < 40e9
     assert not [one for one in evaluation.collectives if one.kind != "all-gather"], names(evaluation)
     assert evaluation.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(evaluation)
     assert "__cublas$lt$matmul$f8" not in evaluation.custom_calls

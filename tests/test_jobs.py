@@ -48,9 +48,8 @@ def job(name: str, num_nodes: int) -> Job:
         *bash, script, _ = container["command"]
         assert bash == ["bash", "-euo", "pipefail", "-c"]
         assert container["args"] == WORDS[1]
-        assert re.findall(r"args to one run, as in\n# \[(.*)\]\.", text)[0].replace('"', "") == ", ".join(
-            WORDS[2]
-        )
+        (proposed,) = re.findall(r"args to one run, as in\n# \[(.*)\]\.", text)
+        assert proposed.replace('"', "") == ", ".join(WORDS[2])
         env = {one["name"]: one["value"] for one in container["env"]}
         return Job(f"set -euo pipefail\n{script}", words, env | {"NODES": str(num_nodes)})
     if name == "skypilot.yaml":
@@ -125,15 +124,13 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(
         assert [given["runs"] for given in trains] == [6]
         return
     met = sorted((given["coordinator"], given["processes"], given["process"]) for given in trains)
-    assert (
-        met
-        == {
-            "slurm.sh": [(None, None, None)],  # SLURM tells
-            "kubernetes.yaml": [("speedrun-0.speedrun:12355", 2, None)],  # $JOB_COMPLETION_INDEX tells
-            "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
-            "ssh.sh": [("one:12355", 2, 0), ("one:12355", 2, 1)],
-        }[name]
-    )
+    wanted = {
+        "slurm.sh": [(None, None, None)],  # SLURM tells
+        "kubernetes.yaml": [("speedrun-0.speedrun:12355", 2, None)],  # $JOB_COMPLETION_INDEX tells
+        "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
+        "ssh.sh": [("one:12355", 2, 0), ("one:12355", 2, 1)],
+    }
+    assert met == wanted[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,13 +4,13 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import pytest
-from click.testing import CliRunner, Result
 from jax.sharding import Mesh
+from typed import invoke
 
-from speedrun import cli
 from speedrun.ground import devices
 from speedrun.ground.mesh import make_mesh
 from speedrun.predict import anatomy, deviceless
@@ -21,9 +21,7 @@ from speedrun.science.recipe import Recipe
 from speedrun.training import footprint
 from speedrun.training.program import Program
 
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, ["plan", "--arithmetic", *args], prog_name="speedrun")
+planned = partial(invoke, "plan", "--arithmetic")
 
 
 @pytest.mark.compile
@@ -77,14 +75,17 @@ def test_the_compiled_program_is_the_one_that_runs(
     program = Program(tiny, h100(8))
     compiled = deviceless.compiled_step(program, 0)
     found = anatomy.dissect(compiled)
-    assert found.memory.donated_bytes == footprint.state_bytes(program)
+    assert found.memory.alias_size_in_bytes == footprint.state_bytes(program)
     packed = jax.eval_shape(program.layout.init, jax.random.key(0))
     whole_bytes = 4 * sum(leaf.size for name, leaf in packed.items() if program.layout.specs[name])
     assert found.sent_bytes("all-gather") == found.sent_bytes("reduce-scatter") == whole_bytes
     monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)  # once is slow enough
     (stage,) = planning.plan(tiny, "h100", 8, SHARDS, "compiled program").stages
     assert (stage.gathered_bytes, stage.scattered_bytes) == (whole_bytes, whole_bytes)
-    assert (stage.memory_bytes, stage.traffic_bytes) == (found.memory.peak_bytes, found.traffic_bytes)
+    assert (stage.memory_bytes, stage.traffic_bytes) == (
+        found.memory.peak_memory_in_bytes,
+        found.traffic_bytes,
+    )
 
 
 def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callable[[int], Mesh]):
@@ -94,11 +95,11 @@ def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callabl
 
 
 def test_it_prints_for_people_and_for_programs():
-    shown = invoke("--recipe", "webmini", "--dollars", "3600")
+    shown = planned("--recipe", "webmini", "--dollars", "3600")
     assert shown.exit_code == 0, shown.output
     assert "8 x NVIDIA H100 80GB HBM3" in shown.output
     assert "by arithmetic" in shown.output
-    plan = json.loads(invoke("--recipe", "webmini", "--dollars", "3600", "--json").output)
+    plan = json.loads(planned("--recipe", "webmini", "--dollars", "3600", "--json").output)
     assert plan["dollars"] == pytest.approx(8 * plan["total_s"])
     assert f"${plan['dollars']:,.2f}" in shown.output
     assert (plan["fits"], plan["error"]) == (True, None)
@@ -124,24 +125,24 @@ def test_what_does_not_fit_is_refused_with_advice_that_helps(
     device = ["--device-kind", "small", "--devices", "1"]
     settings = {"stages.0.num_sequences": 16, "eval_seq_len": eval_seq_len}
     args = [*device, *(f"--set={key}={value}" for key, value in settings.items())]
-    refused = invoke(*args)
+    refused = planned(*args)
     assert refused.exit_code == 1
     assert re.search(
         r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB", refused.stderr
     )
-    in_json = invoke(*args, "--json")
+    in_json = planned(*args, "--json")
     assert in_json.exit_code == 1
     assert json.loads(in_json.output)["error"].endswith(f"; try {advice}")
     # A setting may be given once only: the advice takes the place of what it changes.
     changed = {word.partition("=")[0] for word in shlex.split(advice)}
     kept = [f"--set={key}={value}" for key, value in settings.items() if key not in changed]
-    assert invoke(*device, *kept, *shlex.split(advice)).exit_code == 0, advice
+    assert planned(*device, *kept, *shlex.split(advice)).exit_code == 0, advice
 
 
 @pytest.mark.parametrize("seq_len", [256, 3])
 def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(devices.DEVICES, "toy", devices.DEVICES["4090"]._replace(memory_bytes=1000))
-    refused = invoke("--device-kind", "toy", "--set", f"stages.0.seq_len={seq_len}")
+    refused = planned("--device-kind", "toy", "--set", f"stages.0.seq_len={seq_len}")
     assert "try another --device-kind" in refused.stderr
 
 
@@ -158,6 +159,6 @@ def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_bad_input_is_one_line(args: list[str], message: str):
-    result = invoke(*args)
+    result = planned(*args)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert message in result.stderr

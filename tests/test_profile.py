@@ -5,9 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from typed import as_words, invoke
 
-from speedrun import cli
 from speedrun.bench.profile import Profile, profile
 from speedrun.bench.steps import lowered_step
 from speedrun.ground.mesh import make_mesh
@@ -66,12 +65,12 @@ def test_the_trace_is_kept_where_it_was_asked_for(found, folder):
 
 @pytest.mark.compile
 def test_the_command_shows_it(tmp_path):
-    small = ["--set", "config.model_dim=16", "--set", "config.num_heads=2", "--set", "config.head_dim=8"]
+    small = as_words({"config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8})
     args = ["profile", "--devices", "1", "--steps", "1", "--top", "3", *small]
-    shown = CliRunner().invoke(cli.command, args)
+    shown = invoke(*args)
     assert shown.exit_code == 0, shown.output
     assert "ms, 1 steps of smoke on 1 x cpu" in shown.output
     assert " others\n" in shown.output
-    result = json.loads(CliRunner().invoke(cli.command, [*args, "--json"]).stdout)
+    result = json.loads(invoke(*args, "--json").stdout)
     assert len(result["rows"]) == 3
     assert result["devices"][0]["span_ns"] == pytest.approx(result["step_ms"] * 1e6)

@@ -6,22 +6,12 @@ from typing import Any
 
 import click
 
-from speedrun.cli.options import (
-    COUNT,
-    PATH,
-    Answer,
-    Integer,
-    answering,
-    dtype_option,
-    new_command,
-    option,
-    weights_options,
-)
+from speedrun.cli import options as cli
 from speedrun.cli.progress import counted
 from speedrun.ground.errors import UsageError
 
 
-@new_command(
+@cli.new_command(
     "speedrun eval runs/docs",
     "speedrun eval runs/docs --context 128 --tokens 65536",
     "speedrun eval runs/record21 --shard data/fineweb10B/fineweb_train_000103.bin",
@@ -29,23 +19,22 @@ from speedrun.ground.errors import UsageError
     "speedrun eval runs/record21 --tasks lambada_openai,piqa",
     "speedrun eval gpt2 --data data/fineweb10B --dtype float32",
 )
-@click.argument("source", type=PATH, metavar="RUN")
-@option(
+@click.argument("source", type=cli.PATH, metavar="RUN")
+@cli.option(
     "--shard FILE",
-    PATH,
+    cli.PATH,
     "Shard to score. Default: the official slice of the track, and the one after it.",
     name="shards",
     multiple=True,
 )
-@option("--context N", Integer(2), "Tokens of a sequence. Default: as the run scored.")
-@option("--tokens N", COUNT, "At most so many of each. Default: as the track.")
-@option("--hellaswag FILE", PATH, "Its questions, as lines of JSON.")
-@option("--tasks A,B,...", str, "Tasks of lm-evaluation-harness, by name or file; needs pip install lm-eval.")
-@option("--limit N", COUNT, "Only the first N questions.")
-@weights_options
-@dtype_option
-@answering
-def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
+@cli.option("--context N", cli.Integer(2), "Tokens of a sequence. Default: as the run scored.")
+@cli.option("--tokens N", cli.COUNT, "At most so many of each. Default: as the track.")
+@cli.option("--hellaswag FILE", cli.PATH, "Its questions, as lines of JSON.")
+@cli.option("--tasks A,B,...", str, "Tasks of lm-evaluation-harness, by name or file; pip install lm-eval.")
+@cli.option("--limit N", cli.COUNT, "Only the first N questions.")
+@cli.weights_options
+@cli.dtype_option
+def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answer:
     """Score the weights of RUN, which it keeps with --checkpoint-every. Nothing of it is ranked.
 
     Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
@@ -79,7 +68,7 @@ def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
             f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             for task, metrics in found["tasks"].items()
         ]
-    return Answer(found, lines)
+    return cli.Answer(found, lines)
 
 
 def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: bool) -> None:

@@ -24,9 +24,10 @@ def run(num_processes: int, words: list[str]) -> int:
     Raises:
         SpeedrunError: if one was lost; names it, and what ended it.
     """
-    coordinator = f"127.0.0.1:{_free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     argv = [sys.executable, "-m", "speedrun", "run", *words]
-    argv += ["--coordinator", coordinator, "--processes", str(num_processes)]
+    argv += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(num_processes)]
     children: list[Popen[bytes]] = []
     got: list[int] = []
 
@@ -107,8 +108,3 @@ def _is_stopped(child: Popen[bytes]) -> bool:
     if child.returncode is not None:
         return False
     return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

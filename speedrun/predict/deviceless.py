@@ -119,9 +119,7 @@ def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
 
 
 def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeStruct:
-    return _placed(
-        program, np.broadcast_to(np.int32(0), (num_sequences, seq_len)), P(program.mesh.axis_names)
-    )
+    return _placed(program, np.empty((num_sequences, seq_len), np.int32), P(program.mesh.axis_names))
 
 
 def _schedule(program: Program) -> dict[str, jax.ShapeDtypeStruct]:

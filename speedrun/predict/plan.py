@@ -214,9 +214,7 @@ class _Found(NamedTuple):
     traffic_bytes: int
     gathered_bytes: int
     scattered_bytes: int
-    lines_with: Callable[
-        [Attention], tuple[Line, ...]
-    ]  #: its time by kind of kernel, given the FLOPs of attention
+    lines_with: Callable[[Attention], tuple[Line, ...]]  #: its time by kind, given the FLOPs of attention
 
 
 def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
@@ -294,7 +292,7 @@ def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
         return scaling.replayed(module, attention, device, program.num_devices, num_nodes=1).lines
 
     return _Found(
-        memory_bytes=found.memory.peak_bytes,
+        memory_bytes=found.memory.peak_memory_in_bytes,
         traffic_bytes=found.traffic_bytes,
         gathered_bytes=found.sent_bytes("all-gather"),
         scattered_bytes=found.sent_bytes("reduce-scatter"),

@@ -122,9 +122,7 @@ class Batch:
         """Salvage killed runs, write the record, and report its standing."""
         for run_id in {*salvage(self.folder)} - self._told:
             self._told.add(run_id)
-            sys.stderr.write(
-                f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
-            )
+            sys.stderr.write(f"warning: {run_id} was killed; its log stays, as of a run that broke off\n")
         if list(self.folder.glob("runs/*")):
             self._assemble()
         target = self._rules.target

@@ -25,9 +25,7 @@ def table(found: Summary) -> list[str]:
         arm, *rest = _row(found.confirmation, found.kind)
         rows.append((f"{arm}, fresh seeds", *rest))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return [*lines, *_price(found), f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
 
 
