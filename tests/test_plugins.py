@@ -68,12 +68,8 @@ def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path
 
 def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> None:
     """Of smoke: width 128, 4 heads of 32, MLP 256, 4 layers of which 3 have attention."""
-    plain, swiglu, grouped = (
-        count(recipe.table(recipe.config))
-        for recipe in (
-            sr.load(name) for name in ("smoke", str(folder / "swiglu.py"), str(folder / "grouped.py"))
-        )
-    )
+    loaded = (sr.load(name) for name in ("smoke", str(folder / "swiglu.py"), str(folder / "grouped.py")))
+    plain, swiglu, grouped = (count(recipe.table(recipe.config)) for recipe in loaded)
     assert swiglu - plain == 4 * 256 * 128
     assert plain - grouped == 3 * 2 * (4 - 2) * 32 * 128
 

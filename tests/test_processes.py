@@ -16,10 +16,10 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from small_run import SMALL, runs_of
+from small_run import SMALL, options, runs_of
 
 from speedrun.data import stream
-from speedrun.ground import errors, exit_codes, mesh, processes, runlog
+from speedrun.ground import errors, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.training import checkpoint, meet
 from speedrun.training.prepare import prepare
@@ -79,16 +79,14 @@ def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> l
     for i, config in enumerate(configs):
         path = folder / f"config-{i}.json"
         path.write_bytes(msgspec.json.encode(config, enc_hook=str))
-        running.append(
-            started(["shared_run", str(path), f"127.0.0.1:{port}", str(len(configs)), str(i), "60"])
-        )
+        words = ["shared_run", str(path), f"127.0.0.1:{port}", str(len(configs)), str(i), "60"]
+        running.append(started(words))
     return running
 
 
 def launched(out: Path, data: Path, *more: str) -> subprocess.Popen[str]:
     """`speedrun run --local-processes 2` of many steps."""
-    settings = [word for key, value in LONG.items() for word in ("--set", f"{key}={value}")]
-    argv = ["speedrun", "run", "--data", str(data), "--out", str(out), *settings, *QUICK, *more]
+    argv = ["speedrun", "run", "--data", str(data), "--out", str(out), *options(LONG), *QUICK, *more]
     return started([*argv, "--local-processes", "2"])
 
 
@@ -196,9 +194,8 @@ def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, m
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=2)
     (code, _, said), (other_code, _, _) = ends(shared([config] * 2, tmp_path))
     assert (code, other_code) == (1, 1)
-    assert said.startswith(
-        "error: process 1 has the final state of hash 0000000000000000, process 0 has of hash"
-    )
+    found = "the final state of hash 0000000000000000"
+    assert said.startswith(f"error: process 1 has {found}, process 0 has of hash")
     assert "replicas drifted apart" in said
     assert runs_of(config.out)[-1].outcome == "aborted"
 
@@ -242,16 +239,13 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("sent", "replicas"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
-    tmp_path, smoke_data, sent, replicas
-):
+def test_a_run_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path, smoke_data, sent, replicas):
     """The launcher hands the signal on to both. How many replicas there are is said when the run is begun."""
     out = tmp_path / "out"
     few = SMALL | {"stages.0.num_steps": "60"}
-    settings = [word for key, value in few.items() for word in ("--set", f"{key}={value}")]
     command = ["speedrun", "run", "--local-processes", "2", *QUICK]
     where = ["--data", str(smoke_data), "--out", str(out), "--replicas", str(replicas)]
-    running = started([*command, *where, *settings, "--checkpoint-every", "1000"])
+    running = started([*command, *where, *options(few), "--checkpoint-every", "1000"])
     wait_for_steps(running, out, 5)
     running.send_signal(sent)
     ((code, _, stderr),) = ends([running])
@@ -259,14 +253,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
     ((code, _, stderr),) = ends([started([*command, "--resume", str(out)])])
     assert code == 1, stderr  # 60 steps of a tiny model miss the target
     unbroken = tmp_path / "unbroken"
-    config = RunConfig(
-        "smoke-cpu",
-        unbroken,
-        overrides=few,
-        data=smoke_data,
-        checkpoint_every=1000,
-        replicas=replicas,
-    )
+    config = RunConfig("smoke-cpu", unbroken, overrides=few, data=smoke_data, replicas=replicas)
+    config = msgspec.structs.replace(config, checkpoint_every=1000)
     assert [code for code, *_ in ends(shared([config] * 2, tmp_path))] == [0, 0]
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [replicas]
     assert runs_of(out)[-1].end.final_hash == runs_of(unbroken)[-1].end.final_hash
@@ -288,7 +276,7 @@ def test_a_process_that_is_lost_ends_the_run_and_is_named(which, sent, cause, tm
     pids = wait_for_steps(running, out, 3)
     os.kill(pids[which], sent)
     ((code, _, stderr),) = ends([running], timeout=25)
-    assert code == exit_codes.LOST, stderr
+    assert code == errors.LOST, stderr
     assert f"error: process {which} lost: {cause}; " in stderr
     assert all(map(is_gone, pids))
     steps = [step.step for step in of(runlog.Step, out)]
@@ -326,7 +314,7 @@ if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
 def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data, monkeypatch):
     with_start(monkeypatch, tmp_path, FAILS.format(what='raise RuntimeError("a worker of this test")'))
     ((code, _, stderr),) = ends([launched(tmp_path / "out", smoke_data)])
-    assert code == exit_codes.LOST, stderr
+    assert code == errors.LOST, stderr
     said = stderr.index("process 1: error: Traceback")
     assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
 
@@ -457,9 +445,8 @@ def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what)
         manifest["shards"]["smoke_train_000001.bin"]["sha256"] = "0" * 64
         (other / "manifest.json").write_text(json.dumps(manifest))
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
-    assert disagree(tmp_path, config, msgspec.structs.replace(config, data=other)).startswith(
-        f"error: process 1 has {what} "
-    )
+    said = disagree(tmp_path, config, msgspec.structs.replace(config, data=other))
+    assert said.startswith(f"error: process 1 has {what} ")
 
 
 @pytest.mark.compile
