@@ -18,9 +18,10 @@ from speedrun.ground.mesh import DATA
 from speedrun.predict import deviceless
 
 needs_compiler = pytest.mark.usefixtures("h100")
-#: Makes XLA refuse a program if a kernel spills registers. LLVM is as in a run: conftest.py makes it hasty.
-NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-NO_SPILLS |= {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+#: What conftest.py switches off. Worth its compile time from the third step on.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+#: Makes XLA refuse a program if a kernel spills registers, with LLVM as in a run.
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True, **OPTIMISED}
 
 
 def compiled(

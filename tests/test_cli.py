@@ -16,9 +16,8 @@ from typed import as_words, invoke, speedrun
 from speedrun import __version__, cli
 from speedrun.cli import run
 from speedrun.cli.options import Command
-from speedrun.ground import track
+from speedrun.ground import errors, track
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
-from speedrun.ground.exit_codes import EXIT_CODES
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.science import recipes
 
@@ -48,7 +47,7 @@ def test_help_says_what_there_is():
     shown = invoke("--help").output
     for name in cli.COMMANDS:
         assert f"\n  {name} " in shown
-    for code, meaning in EXIT_CODES.items():
+    for code, meaning in errors.EXIT_CODES.items():
         assert f" {code} {meaning} " in " ".join(shown.split())  # long ones are broken
     assert "Example:" in shown
     assert invoke("--version").output == f"speedrun {__version__}\n"
@@ -222,7 +221,7 @@ def test_an_expected_error_is_one_line(raiser, kind: type[SpeedrunError]):
     machine = invoke("run", "--json")
     assert (machine.exit_code, machine.stderr) == (kind.exit_code, "")
     assert json.loads(machine.stdout) == {"error": "got; need; do", "exit_code": kind.exit_code}
-    assert kind.exit_code in EXIT_CODES
+    assert kind.exit_code in errors.EXIT_CODES
 
 
 def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
@@ -239,7 +238,7 @@ def test_a_stop_has_an_exit_code_of_its_own(raiser, error: BaseException, exit_c
     result = invoke("run")
     assert (result.exit_code, result.stderr.strip()) == (exit_code, f"error: {said}")
     assert json.loads(invoke("run", "--json").stdout) == {"error": said, "exit_code": exit_code}
-    assert exit_code in EXIT_CODES
+    assert exit_code in errors.EXIT_CODES
 
 
 def test_an_unexpected_error_keeps_its_traceback(raiser):

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_h100_program import dims, names
+from test_h100_program import dims, flops, names
 
 from speedrun.ground import mesh, track
-from speedrun.predict import anatomy, deviceless, hlo
+from speedrun.predict import anatomy, deviceless
 from speedrun.predict.anatomy import Anatomy
 from speedrun.science import recipes
 from speedrun.science.kernels.attention import Window
@@ -87,16 +87,6 @@ def test_a_run_compiles_eight_steps_and_its_validations():
     # The window of the step that follows; at the end, one of 20 blocks of 128, which no step has.
     assert "long_keys 2561," in str(program.eval_shape_at(RECORD.num_steps))
     assert "long_keys 897," in str(program.eval_shape_at(RECORD.steps_of(1)[0]))
-
-
-def flops(text: str) -> dict[str, float]:
-    """Of the model's products, in GEMMs and fusions, by their unit. Muon's do not grow with the tokens."""
-    module, found = hlo.parse(text), {"fp8": 0.0, "bf16": 0.0, "f32": 0.0}
-    for one, computation, times in module.executed():
-        if "muon" not in (one.attribute(r'op_name="([^"]*)"') or ""):
-            for product in module.products(one, computation):
-                found[product.unit] += times * product.flops
-    return found
 
 
 def check_collectives(found: Anatomy, program: Program) -> None:

@@ -20,7 +20,7 @@ from small_run import SMALL, runs_of
 from typed import as_words
 
 from speedrun.data import stream
-from speedrun.ground import errors, exit_codes, mesh, processes, runlog
+from speedrun.ground import errors, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.training import checkpoint, meet
 from speedrun.training.prepare import prepare
@@ -239,9 +239,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("sent", "replicas"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
-    tmp_path, smoke_data, sent, replicas
-):
+def test_a_run_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path, smoke_data, sent, replicas):
     """The launcher hands the signal on to both. How many replicas there are is said when the run is begun."""
     out = tmp_path / "out"
     few = SMALL | {"stages.0.num_steps": "60"}
@@ -272,7 +270,7 @@ def test_a_process_that_is_lost_ends_the_run_and_is_named(which, sent, tmp_path,
     pids = wait_for_steps(running, out, 3)
     os.kill(pids[which], sent)
     ((code, _, stderr),) = ends([running])
-    assert code == exit_codes.LOST, stderr
+    assert code == errors.LOST, stderr
     assert f"error: process {which} lost: {cause}; " in stderr
     assert all(map(is_gone, pids))
     steps = [step.step for step in of(runlog.Step, out)]
@@ -310,7 +308,7 @@ if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
 def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data, monkeypatch):
     with_start(monkeypatch, tmp_path, FAILS.format(what='raise RuntimeError("a worker of this test")'))
     ((code, _, stderr),) = ends([launched(tmp_path / "out", smoke_data)])
-    assert code == exit_codes.LOST, stderr
+    assert code == errors.LOST, stderr
     said = stderr.index("process 1: error: Traceback")
     assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
 
@@ -441,9 +439,8 @@ def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what)
         manifest["shards"]["smoke_train_000001.bin"]["sha256"] = "0" * 64
         (other / "manifest.json").write_text(json.dumps(manifest))
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
-    assert disagree(tmp_path, config, msgspec.structs.replace(config, data=other)).startswith(
-        f"error: process 1 has {what} "
-    )
+    said = disagree(tmp_path, config, msgspec.structs.replace(config, data=other))
+    assert said.startswith(f"error: process 1 has {what} ")
 
 
 @pytest.mark.compile

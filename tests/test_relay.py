@@ -14,7 +14,7 @@ from small_run import SMALL, runs_of
 
 from speedrun.cli import command
 from speedrun.exchange import relay
-from speedrun.ground import companion
+from speedrun.ground import children
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import Terminated
 
@@ -108,7 +108,7 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
     """Sooner if the run broke off."""
     told = fake(stall="time.sleep(600)")
     monkeypatch.setattr(relay, "_LEAVE_S", 2.0)
-    monkeypatch.setattr(companion, "_HASTE_S", 1.0)
+    monkeypatch.setattr(children, "_HASTE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "site"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "site"))
     fresh, watch = record.with_name("fresh"), Stopwatch()

@@ -21,7 +21,7 @@ from small_run import SMALL
 
 from speedrun import cli
 from speedrun.board import ghost
-from speedrun.ground import companion, runlog
+from speedrun.ground import children, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import HOST
 from speedrun.ground.wholefile import write_whole
@@ -122,7 +122,7 @@ def test_samples_belong_to_one_record(tmp_path) -> None:
     folders = [tmp_path / parent / "docs" for parent in "ab"]
     for folder in folders:
         log_in(folder, RAW)
-        companion.samples_of(folder).write_text(sample(1))
+        children.samples_of(folder).write_text(sample(1))
     (_, listing), *_ = parsed(Feed(folders).news())
     keys = {kind: [one["record_key"] for one in listing["files"] if one["kind"] == kind] for kind in KINDS}
     assert len({*keys["log"]}) == 2
@@ -132,7 +132,7 @@ def test_samples_belong_to_one_record(tmp_path) -> None:
 def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path) -> None:
     """As samples are written: the whole file again, with lines at its end."""
     log_in(tmp_path / "run", RAW)
-    path, lines, page = companion.samples_of(tmp_path / "run"), [], Feed([tmp_path / "run"])
+    path, lines, page = children.samples_of(tmp_path / "run"), [], Feed([tmp_path / "run"])
     list(page.news())
     got: list[str] = []
     for step in (10, 40, 30, 20):
@@ -179,11 +179,11 @@ def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path) -> 
 
 def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
     log_in(tmp_path / "run", RAW)
-    companion.samples_of(tmp_path / "run").write_text("root:x:0:0\n" + sample(1) + '{"step": 1}\n[]\n')
+    children.samples_of(tmp_path / "run").write_text("root:x:0:0\n" + sample(1) + '{"step": 1}\n[]\n')
     page = Feed([tmp_path / "run"])
     assert lines_of(parsed(page.news()))[len(LINES) :] == [None, sample(1).rstrip(), None, None]
-    companion.samples_of(tmp_path / "run").unlink()
-    companion.samples_of(tmp_path / "run").symlink_to("/etc/passwd")
+    children.samples_of(tmp_path / "run").unlink()
+    children.samples_of(tmp_path / "run").symlink_to("/etc/passwd")
     assert lines_of(parsed(Feed([tmp_path / "run"]).news())) == LINES
 
 
@@ -251,7 +251,7 @@ def free_port() -> int:
 
 def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch) -> None:
     said, warnings = threading.Event(), []
-    monkeypatch.setattr(companion, "say", lambda line: (warnings.append(line), said.set()))
+    monkeypatch.setattr(children, "say", lambda line: (warnings.append(line), said.set()))
     with server.watching([tmp_path], 0, None) as url:
         port = int(url.rstrip("/").rpartition(":")[2])
         with server.watched(tmp_path / "run", port, None):
@@ -270,7 +270,7 @@ def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
         served.append((line, port_is_served(port)))
         said.set()
 
-    monkeypatch.setattr(companion, "say", heard)
+    monkeypatch.setattr(children, "say", heard)
     with server.watched(tmp_path, port, None):
         assert said.wait(30)
     assert served == [(f"watch   http://127.0.0.1:{port}/", True)]
@@ -395,7 +395,7 @@ def test_hostile_text_stays_text(page, tmp_path) -> None:
     raw = "\n".join([json.dumps(start), *LINES[1:40], *bad, ""]).encode()
     log_in(tmp_path / "run", raw, HOSTILE.replace("/", ""))
     said = json.dumps({"step": 3, "prompt": HOSTILE, "text": HOSTILE})
-    companion.samples_of(tmp_path / "run").write_text(f"{said}\n")
+    children.samples_of(tmp_path / "run").write_text(f"{said}\n")
     with shown(page, tmp_path / "run"):
         says(page, "8 lines could not be read", "#unread")
         for where in ("#title", "#events", "#texts"):
@@ -454,7 +454,7 @@ def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path) -> Non
     for folder, name in zip(folders, ("first", "second"), strict=True):
         log_in(folder, RAW)
         lines = [sample(1000, f"newest of the {name}"), *map(sample, range(1, 90))]
-        companion.samples_of(folder).write_text("".join(lines))
+        children.samples_of(folder).write_text("".join(lines))
     with shown(page, *folders):
         says(page, "newest of the first", "#texts")
         page.locator("input[name=focus]").nth(1).check()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from speedrun.board import leaks
-from speedrun.ground import companion, runlog
+from speedrun.ground import children, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.tail import Tail
@@ -115,10 +115,10 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
         return nullcontext()
     old = [path.name for path in record.glob("runs/*")]
     export = ["speedrun", "export", str(record), "--to", "wandb"]
-    return companion.beside(
+    return children.beside(
         "speedrun.exchange.relay",
         [str(record), project, *old],
-        companion.Remedy("wandb", "to send the record later", export),
+        children.Remedy("wandb", "to send the record later", export),
         leave_s=_LEAVE_S,
     )
 
@@ -165,5 +165,5 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
 
 if __name__ == "__main__":
     with reported():
-        os.nice(companion.NICENESS)
+        os.nice(children.NICENESS)
         relay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:], sys.stdin.buffer)

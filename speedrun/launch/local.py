@@ -9,8 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from subprocess import Popen
 
 from speedrun.ground import signals
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated
-from speedrun.ground.exit_codes import EXIT_CODES, LOST
+from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, LOST, SpeedrunError, Terminated
 
 _GRACE_S = 30.0  #: for the other processes to end, after one failed with an exit code of ours
 _PR_SET_PDEATHSIG = 1  #: of Linux

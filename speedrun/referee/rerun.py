@@ -20,8 +20,7 @@ from speedrun.data import generated, inventory, shards
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import DataError, SpeedrunError, UsageError
-from speedrun.ground.exit_codes import EXIT_CODES, meaning
+from speedrun.ground.errors import EXIT_CODES, DataError, SpeedrunError, UsageError, meaning
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import archive
 from speedrun.ledger.findings import Examination, Findings

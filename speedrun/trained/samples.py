@@ -21,8 +21,8 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun.ground import companion
-from speedrun.ground.companion import samples_of as path_of
+from speedrun.ground import children
+from speedrun.ground.children import samples_of as path_of
 from speedrun.ground.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
@@ -51,10 +51,10 @@ def beside(request: Request | None) -> AbstractContextManager[None]:
     if request is None:
         return nullcontext()
     last = ["speedrun", "sample", str(request.record)]
-    return companion.beside(
+    return children.beside(
         "speedrun.trained.samples",
         [msgspec.json.encode(request, enc_hook=str).decode()],
-        companion.Remedy("samples", "to sample the last checkpoint", last),
+        children.Remedy("samples", "to sample the last checkpoint", last),
         leave_s=_LEAVE_S,
     )
 

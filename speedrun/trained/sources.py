@@ -152,8 +152,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
     # Without its step 0 the folder would be that of a run that begins with random weights.
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
-    keep = config.keep_checkpoints
-    with checkpoint.opened(partial, ready.resumable, every=every, keep=keep) as checkpoints:
+    with checkpoint.opened(partial, ready.resumable, keep=config.keep_checkpoints) as checkpoints:
         checkpoints.save(state, facts)
     give_name(partial, folder)
     return msgspec.structs.replace(ready.config, resume=True)

@@ -16,8 +16,7 @@ from speedrun.ground import signals
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, accelerator, replicate
 from speedrun.science.inputs import Arrays, Inputs, Static
-from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
-from speedrun.science.kernels.forms import HEAD_TOKENS, Choice
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
@@ -146,9 +145,8 @@ class Program:
         try:
             return dict(self.recipe.constants(config, known))
         except LookupError as error:
-            raise UsageError(
-                f"its constants end in {error!r}; need some for any vocabulary, and for none"
-            ) from None
+            need = "need some for any vocabulary, and for none"
+            raise UsageError(f"its constants end in {error!r}; {need}") from None
 
     @cached_property
     def computed(self) -> dict[str, Callable[[], jax.Array]]:
@@ -157,15 +155,13 @@ class Program:
 
     def constants(self) -> Arrays:
         """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
-        given: dict[str, Any] = self._given | {
-            name: np.asarray(make()) for name, make in self.computed.items()
-        }
+        given: dict[str, Any] = {**self._given}
+        given |= {name: np.asarray(make()) for name, make in self.computed.items()}
         for name, x in given.items():
             if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
                 what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
-                raise UsageError(
-                    f"its constants give {name!r} as {what}; need NumPy numbers of 32 bits or less"
-                )
+                need = "need NumPy numbers of 32 bits or less"
+                raise UsageError(f"its constants give {name!r} as {what}; {need}")
         if (size := sum(x.nbytes for x in given.values())) > MOST_CONSTANT_BYTES:
             raise UsageError(f"its constants have {size:,} bytes; need {MOST_CONSTANT_BYTES:,} or less")
         return {name: x.copy() for name, x in given.items()}
@@ -221,11 +217,7 @@ class Program:
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
-            packed: Params,
-            tokens_BT: jax.Array,
-            targets_BT: jax.Array,
-            schedule: dict[str, jax.Array],
-            at: jax.Array,
+            packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params, at: jax.Array
         ) -> jax.Array:
             """Score the sequences of one device one by one, so that memory does not depend on their number."""
             params, inputs = self.step.whole(packed), self.step.plan.at(at, schedule, static)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from speedrun.ground import clock, companion, runlog
+from speedrun.ground import children, clock, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.tail import Piece, Tail
 
@@ -69,7 +69,7 @@ def find(folders: Sequence[Path]) -> list[File]:
         run = path.parent
         record = run.parent.parent if run.parent.name == "runs" else run
         found[path] = File(_key(path), "log", record, run.name, path)
-        samples = companion.samples_of(record)
+        samples = children.samples_of(record)
         if os.path.exists(samples):  # no method of Path, which fails for a name that is too long
             found[samples] = File(_key(samples), "samples", record, "", samples)
     return list(found.values())

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from speedrun.board import ghost as ghosts
-from speedrun.ground import companion, devices
+from speedrun.ground import children, devices
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
@@ -105,8 +105,8 @@ def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContex
         return nullcontext()
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
     again = ["speedrun", "watch", str(record), "--port", "0"]
-    remedy = companion.Remedy("watch", "the run needs no page; for another", again)
-    return companion.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, is_heard=True)
+    remedy = children.Remedy("watch", "the run needs no page; for another", again)
+    return children.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, is_heard=True)
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:
@@ -130,5 +130,5 @@ def main(record: str, port: str, ghost: str | None = None) -> None:
 
 if __name__ == "__main__":
     with reported():
-        os.nice(companion.NICENESS)
+        os.nice(children.NICENESS)
         main(*sys.argv[1:])

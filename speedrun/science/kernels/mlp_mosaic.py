@@ -238,11 +238,8 @@ def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, 
 
 def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any:
     """Specify the tiles of a factor, of which the pipeline takes one after the other along an axis."""
-    return plgpu.BlockSpec(
-        shape,
-        lambda k: (k, 0) if axis == 0 else (0, k),
-        transforms=_swizzle(shape[1], dtype, form),
-    )
+    swizzle = _swizzle(shape[1], dtype, form)
+    return plgpu.BlockSpec(shape, lambda k: (k, 0) if axis == 0 else (0, k), transforms=swizzle)
 
 
 def _memory(shape: tuple[int, ...], dtype: Any, form: _Product) -> Any:
