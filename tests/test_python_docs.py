@@ -52,20 +52,11 @@ def roots(tmp_path: Path) -> dict[str, Path]:
 
 def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
     documents = collect(roots)
-    assert set(documents) == {
-        "lib/module.py",
-        "lib/again.py",
-        "python/pydoc_data/topics.py:a",
-        "python/pydoc_data/topics.py:b",
-    }
+    topics = {f"python/pydoc_data/topics.py:{topic}" for topic in "ab"}
+    assert set(documents) == {"lib/module.py", "lib/again.py", *topics}
     assert documents["python/pydoc_data/topics.py:b"] == "Text of b."
-    sentences = [
-        "It opens the module.",
-        "It describes a class.",
-        "It holds \\d, of a method.",
-        "It ends the module.",
-    ]
-    found = [documents["lib/module.py"].find(sentence) for sentence in sentences]
+    sentences = ("opens the module.", "describes a class.", "holds \\d, of a method.", "ends the module.")
+    found = [documents["lib/module.py"].find(f"It {sentence}") for sentence in sentences]
     # Only the first of two documents has a shared docstring.
     assert found[1:] == sorted(found[1:])
     assert -1 not in found[1:]
@@ -116,9 +107,8 @@ def test_the_shards_verify_under_the_track(folder: Path):
     other = folder.with_name("other")
     for _ in range(2):  # the second replaces its own shards
         python_docs.make(rules, other)
-        assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
-            p.name: p.read_bytes() for p in other.iterdir()
-        }
+        made, again = ({path.name: path.read_bytes() for path in one.iterdir()} for one in (folder, other))
+        assert made == again
 
 
 def test_other_shards_are_not_replaced(folder: Path):

@@ -254,9 +254,7 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
     (folder / "t_train_2.bin").unlink()
     open_track(folder, data)  # the first of the list
     write_shard(folder / "t_train_3.bin", np.arange(10))
-    assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], (
-        "nobody vouches for the third"
-    )
+    assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], "the third is unknown"
     write_shard(folder / "t_train_0.bin", np.arange(10))
     with pytest.raises(DataError, match=r"t_train_0\.bin is not the track's"):
         open_track(folder, data)

@@ -1,6 +1,6 @@
 """The synthetic stream against its entropy rate, and its bytes."""
 
-import dataclasses
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -15,9 +15,7 @@ from speedrun.ground.errors import DataError
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
 SOURCE = Source(**SMOKE.synthetic)
-SMALL = dataclasses.replace(
-    SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1
-)
+SMALL = replace(SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1)
 
 
 def rows_CVV(source: Source) -> np.ndarray:
@@ -65,9 +63,8 @@ def code_length_nats(source: Source, tokens: np.ndarray) -> float:
     opener = -np.log(np.array([end, (1 - end) * (1 - repeat), (1 - end) * repeat]))[lines[:, 0]]
     words = -np.log((synthetic.zipf_weights_V(source) / ONE)[lines[:, 1]])
     for column in range(2, source.line_tokens):
-        words += -np.log(
-            rows[synthetic._class_L(source, lines, column), lines[:, column - 1], lines[:, column]]
-        )
+        first_L = synthetic._class_L(source, lines, column)
+        words += -np.log(rows[first_L, lines[:, column - 1], lines[:, column]])
     words[lines[:, 0] == synthetic.REPEAT] = 0
     return float((opener + words).sum() / tokens.size)
 

@@ -62,9 +62,7 @@ def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
     if own is None and repo is None:
         raise UsageError(f"track {track.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
     if own is not None and repo not in (own.repo, None):
-        raise UsageError(
-            f"--repo {repo}: track {track.name!r} needs {own.repo}; choose a track that takes any shards"
-        )
+        raise UsageError(f"--repo {repo}: {track.name!r} needs {own.repo}; choose a track of any shards")
     source = own or Hub(repo=repo or "", revision="main", train_shards=1)
     return source if num_train is None else msgspec.structs.replace(source, train_shards=num_train)
 

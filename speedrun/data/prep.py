@@ -179,9 +179,8 @@ class _Writer:
 
     def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
-        self.next = self._first = manifest.next or Place(
-            "", 0
-        )  #: of the next token; of the current shard's first
+        #: Places of the next token, and of the first one in the current shard.
+        self.next = self._first = manifest.next or Place("", 0)
         self._written, self._filled = sum(entry.tokens for entry in manifest.shards.values()), 0
         self._buffer = np.empty(self._limit(), np.uint16)
 

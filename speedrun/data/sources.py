@@ -64,9 +64,7 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
     remote = [name for name in names if name.startswith(HUB)]
     if not remote:
         if revision is not None:
-            raise UsageError(
-                f"--revision {revision} of {names[0]}; only a {HUB} source has one; leave it out"
-            )
+            raise UsageError(f"--revision {revision} of {names[0]}; only {HUB} sources have it; leave it out")
         return Files(names, column)
     if len(names) > 1:
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
@@ -159,9 +157,7 @@ class Files:
             raise UsageError(f"{self.name}: two files have one name; need others; give the folder above them")
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
-                raise DataError(
-                    f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file"
-                )
+                raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
@@ -300,9 +296,7 @@ def valid(text: str) -> str:
 def need(package: str) -> None:
     """Raise UsageError, which says how to install it, unless a package is there."""
     if find_spec(package) is None:
-        raise UsageError(
-            f"package {package} is not installed; it is needed here; scripts/install.sh prep adds it"
-        )
+        raise UsageError(f"package {package} is needed, and not installed; scripts/install.sh prep adds it")
 
 
 def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:

@@ -146,10 +146,9 @@ class TokenStream:
                 starts = np.count_nonzero(text == self._document_token)
                 if found := packed(text, shape, self._document_token, is_end=is_end):
                     ids_BT, length = found
-                    self.cursor = Cursor(index, offset + length)
-                    self._note(
-                        Span(shard.path.name, shard.num_tokens, offset, offset + length, length - num_tokens)
-                    )
+                    stop, skipped = offset + length, length - num_tokens
+                    self.cursor = Cursor(index, stop)
+                    self._note(Span(shard.path.name, shard.num_tokens, offset, stop, skipped))
                     return ids_BT
             if not starts and not offset:
                 raise DataError(
@@ -287,9 +286,7 @@ def validation_sha256(shard: Shard, num_tokens: int) -> str:
 def _check_length(shard: Shard, num_tokens: int) -> None:
     if shard.num_tokens < num_tokens + 1:
         need = num_tokens + 1
-        raise DataError(
-            f"{shard.path}: {shard.num_tokens:,} tokens; validation needs {need:,}; get a whole one"
-        )
+        raise DataError(f"{shard.path}: {shard.num_tokens:,} tokens; validation needs {need:,}; get it whole")
 
 
 class Prefetch:

@@ -170,9 +170,7 @@ def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Train
     """
     config, tensors = read_config(folder), Tensors(folder)
     if config.n_layer > len(tensors.forms):
-        raise DataError(
-            f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; copy it again"
-        )
+        raise DataError(f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; get it again")
     track, overrides = _track(folder, config), overrides_of(config)
     meshes.prepare("any")
     program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(1))
