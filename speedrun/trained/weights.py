@@ -84,11 +84,7 @@ class Trained:
 
 
 def load(
-    run: Path,
-    *,
-    data: Path | None = None,
-    recipe: str | None = None,
-    step: int | None = None,
+    run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
 ) -> Trained:
     """Load the weights of a run onto one device.
 
