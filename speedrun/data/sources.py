@@ -17,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
+import msgspec
+
 from speedrun.data import hub
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError, translate_read_errors
@@ -119,10 +121,8 @@ class Dataset:
             tables: Any = rows.iter(BATCH_ROWS)
             for table in tables:
                 after = {"row": at["row"] + table.num_rows, "state": rows.state_dict()}
-                for block in _of_batches(
-                    [table], self._column, Place("train", at["row"]), start.row, self.name
-                ):
-                    yield block._replace(first=Place("train", block.first.row, reader=at))
+                place = Place("train", at["row"], reader=at)
+                yield from _of_batches([table], self._column, place, start.row, self.name)
                 at = after
         except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
             raise _unreachable(self.name, error) from None
@@ -309,8 +309,8 @@ def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: 
             except UnicodeDecodeError as error:  # Arrow itself does not check
                 raise _not_utf8(name, number, error) from None
         if texts:
-            yield Block(Place(at.file, first), texts, 0)
-        at = Place(at.file, at.row + batch.num_rows)
+            yield Block(msgspec.structs.replace(at, row=first), texts, 0)
+        at = msgspec.structs.replace(at, row=at.row + batch.num_rows)
 
 
 def _require_column(name: str, column: str, names: Sequence[str]) -> None:
