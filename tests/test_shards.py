@@ -149,15 +149,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
 # --- a folder ---------------------------------------------------------------------------------------------
 
 TRAIN, VAL = "t_train_1.bin", "t_val_0.bin"
-DATA = track.Data(
-    folder="t",
-    train="t_train_*.bin",
-    val="t_val_*.bin",
-    val_tokens=9,
-    vocab_size=10,
-    document_token=0,
-    get="get it!",
-)
+DATA = track.Data("t", "t_train_*.bin", "t_val_*.bin", 9, 10, 0, "get it!")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -676,15 +677,8 @@ def test_a_run_starts_from_given_weights_and_is_marked(run, smoke_data, tmp_path
     trained = weights.load(run, data=smoke_data)
     exported.write(trained, tmp_path / "model")
     out = tmp_path / "out"
-    config = RunConfig(
-        "smoke-cpu",
-        out,
-        overrides=SMALL,
-        data=smoke_data,
-        num_devices=8,
-        keep_checkpoints=0,
-        checkpoint_every=6,
-    )
+    how: Any = {"num_devices": 8, "keep_checkpoints": 0, "checkpoint_every": 6}
+    config = RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, **how)
     extras = Extras(sample_every=6, init_from=tmp_path / "model")
     # Killed before its step 0 is whole: nothing could be resumed without it.
     with monkeypatch.context() as broken:

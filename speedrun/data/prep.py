@@ -104,15 +104,8 @@ def prepare(
     """
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    fresh = Manifest(
-        source=source.name,
-        settings=_settings(source, chosen, cut),
-        vocab_size=chosen.vocab_size,
-        document_token=chosen.document_token,
-        shards={},
-        complete=False,
-        next=Place("", 0),
-    )
+    settings, ids = _settings(source, chosen, cut), (chosen.vocab_size, chosen.document_token)
+    fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Place("", 0))
     manifest = _found(out, cut, fresh)
     found = len(manifest.shards)
     if manifest.complete:

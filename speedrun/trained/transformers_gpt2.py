@@ -259,19 +259,11 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
 
 def _config(cfg: gpt2.Config, document_token: int) -> dict[str, object]:
-    sizes = Config(
-        vocab_size=cfg.vocab_size,
-        n_positions=cfg.max_positions,
-        n_embd=cfg.model_dim,
-        n_layer=cfg.num_layers,
-        n_head=cfg.num_heads,
-        n_inner=cfg.mlp_dim,
-        bos_token_id=document_token,
-    )
+    sizes = cfg.vocab_size, cfg.max_positions, cfg.model_dim, cfg.num_layers, cfg.num_heads, cfg.mlp_dim
     return {
         "architectures": ["GPT2LMHeadModel"],
         **{name: known[0] for name, known in _COMPUTED.items()},
-        **msgspec.to_builtins(sizes),
+        **msgspec.to_builtins(Config(*sizes, document_token)),
         "eos_token_id": document_token,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "torch_dtype": "float32",
