@@ -36,15 +36,7 @@ from speedrun.science.recipes import load as load_recipe
 REPO = "someone/tokens"
 VAL = "t_val_000000.bin"
 NAMES = [VAL, *(f"t_train_{i:06d}.bin" for i in (1, 2, 3))]
-DATA = track.Data(
-    folder="t",
-    train="t_train_*.bin",
-    val="t_val_*.bin",
-    val_tokens=1000,
-    vocab_size=50257,
-    document_token=50256,
-    get="get it!",
-)
+DATA = track.Data("t", "t_train_*.bin", "t_val_*.bin", 1000, 50257, 50256, "get it!")
 SOURCE = track.Hub(repo=REPO, revision="main", train_shards=2)
 
 

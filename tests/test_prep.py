@@ -191,9 +191,7 @@ def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
         (["empty"], None, DataError),
     ],
 )
-def test_sources_that_cannot_be_combined(
-    tmp_path: Path, names: list[str], revision: str | None, error: type[Exception]
-):
+def test_sources_that_cannot_be_combined(tmp_path, names: list[str], revision, error: type[Exception]):
     for file in ("a/x.jsonl", "b/x.jsonl", "latin/\udcff.txt", "empty/x.csv"):
         (tmp_path / file).parent.mkdir()
         write_rows(tmp_path / file, ["text"])
@@ -235,9 +233,8 @@ def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path: Path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    bad = pa.Array.from_buffers(
-        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
-    )
+    bounds, raw = map(pa.py_buffer, (b"\0\0\0\0\2\0\0\0", b"a\xff"))
+    bad = pa.Array.from_buffers(pa.string(), 1, [None, bounds, raw])
     table = pa.table({"text": pa.chunked_array([pa.array(["a", "b"]), bad])})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(DataError, match=r"x\.parquet: row 2 is not UTF-8 at its byte 1"):

@@ -149,15 +149,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
 # --- a folder ---------------------------------------------------------------------------------------------
 
 TRAIN, VAL = "t_train_1.bin", "t_val_0.bin"
-DATA = track.Data(
-    folder="t",
-    train="t_train_*.bin",
-    val="t_val_*.bin",
-    val_tokens=9,
-    vocab_size=10,
-    document_token=0,
-    get="get it!",
-)
+DATA = track.Data("t", "t_train_*.bin", "t_val_*.bin", 9, 10, 0, "get it!")
 
 
 @pytest.fixture
@@ -254,9 +246,7 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
     (folder / "t_train_2.bin").unlink()
     open_track(folder, data)  # the first of the list
     write_shard(folder / "t_train_3.bin", np.arange(10))
-    assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], (
-        "nobody vouches for the third"
-    )
+    assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], "the third is unknown"
     write_shard(folder / "t_train_0.bin", np.arange(10))
     with pytest.raises(DataError, match=r"t_train_0\.bin is not the track's"):
         open_track(folder, data)

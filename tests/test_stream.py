@@ -107,13 +107,9 @@ def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: 
     with pytest.raises(DataError, match=rf"no shard of \d+ has {num_tokens + 2} tokens left"):
         take(stream, num_tokens)
     # The ranges hold exactly these tokens, and no two are adjacent.
-    one_by_one = [
-        Span(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)
-    ]
-    assert one_by_one == read
-    assert not any(
-        a.name == b.name and a.stop == b.start for a, b in zip(stream.ranges, stream.ranges[1:], strict=False)
-    )
+    singly = [Span(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)]
+    assert singly == read
+    assert not any(a.name == b.name and a.stop == b.start for a, b in pairwise(stream.ranges))
 
 
 @given(LENGTHS, st.integers(1, 12), st.data())
@@ -133,9 +129,7 @@ def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_token
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_processes_share_a_batch(
-    folder: Path, lengths: list[int], rows: int, seq_len: int, num_processes: int
-):
+def test_processes_share_a_batch(folder, lengths: list[int], rows: int, seq_len: int, num_processes: int):
     shards = make(folder, *lengths)
     num_sequences = rows * num_processes
     whole = TokenStream(shards * 2)
@@ -217,9 +211,7 @@ def test_impossible_validation_is_refused_early(folder: Path):
 
 
 @example(texts=[[0, 1, 0, 2]], shape=Shape(2, 1, 12), splits=1)  # the last document of a shard is needed
-@example(
-    texts=[[0, 1, 0, 2, 0, 3, 0, 1]], shape=Shape(4, 1, 12), splits=2
-)  # no two rows next to each other equal
+@example(texts=[[0, 1, 0, 2, 0, 3, 0, 1]], shape=Shape(4, 1, 12), splits=2)  # neighbouring rows differ
 @settings(deadline=None, max_examples=60)
 @given(
     texts=st.lists(

@@ -171,9 +171,8 @@ def test_a_trained_tokenizer_decodes_to_the_text(trained: Path, text: str):
 
     loaded = tokenizer.load(str(trained))
     (ids,) = loaded.encode([text])
-    assert (
-        tokenizers.Tokenizer.from_file(str(trained)).decode(ids.tolist(), skip_special_tokens=False) == text
-    )
+    model = tokenizers.Tokenizer.from_file(str(trained))
+    assert model.decode(ids.tolist(), skip_special_tokens=False) == text
     id_bytes_V = loaded.id_bytes_V()
     assert id_bytes_V is not None
     assert id_bytes_V[ids].sum() == len(text.encode())

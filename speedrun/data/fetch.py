@@ -62,9 +62,7 @@ def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
     if own is None and repo is None:
         raise UsageError(f"track {track.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
     if own is not None and repo not in (own.repo, None):
-        raise UsageError(
-            f"--repo {repo}: track {track.name!r} needs {own.repo}; choose a track that takes any shards"
-        )
+        raise UsageError(f"--repo {repo}: {track.name!r} needs {own.repo}; choose a track of any shards")
     source = own or Hub(repo=repo or "", revision="main", train_shards=1)
     return source if num_train is None else msgspec.structs.replace(source, train_shards=num_train)
 
@@ -153,10 +151,7 @@ class _Download:
         self._stopped = threading.Event()
 
     def missing(self, num_train: int) -> list[str]:
-        """Return the shards to download, and those present that the manifest does not name, in order.
-
-        Includes all shards before the last one known: a gap would change the order of tokens.
-        """
+        """Return the shards to download, and those present that the manifest does not name, in order."""
         (train, val), present = _split(self._remote, self._data), _present(self._folder, self._data)
         if not val or len(train) < num_train:
             has = f"at {self._commit} it has {len(train)} and {len(val)}"
@@ -166,17 +161,13 @@ class _Download:
             raise DataError(f"{path}: not a shard of {self._repo}; need no others; remove it")
         known = present | set(self._manifest.shards)
         last = max(known & set(train), default="")
+        # All shards before the last one known: a gap would change the order of tokens.
         wanted = [name for name in val if name in known or name == val[0]]
         wanted += [name for name in train if name in train[:num_train] or name <= last]
         return [name for name in wanted if name not in present or name not in self._manifest.shards]
 
     def run(self, names: list[str], progress: Progress) -> Manifest:
-        """Transfer shards in the background, and name them in order.
-
-        Raises:
-            HubError: if a transfer fails.
-            DataError: if a shard is wrong, or the disk is too small.
-        """
+        """Transfer shards in the background, and name them in order."""
         for part in self._staging.rglob("*.incomplete"):  # from a killed process; the client never resumes it
             part.unlink()
         self._require_space(names, progress)

@@ -104,15 +104,8 @@ def prepare(
     """
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    fresh = Manifest(
-        source=source.name,
-        settings=_settings(source, chosen, cut),
-        vocab_size=chosen.vocab_size,
-        document_token=chosen.document_token,
-        shards={},
-        complete=False,
-        next=Place("", 0),
-    )
+    settings, ids = _settings(source, chosen, cut), (chosen.vocab_size, chosen.document_token)
+    fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Place("", 0))
     manifest = _found(out, cut, fresh)
     found = len(manifest.shards)
     if manifest.complete:
@@ -179,9 +172,8 @@ class _Writer:
 
     def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
-        self.next = self._first = manifest.next or Place(
-            "", 0
-        )  #: of the next token; of the current shard's first
+        #: Places of the next token, and of the first one in the current shard.
+        self.next = self._first = manifest.next or Place("", 0)
         self._written, self._filled = sum(entry.tokens for entry in manifest.shards.values()), 0
         self._buffer = np.empty(self._limit(), np.uint16)
 

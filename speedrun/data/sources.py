@@ -17,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
+import msgspec
+
 from speedrun.data import hub
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError, translate_read_errors
@@ -64,9 +66,7 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
     remote = [name for name in names if name.startswith(HUB)]
     if not remote:
         if revision is not None:
-            raise UsageError(
-                f"--revision {revision} of {names[0]}; only a {HUB} source has one; leave it out"
-            )
+            raise UsageError(f"--revision {revision} of {names[0]}; only {HUB} sources have it; leave it out")
         return Files(names, column)
     if len(names) > 1:
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
@@ -121,10 +121,8 @@ class Dataset:
             tables: Any = rows.iter(BATCH_ROWS)
             for table in tables:
                 after = {"row": at["row"] + table.num_rows, "state": rows.state_dict()}
-                for block in _of_batches(
-                    [table], self._column, Place("train", at["row"]), start.row, self.name
-                ):
-                    yield block._replace(first=Place("train", block.first.row, reader=at))
+                place = Place("train", at["row"], reader=at)
+                yield from _of_batches([table], self._column, place, start.row, self.name)
                 at = after
         except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
             raise _unreachable(self.name, error) from None
@@ -159,9 +157,7 @@ class Files:
             raise UsageError(f"{self.name}: two files have one name; need others; give the folder above them")
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
-                raise DataError(
-                    f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file"
-                )
+                raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
@@ -300,9 +296,7 @@ def valid(text: str) -> str:
 def need(package: str) -> None:
     """Raise UsageError, which says how to install it, unless a package is there."""
     if find_spec(package) is None:
-        raise UsageError(
-            f"package {package} is not installed; it is needed here; scripts/install.sh prep adds it"
-        )
+        raise UsageError(f"package {package} is needed, and not installed; scripts/install.sh prep adds it")
 
 
 def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:
@@ -315,8 +309,8 @@ def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: 
             except UnicodeDecodeError as error:  # Arrow itself does not check
                 raise _not_utf8(name, number, error) from None
         if texts:
-            yield Block(Place(at.file, first), texts, 0)
-        at = Place(at.file, at.row + batch.num_rows)
+            yield Block(msgspec.structs.replace(at, row=first), texts, 0)
+        at = msgspec.structs.replace(at, row=at.row + batch.num_rows)
 
 
 def _require_column(name: str, column: str, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A synthetic token stream with a known entropy rate, which `tests/test_synthetic.py` computes.
+"""A synthetic token stream with a known entropy rate, which `tests/test_generated.py` computes.
 
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
@@ -141,13 +141,9 @@ def write(track: Track, folder: Path) -> Manifest:
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(
-        source=f"speedrun data synth --track {track.name}",
-        settings=dict(settings),
-        vocab_size=track.data.vocab_size,
-        document_token=track.data.document_token,
-        shards={name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)},
-    )
+    shards = {name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)}
+    ids = track.data.vocab_size, track.data.document_token
+    manifest = Manifest(f"speedrun data synth --track {track.name}", dict(settings), *ids, shards)
     write_manifest(folder, manifest)
     return manifest
 

@@ -262,11 +262,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
     tokenizer = Model(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    special, alphabet = [document_text], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[document_text],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     write_whole(out, tokenizer.to_str(pretty=True).encode(), b"\n")

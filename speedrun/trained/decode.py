@@ -184,10 +184,6 @@ class Decoder:
 
 def decoder_of(trained: Trained, num_positions: int) -> Decoder:
     """Return the decoder of a trained model for sequences of up to so many tokens; see `Decoder`."""
-    return Decoder(
-        trained.program.recipe,
-        trained.inputs,
-        trained.params,
-        vocab_size=trained.track.data.vocab_size,
-        num_positions=num_positions,
-    )
+    recipe, vocab_size = trained.program.recipe, trained.track.data.vocab_size
+    model = recipe, trained.inputs, trained.params
+    return Decoder(*model, vocab_size=vocab_size, num_positions=num_positions)

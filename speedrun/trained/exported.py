@@ -252,16 +252,10 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     meshes.prepare("any")
     known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
     program = Program(chosen, meshes.make_mesh(1), vocabulary=known)
-    return Trained(
-        program,
-        track,
-        inventory.data_folder(track, data),
-        facts.step,
-        placed(program, arrays(folder, program)),
-        overrides=facts.overrides,
-        origin={"weights": folder.resolve().name, "sha256": facts.weights_sha256},
-        tokenizer=folder if facts.tokenizer else None,
-    )
+    shards, packed = inventory.data_folder(track, data), placed(program, arrays(folder, program))
+    origin = {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
+    own = folder if facts.tokenizer else None
+    return Trained(program, track, shards, facts.step, packed, facts.overrides, origin=origin, tokenizer=own)
 
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:

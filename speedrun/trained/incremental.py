@@ -84,11 +84,9 @@ class _Position:
         is_running = eqn.primitive.name in equations.RUNNING and not eqn.params["reverse"]
         return self._whole(eqn, values, times[0] if is_running else None)
 
-    def _fits(self, values: list[Any], times: Sequence[Time | None]) -> bool:
+    def _fits(self, xs: list[Any], times: Sequence[Time | None]) -> bool:
         """Return whether all rows lie where they are needed, or are needed whole."""
-        return all(
-            time in (None, x.time) for x, time in zip(values, times, strict=True) if isinstance(x, Row)
-        )
+        return all(time in (None, x.time) for x, time in zip(xs, times, strict=True) if isinstance(x, Row))
 
     def _whole(self, eqn: JaxprEqn, values: list[Any], time: Time | None) -> list[Any]:
         found = bind(eqn, [self.whole(x, value) for x, value in zip(eqn.invars, values, strict=True)])

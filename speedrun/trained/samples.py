@@ -50,13 +50,10 @@ def beside(request: Request | None) -> AbstractContextManager[None]:
     """Inside the block, sample the checkpoints of a run; without a request, do nothing."""
     if request is None:
         return nullcontext()
-    last = ["speedrun", "sample", str(request.record)]
-    return children.beside(
-        "speedrun.trained.samples",
-        [msgspec.json.encode(request, enc_hook=str).decode()],
-        children.Remedy("samples", "to sample the last checkpoint", last),
-        leave_s=_LEAVE_S,
-    )
+    sent = [msgspec.json.encode(request, enc_hook=str).decode()]
+    again = ["speedrun", "sample", str(request.record)]
+    remedy = children.Remedy("samples", "to sample the last checkpoint", again)
+    return children.beside("speedrun.trained.samples", sent, remedy, leave_s=_LEAVE_S)
 
 
 def follow(request: Request, until: IO[bytes]) -> list[int]:

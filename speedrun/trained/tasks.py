@@ -159,12 +159,8 @@ class Ending(NamedTuple):
     is_likeliest: bool  #: whether each token is the most probable one, given those before it
 
 
-def endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) -> list[Ending]:
-    """Score all endings, in order; `say` gets the number of rows that are done.
-
-    Raises:
-        NonFiniteError: if a loss is no number.
-    """
+def _endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) -> list[Ending]:
+    """Score all endings, in order; `say` gets the number of rows that are done."""
     score, params, found = jax.jit(partial(_scores, trained)), trained.params, list[Ending]()
     for start in range(0, len(rows), _TOGETHER):
         few = rows[start : start + _TOGETHER]
@@ -244,7 +240,7 @@ def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], No
     if (encoder := trained.words.encoder) is None:
         raise UsageError(f"ids of {trained.track.id} stand for no text; HellaSwag needs a model of text")
     rows = [row for question in questions for row in _rows(question, encoder)]
-    losses = [ending.nll_E for ending in endings(trained, rows, lambda done: say(done // 4))]
+    losses = [ending.nll_E for ending in _endings(trained, rows, lambda done: say(done // 4))]
     right = right_norm = 0
     for number, question in enumerate(questions):
         four = losses[4 * number : 4 * number + 4]
@@ -318,7 +314,7 @@ def adapter(trained: Trained, say: Callable[[str], None]) -> Any:
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             rows = [_row(context, ending, longest) for _, context, ending in requests]
-            found = endings(trained, rows, lambda done: say(f"{done:,} of {len(rows):,} endings"))
+            found = _endings(trained, rows, lambda done: say(f"{done:,} of {len(rows):,} endings"))
             return [(-float(one.nll_E.sum()), one.is_likeliest) for one in found]
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:

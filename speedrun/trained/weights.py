@@ -84,11 +84,7 @@ class Trained:
 
 
 def load(
-    run: Path,
-    *,
-    data: Path | None = None,
-    recipe: str | None = None,
-    step: int | None = None,
+    run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
 ) -> Trained:
     """Load the weights of a run onto one device.
 
@@ -186,9 +182,7 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
             reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
             arrays: dict[str, Any] = reader.restore(folder / "state", args=args)
     except checkpoint.Damaged as damage:
-        raise CheckpointError(
-            f"{folder} is damaged ({damage}); choose another --step, or run again"
-        ) from None
+        raise CheckpointError(f"{folder} is damaged ({damage}); choose another --step or run again") from None
     for name, array in checkpoint.described(arrays).items():
         what = f"{folder}: {name}"
         if array.digest != found[name].digest:

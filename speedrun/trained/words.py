@@ -68,9 +68,7 @@ class Words:
         """Return ids as they are: i32 [N]; raise UsageError if one is outside the vocabulary, or there are none."""
         most = self.track.data.vocab_size
         if wrong := [index for index in ids if not 0 <= index < most]:
-            raise UsageError(
-                f"id {wrong[0]:,} is outside the vocabulary; {self.track.id} has 0 to {most - 1:,}"
-            )
+            raise UsageError(f"id {wrong[0]:,} is not in {self.track.id}, which has 0 to {most - 1:,}")
         if not ids:
             raise UsageError("a prompt of no ids; need one or more: --ids 1,2,3")
         return np.array(ids, np.int32)

@@ -52,9 +52,7 @@ def check(folder: Path) -> None:
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}; name the folder of a run or record") from None
     if not is_begun:
-        raise UsageError(
-            f"{folder} is no run; need the folder of a run or record, as speedrun run --out makes"
-        )
+        raise UsageError(f"{folder} is no run; need the folder of a run or record, as run --out makes")
 
 
 def _logs(folder: Path) -> list[Path]:

@@ -131,9 +131,7 @@ def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
     wanted = {key: splitter.get(key) for key in plain}
     extras = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     if wanted != plain or found.get("normalizer") or extras or model.get("type") != "BPE":
-        raise DataError(
-            f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other tokenizer"
-        )
+        raise DataError(f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other")
     ids = model["vocab"]
     split = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     return [[ids[left], ids[right], ids[left + right]] for left, right in split]

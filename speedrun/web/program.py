@@ -113,8 +113,8 @@ class _Writer:
 
     def _operand(self, x: Any, *, is_moved: bool = False) -> Operand:
         if isinstance(x, Literal) and not is_moved:
+            value = np.asarray(x.val).item()  # JAX has floats and integers of its own
             # JSON has no infinity.
-            value = x.val.item() if hasattr(x.val, "item") else x.val
             value = value if not isinstance(value, float) or np.isfinite(value) else str(value)
             return {"value": value, "dtype": _dtype(x)}
         if not isinstance(x, Literal) and x in self._alias:

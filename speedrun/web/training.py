@@ -141,16 +141,12 @@ def write(recipe: Recipe, out: Path) -> None:
     Raises:
         UsageError: if the recipe does not fit, or the page lacks an operation of it.
     """
-    ours = {f"training/{name}": raw for name, raw in files(recipe).items()}
+    ours = {f"training/{name}": raw for name, raw in _files(recipe).items()}
     make_folder(out, folder.site({}) | folder.page("trainer") | ours)
 
 
-def files(recipe: Recipe) -> dict[str, bytes]:
-    """Return `training.json` and `arrays.safetensors` of a recipe's preset: programs, batches and JAX's trace.
-
-    Raises:
-        UsageError: if the recipe does not fit, or the page lacks an operation of it.
-    """
+def _files(recipe: Recipe) -> dict[str, bytes]:
+    """Return `training.json` and `arrays.safetensors` of a recipe's preset: programs, batches and JAX's trace."""
     preset, changes = tiny(recipe)
     (stage,) = preset.stages
     one = Program(preset, arranged(jax.devices("cpu")[:1], 1), 1)
