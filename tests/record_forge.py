@@ -5,6 +5,7 @@ right and only the one thing that was edited is wrong. Time is a fake clock.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -348,7 +349,8 @@ def forge(
     promise: Callable[[Declaration], Declaration] = lambda honest: honest,
     **spec,
 ) -> Path:
-    """Writes a batch of one run for each seed, all made from the same spec; returns its folder."""
+    """Writes a batch of one run for each seed, all made from the same spec, in place of what is there."""
+    shutil.rmtree(root, ignore_errors=True)
     first = Spec(seed=seeds[0], **spec)
     declare(root, promise(declaration(first, declared or seeds)), first)
     for seed in seeds:

@@ -114,13 +114,19 @@ def test_outliers_are_counted_and_do_not_stretch_the_histogram(tmp_path, record,
     assert axes.get_yscale() == "log"
 
 
+@pytest.fixture
+def row(record) -> Row:
+    found = judge(load(record), "forged/record")
+    assert isinstance(found, Row)
+    return found
+
+
 def rows_at(row: Row, *places: tuple[float, float]) -> list[Row]:
     return [msgspec.structs.replace(row, train_time_s=time_s, val_loss=loss) for time_s, loss in places]
 
 
-def test_the_pareto_front_holds_the_rows_that_are_not_dominated(record):
-    row, draw = judge(load(record), "forged/record"), random.Random(1)
-    assert isinstance(row, Row)
+def test_the_pareto_front_holds_the_rows_that_are_not_dominated(row):
+    draw = random.Random(1)
     for _ in range(50):
         places = [(draw.randint(1, 9) + 0.5, draw.randint(1, 9) + 0.5) for _ in range(12)]
         beaten = {
@@ -147,16 +153,12 @@ def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
     assert isinstance(none.exception, UsageError)
 
 
-def test_a_row_with_a_number_out_of_range_is_not_drawn(record):
-    row = judge(load(record), "forged/record")
-    assert isinstance(row, Row)
+def test_a_row_with_a_number_out_of_range_is_not_drawn(row):
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
 
 
-def test_any_name_can_be_drawn(record, tmp_path):
-    row = judge(load(record), "forged/$x_{\u202e}^" + "y" * 400)
-    assert isinstance(row, Row)
-    svg, _ = pareto([row], tmp_path)
+def test_any_name_can_be_drawn(row, tmp_path):
+    svg, _ = pareto([msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400)], tmp_path)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
 
 

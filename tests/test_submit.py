@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -12,16 +11,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from forgeries import FORGERIES
+from forgeries import FORGERIES, preflight
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from record_forge import SOFTWARE, change, forge, rank
+from record_forge import SOFTWARE, forge, rank
 
 from speedrun import cli
 from speedrun.board import leaks, submission
-from speedrun.ground import runlog
 from speedrun.ground.console import clean
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.record import load
@@ -84,19 +82,14 @@ def plotted(folder: Path) -> None:
     (folder / "plots" / "loss.svg").write_text(svg)
 
 
-def forge_anew(folder: Path, **fields) -> None:
-    shutil.rmtree(folder)
-    forge(folder, edit_log=change(runlog.Preflight, **fields))
-
-
 #: Ways for a token to get into a record that passes every check.
 LEAKS = {
     "README.md": lambda folder: edited_in_place(folder / "README.md", f"\n\nlogin with {TOKEN}\n"),
     "NOTES.md": lambda folder: (folder / "NOTES.md").write_text(TOKEN),
     "about.json": lambda folder: assemble(folder, changes=[f"see https://somebody:{'p4ssword'}@example.org"]),
     "plots/loss.svg": plotted,
-    "runs/tiny-1-00a1/metrics.jsonl": lambda folder: forge_anew(folder, device_kind=TOKEN),
-    "runs/tiny-2-00a2/metrics.jsonl": lambda folder: forge_anew(folder, software={**SOFTWARE, "tool": TOKEN}),
+    "runs/tiny-1-00a1/metrics.jsonl": preflight(device_kind=TOKEN),
+    "runs/tiny-2-00a2/metrics.jsonl": preflight(software={**SOFTWARE, "tool": TOKEN}),
 }
 
 

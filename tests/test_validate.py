@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,8 +226,7 @@ def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
     if folder.exists():
-        shutil.rmtree(folder)
-    forge(folder)
+        forge(folder)
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".json", ".jsonl"))
     files.remove(folder / "about.json")
     file = files[which % len(files)]
@@ -320,11 +318,9 @@ def test_an_older_record_is_compared_with_its_commit(folder, history):
     edit_log = change(runlog.Preflight, commit=older)
     forge(folder, edit_log=edit_log, edit_source=forgeries.with_file(CLOCK, "# as it was\n"))
     assert found(folder) == {}
-    shutil.rmtree(folder)
     forge(folder, edit_log=edit_log, edit_source=forgeries.with_file(CLOCK, "# as it never was\n"))
     assert list(found(folder)) == ["V503"]
     assert found(folder)["V503"] == (f"speedrun/ground/clock.py differs from commit {older[:12]}",)
-    shutil.rmtree(folder)
     forge(folder, edit_log=edit_log)
     assert found(folder) == {}, "a file of this version is nothing to refuse"
 
@@ -348,7 +344,6 @@ def test_fixed_science_is_that_of_a_version_before_the_racers_own(folder, histor
         (branched({NORM: mine}), mine, ["V507"]),
         (older, mine, ["V406", "V507"]),
     ):
-        shutil.rmtree(folder, ignore_errors=True)
         record_forge.install_track(track.TRACKS_DIR)
         claim = change(runlog.Preflight, commit=commit)
         fixed(claim, edit_source=lambda files, text=text: {**files, NORM: text})(folder)
@@ -359,7 +354,6 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
     commit = history({**SOURCE, **RUN_LOCK, RECIPE: "SIZE = 2\n"})
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert list(found(folder)) == ["V406"]
-    shutil.rmtree(folder)
     commit = history({RECIPE: SOURCE[RECIPE]})
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert found(folder) == {}
@@ -403,7 +397,6 @@ def test_a_recipe_from_outside_the_repository_needs_a_commit_for_a_rank(folder, 
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert list(found(folder)) == ["V406"] * ranked
     assert ("V406" in {result.check.id for result in validate(folder).having("skipped")}) is not ranked
-    shutil.rmtree(folder)
     edit_source = forgeries.with_file(model, "SIZE = 1\n")
     forge(folder, edit_log=change(runlog.Preflight, commit=commit), edit_source=edit_source)
     assert any(line.endswith(f"which has no {model}") for line in found(folder)["V406"])
@@ -414,7 +407,6 @@ def test_the_lock_of_an_older_commit_is_known(folder, history):
     history({"requirements/run.lock": "# Others.\n"})
     forge(folder, edit_log=change(runlog.Preflight, commit=older))
     assert found(folder) == {}
-    shutil.rmtree(folder)
     forge(folder)
     assert list(found(folder)) == ["V403"]
 
