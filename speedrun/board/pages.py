@@ -48,17 +48,17 @@ class _Table(NamedTuple):
 def _tables(board: Board) -> list[_Table]:
     """Return a table for each track with a record of ours, and below them one for all results of others."""
     first = {row.track: row for row in board.rows}
-    ours = {track: [*map(_of_record, board.of(track))] for track in first}
-    tables = [_table(track, ours[track], row.rules.rank_by) for track, row in first.items()]
-    theirs = sorted(board.published, key=lambda one: (one.track, one.minutes))
-    return [*tables, _table(_ELSEWHERE, [*map(_of_published, theirs)])] if theirs else tables
-
-
-def _table(head: str, entries: list[_Entry], rank_by: str = "train time") -> _Table:
-    """Choose the columns; what the track ranks by follows the rank."""
-    names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
-    used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
-    return _Table(head, used, entries)
+    parts = [(track, row.rules.rank_by, [*map(_of_record, board.of(track))]) for track, row in first.items()]
+    if theirs := sorted(board.published, key=lambda one: (one.track, one.minutes)):
+        parts.append((_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
+    tables = []
+    for head, rank_by, entries in parts:
+        names = dict.fromkeys(
+            ("track", "rank", rank_by, *_COLUMNS)
+        )  # what the track ranks by follows the rank
+        used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
+        tables.append(_Table(head, used, entries))
+    return tables
 
 
 def _of_record(row: Row) -> _Entry:

@@ -9,6 +9,7 @@ an error.
 """
 
 import hashlib
+from datetime import datetime
 from typing import TypeVar
 
 import msgspec
@@ -83,7 +84,7 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
 
     Raises:
         FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
-            another schema.
+            another schema; or a time without a time zone.
     """
     try:
         file = msgspec.json.decode(raw, type=kind)
@@ -92,7 +93,18 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     if encode(file) != raw:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
     check_range(file)
+    check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
     return file
+
+
+def check_moment(utc: str) -> None:
+    """Raise FormatError unless a text is a time stamp with a time zone."""
+    try:
+        zone = datetime.fromisoformat(utc).tzinfo
+    except ValueError as error:
+        raise FormatError(str(error)) from None
+    if zone is None:
+        raise FormatError(f"{utc!r} has no time zone")
 
 
 def check_range(holder: object) -> None:

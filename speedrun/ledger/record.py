@@ -17,10 +17,10 @@ from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, read_regular
-from speedrun.ledger import archive
-from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, FormatError, Strict, sha256
+from speedrun.ledger import archive, format
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, decode, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
-from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.source import split_source
 
 _MIB = MOST_ABOUT_BYTES = 2**20
@@ -126,16 +126,16 @@ def load(root: Path) -> Record:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
             return read(*given)
-        except FormatError as error:
+        except format.FormatError as error:
             if path not in refused:
-                malformed.append(str(error))
+                malformed.append(f"{path}: {error}")
             return None
 
     read = [attempt(f"runs/{folder}/{LOG}", read_run, raw, folder) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(path, read_json, raw[path], path, kind) if path in raw else None
+        return attempt(path, decode, raw[path], kind) if path in raw else None
 
     return Record(
         root=root,
