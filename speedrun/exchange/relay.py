@@ -115,12 +115,11 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
         return nullcontext()
     old = [path.name for path in record.glob("runs/*")]
     export = ["speedrun", "export", str(record), "--to", "wandb"]
-    return companion.beside(
-        "speedrun.exchange.relay",
+    words, remedy = (
         [str(record), project, *old],
         companion.Remedy("wandb", "to send the record later", export),
-        leave_s=_LEAVE_S,
     )
+    return companion.beside("speedrun.exchange.relay", words, remedy, leave_s=_LEAVE_S)
 
 
 def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:

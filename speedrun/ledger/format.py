@@ -124,8 +124,8 @@ def check_range(holder: object) -> None:
                 raise FormatError("a number is out of range; at most 2^128 is permitted")
 
 
-def encode(file: Strict) -> bytes:
-    """Return the canonical bytes of a file of a record: JSON, indented for people and `diff`."""
+def encode(file: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of a file, of a record or beside it: JSON, indented for people and `diff`."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 

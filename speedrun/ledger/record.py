@@ -159,9 +159,8 @@ def load_result(folder: Path) -> Record:
     """
     record = load(folder)
     if not record.finished or record.track is None or not record.whole or record.malformed:
-        raise UsageError(
-            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
-        )
+        need = "is no whole record with a finished run of a known track"
+        raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' says why")
     return record
 
 
@@ -182,9 +181,8 @@ def need_record(folder: Path) -> Path:
 def need_finished(folder: Path) -> None:
     """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
     if not (folder.is_dir() and load(folder).finished):
-        raise SpeedrunError(
-            f"{folder} has no finished run, although its process succeeded; need one; look for what ends it"
-        )
+        got = f"{folder} has no finished run, although its process succeeded"
+        raise SpeedrunError(f"{got}; need one; look for what ends it")
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:
