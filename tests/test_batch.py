@@ -327,7 +327,7 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
 
 
 @pytest.mark.parametrize(
-    ("forged", "words", "code", "facts"),
+    ("made", "words", "code", "facts"),
     [
         ({}, [], 0, {"rule": "z", "declared": True, "passed": True, "num_runs": 2}),
         # The rule for few runs, at its level, would ask for 16: more than it is for.
@@ -338,8 +338,8 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
     ],
     ids=["a batch", "too few runs", "one run", "another target"],
 )
-def test_stats_says_what_a_record_proves(folder, forged, words, code, facts):
-    forge(folder, **forged)
+def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
+    forge(folder, **made)
     result = invoke("stats", str(folder), *words, "--json")
     assert result.exit_code == invoke("stats", str(folder), *words).exit_code == code
     found = json.loads(result.stdout)
