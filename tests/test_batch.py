@@ -258,8 +258,8 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second():
-    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(); time.sleep(60)"
-    argv = [sys.executable, "-c", deaf]
+    ignores = "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+    argv = [sys.executable, "-c", f"import signal, time; {ignores}; print(); time.sleep(60)"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as child:
         assert child.stdout is not None
         child.stdout.readline()
@@ -359,8 +359,8 @@ def test_stats_tests_whether_two_records_have_the_same_loss(folder, tmp_path):
     forge(folder)
     forge(tmp_path / "parent")
     found = json.loads(invoke("stats", str(folder), "--against", str(tmp_path / "parent"), "--json").stdout)
-    no_scatter_no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}
-    assert found["equivalent"] == no_scatter_no_proof
+    no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter
+    assert found["equivalent"] == no_proof
 
 
 SMALL = {
