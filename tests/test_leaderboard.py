@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from forgeries import RECIPE, broken_off, went_on
 from msgspec.structs import replace
-from record_forge import CONFIG, Spec, change, edit_track, forge, rank, shard, source_text, write_run
+from record_forge import CONFIG, Spec, alone, change, edit_track, forge, rank, shard
 
 from speedrun import cli
 from speedrun.board import figures
@@ -52,11 +52,7 @@ def records(forged, monkeypatch) -> Path:
     forge(home / "single", seeds=(7,), step_s=(0.01,) * 10)
     edited = forge(home / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "source.txt"
     edited.write_text(edited.read_text().replace("SIZE = 1", "SIZE = 2"))
-    broke = home / "broke"
-    broke.mkdir()
-    (broke / "source.txt").write_text(source_text())
-    write_run(broke, Spec(edit_log=broken_off))
-    assemble(broke)
+    alone(home / "broke", Spec(edit_log=broken_off))
     return folder
 
 

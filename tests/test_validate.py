@@ -14,11 +14,11 @@ import forgeries
 import pytest
 import record_forge
 from click.testing import CliRunner
-from forgeries import FORGERIES, LOG, ONE, broken_off, edited, fixed, logged, long_pause, place_of, promised
+from forgeries import FORGERIES, LOG, ONE, edited, fixed, logged, long_pause, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, source_text, write_run
+from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, write_run
 from test_provenance import git
 
 from speedrun.cli.validate import command
@@ -237,12 +237,9 @@ def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
     assert validate(folder).exit_code == int(changed)
 
 
-BROKE = Spec(seed=2, attempt="b", edit_log=broken_off)
-
-
 def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     forge(folder)
-    write_run(folder, BROKE)
+    write_run(folder, forgeries.BROKE[0])
     assemble(folder)
     assert found(folder) == {}
     readme = (folder / "README.md").read_text()
@@ -251,16 +248,8 @@ def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     assert "no result" not in readme
 
 
-def alone(folder: Path, spec: Spec) -> None:
-    """A record of one run, without a declaration."""
-    folder.mkdir()
-    (folder / "source.txt").write_text(source_text())
-    write_run(folder, spec)
-    assemble(folder)
-
-
 def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
-    alone(folder, BROKE)
+    record_forge.alone(folder, forgeries.BROKE[0])
     readme = (folder / "README.md").read_text()
     assert "**No run finished, so this record holds no result.**\n\n- tiny-2-00b2 broke off after 5" in readme
     assert "validation loss" not in readme
@@ -280,7 +269,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
 
 
 def test_a_run_killed_before_its_clock_is_told_as_that(folder):
-    alone(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)]))
+    record_forge.alone(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)]))
     assert found(folder)["V301"][1] == "tiny-1-00a1 broke off before the clock: its log just ends"
 
 
@@ -496,7 +485,7 @@ def test_hardware_is_that_of_the_config(folder):
 
 def test_a_folder_without_runs_cannot_be_assembled(folder):
     folder.mkdir()
-    (folder / "source.txt").write_text(source_text())
+    (folder / "source.txt").write_text(record_forge.source_text())
     with pytest.raises(UsageError, match="no runs"):
         assemble(folder)
     log = write_run(folder, Spec()) / "metrics.jsonl"
