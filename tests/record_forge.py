@@ -7,6 +7,7 @@ right and only the one thing that was edited is wrong. Time is a fake clock.
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -341,8 +342,8 @@ def forge(
     root: Path,
     *,
     seeds: Sequence[int] = (1, 2),
-    declared: Sequence[int] | None = None,
-    promise: Callable[[Declaration], Declaration] = lambda honest: honest,
+    declared: Sequence[int] = (),
+    promise: Callable = copy,
     **spec,
 ) -> Path:
     """Writes a batch of one run for each seed, all made from the same spec, in place of what is there."""

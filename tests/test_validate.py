@@ -583,19 +583,13 @@ def test_several_records_are_answered_each_by_itself(folder):
 
 def attempts(text: str) -> list[Any]:
     """Runs in order: each its name, the run that it resumes, if any, and how it ended; "!": its result was known."""
-    outcomes = {"f": "finished", "a": "aborted", "!": "aborted"}
-    return [
-        SimpleNamespace(
-            begun=hour,
-            resumed=len(word) > 2,
-            origin=SimpleNamespace(run_id=word[1:-1]),
-            folder=word[0],
-            outcome=outcomes[word[-1]],
-            vals=[SimpleNamespace(step=12 if word[-1] == "!" else 0)],
-            start=SimpleNamespace(num_steps=12),
-        )
-        for hour, word in enumerate(text.split())
-    ]
+    runs = []
+    for hour, (name, *resumed, end) in enumerate(text.split()):
+        run = SimpleNamespace(begun=hour, folder=name, outcome="finished" if end == "f" else "aborted")
+        run.resumed, run.origin = bool(resumed), SimpleNamespace(run_id="".join(resumed))
+        run.start, run.vals = SimpleNamespace(num_steps=12), [SimpleNamespace(step=12 if end == "!" else 0)]
+        runs.append(run)
+    return runs
 
 
 @pytest.mark.parametrize(
