@@ -5,7 +5,9 @@ right and only the one thing that was edited is wrong. Time is a fake clock.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -174,11 +176,6 @@ class Spec:
         return f"tiny-{self.seed}-00{self.attempt}{self.seed}"
 
 
-def begun_h(seed: int) -> int:
-    """Hours after the declaration at which a run begins."""
-    return 1 + (seed - 1) % 8
-
-
 class _FakeClock:
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -188,7 +185,8 @@ class _FakeClock:
 
     def emit(self, event: runlog.AnyEvent, after_s: float = 0.0) -> None:
         self.mono_ns += round(after_s * 1e9) + 1000
-        utc_ns = self.mono_ns - self.begun_ns + begun_h(self.seed) * 3_600_000_000_000
+        begun_h = 1 + (self.seed - 1) % 8  # after the declaration
+        utc_ns = self.mono_ns - self.begun_ns + begun_h * 3_600_000_000_000
         self.moments.append(Moment(event, self.mono_ns, utc_ns))
 
     def train(self, seconds: float, step: int) -> float:
@@ -344,17 +342,26 @@ def forge(
     root: Path,
     *,
     seeds: Sequence[int] = (1, 2),
-    declared: Sequence[int] | None = None,
-    promise: Callable[[Declaration], Declaration] = lambda honest: honest,
+    declared: Sequence[int] = (),
+    promise: Callable = copy,
     **spec,
 ) -> Path:
-    """Writes a batch of one run for each seed, all made from the same spec; returns its folder."""
+    """Writes a batch of one run for each seed, all made from the same spec, in place of what is there."""
+    shutil.rmtree(root, ignore_errors=True)
     first = Spec(seed=seeds[0], **spec)
     declare(root, promise(declaration(first, declared or seeds)), first)
     for seed in seeds:
         write_run(root, Spec(seed=seed, **spec))
     assemble(root, title="forged", authors=["nobody"])
     return root
+
+
+def alone(root: Path, spec: Spec) -> None:
+    """Writes a record of one run, without a declaration."""
+    root.mkdir()
+    (root / "source.txt").write_text(source_text(spec.edit_source))
+    write_run(root, spec)
+    assemble(root)
 
 
 def change(kind: type[runlog.Event], *, at: int | None = None, **fields) -> Edit:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -254,8 +253,8 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second():
-    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(); time.sleep(60)"
-    argv = [sys.executable, "-c", deaf]
+    ignores = "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+    argv = [sys.executable, "-c", f"import signal, time; {ignores}; print(); time.sleep(60)"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as child:
         assert child.stdout is not None
         child.stdout.readline()
@@ -323,7 +322,7 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
 
 
 @pytest.mark.parametrize(
-    ("forged", "words", "code", "facts"),
+    ("made", "words", "code", "facts"),
     [
         ({}, [], 0, {"rule": "z", "declared": True, "passed": True, "num_runs": 2}),
         # The rule for few runs, at its level, would ask for 16: more than it is for.
@@ -334,8 +333,8 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
     ],
     ids=["a batch", "too few runs", "one run", "another target"],
 )
-def test_stats_says_what_a_record_proves(folder, forged, words, code, facts):
-    forge(folder, **forged)
+def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
+    forge(folder, **made)
     result = invoke("stats", str(folder), *words, "--json")
     assert result.exit_code == invoke("stats", str(folder), *words).exit_code == code
     found = json.loads(result.stdout)
@@ -346,7 +345,6 @@ def test_stats_proves_nothing_of_a_part_of_a_record(folder):
     """A batch before its look, and a record of which a log is damaged."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
-    shutil.rmtree(folder)
     log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-1])
     assert "is no whole record" in invoke("stats", str(folder)).stderr

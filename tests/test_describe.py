@@ -29,10 +29,8 @@ def described(*words) -> None:
 def test_what_no_record_could_hold_is_refused_before_anything_is_written(records):
     child, _ = records
     before = {path: path.read_bytes() for path in child.rglob("*") if path.is_file()}
-    for words, said in (
-        (["--parent", child], "is the record itself"),
-        (["--change", "x" * 2**20], "at most 1,048,576"),
-    ):
+    too_long = ["--change", "x" * 2**20], "at most 1,048,576"
+    for words, said in ((["--parent", child], "is the record itself"), too_long):
         result = CliRunner().invoke(command, [str(child), *map(str, words)])
         assert said in str(result.exception)
     assert {path: path.read_bytes() for path in child.rglob("*") if path.is_file()} == before

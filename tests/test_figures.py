@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_leaderboard import CONTEXT as RESULT
 
 from speedrun.board import figures
 from speedrun.board.figures import Context
@@ -42,16 +43,6 @@ def test_a_wrong_mark_is_refused() -> None:
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
         with pytest.raises(UsageError, match="has no <!-- end -->"):
             figures.filled(page, {"a": "1"})
-
-
-RESULT = """[[published]]
-name = "theirs"
-track = "forged"
-hardware = "8 X"
-minutes = 3.0
-link = "https://example.org/a"
-caveat = "another clock"
-"""
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, make_mesh
 from speedrun.predict import anatomy
 from speedrun.predict.deviceless import compile_for_target
-from speedrun.science.kernels import cross_entropy
+from speedrun.science.kernels import cross_entropy as head
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, weighted_cross_entropy
@@ -32,7 +32,7 @@ WEIGHTS = np.array([1.0, 0.5, 0.25, 0.25], np.float32)
 PREFIX = 3  #: the column of prefixes
 FORMS: dict[str, Callable[..., Losses]] = {
     "definition": weighted_cross_entropy,
-    "cpu": cross_entropy.weighted_on_cpu,
+    "cpu": head.weighted_on_cpu,
     "gpu": gpu.weighted_cross_entropy,
     "gpu in chunks": partial(gpu.weighted_cross_entropy, num_chunks=4),
 }
@@ -162,13 +162,13 @@ def test_the_loss_for_logs_has_no_gradient_and_skips_what_is_missing(form: Calla
     assert not any(np.any(g) for g in grads)
 
 
-@pytest.mark.parametrize("num_tokens", [1, cross_entropy.CHUNK_TOKENS + 1])
+@pytest.mark.parametrize("num_tokens", [1, head.CHUNK_TOKENS + 1])
 def test_numbers_of_tokens_do_not_matter(num_tokens: int):
     x_ND, head_VD, ids_NM = inputs(num_tokens + 8)
     x_ND, ids_NM = x_ND[8:], ids_NM[8:]
     args = x_ND, head_VD, targets_of(ids_NM, WEIGHTS, "recipe")
     want, want_grads = differentiate(weighted_cross_entropy, *args)
-    for form in (cross_entropy.weighted_on_cpu, partial(gpu.weighted_cross_entropy, num_chunks=num_tokens)):
+    for form in (head.weighted_on_cpu, partial(gpu.weighted_cross_entropy, num_chunks=num_tokens)):
         got, grads = differentiate(form, *args)
         np.testing.assert_allclose(got, want, rtol=1e-5)
         for a, b in zip(grads, want_grads, strict=True):

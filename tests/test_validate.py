@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +14,11 @@ import forgeries
 import pytest
 import record_forge
 from click.testing import CliRunner
-from forgeries import FORGERIES, LOG, ONE, broken_off, edited, fixed, logged, long_pause, place_of, promised
+from forgeries import FORGERIES, LOG, ONE, edited, fixed, logged, long_pause, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, source_text, write_run
+from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, write_run
 from test_provenance import git
 
 from speedrun.cli.validate import command
@@ -227,8 +226,7 @@ def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
     if folder.exists():
-        shutil.rmtree(folder)
-    forge(folder)
+        forge(folder)
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".json", ".jsonl"))
     files.remove(folder / "about.json")
     file = files[which % len(files)]
@@ -239,12 +237,9 @@ def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
     assert validate(folder).exit_code == int(changed)
 
 
-BROKE = Spec(seed=2, attempt="b", edit_log=broken_off)
-
-
 def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     forge(folder)
-    write_run(folder, BROKE)
+    write_run(folder, forgeries.BROKE[0])
     assemble(folder)
     assert found(folder) == {}
     readme = (folder / "README.md").read_text()
@@ -253,16 +248,8 @@ def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     assert "no result" not in readme
 
 
-def alone(folder: Path, spec: Spec) -> None:
-    """A record of one run, without a declaration."""
-    folder.mkdir()
-    (folder / "source.txt").write_text(source_text())
-    write_run(folder, spec)
-    assemble(folder)
-
-
 def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
-    alone(folder, BROKE)
+    record_forge.alone(folder, forgeries.BROKE[0])
     readme = (folder / "README.md").read_text()
     assert "**No run finished, so this record holds no result.**\n\n- tiny-2-00b2 broke off after 5" in readme
     assert "validation loss" not in readme
@@ -282,7 +269,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
 
 
 def test_a_run_killed_before_its_clock_is_told_as_that(folder):
-    alone(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)]))
+    record_forge.alone(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)]))
     assert found(folder)["V301"][1] == "tiny-1-00a1 broke off before the clock: its log just ends"
 
 
@@ -320,11 +307,9 @@ def test_an_older_record_is_compared_with_its_commit(folder, history):
     edit_log = change(runlog.Preflight, commit=older)
     forge(folder, edit_log=edit_log, edit_source=forgeries.with_file(CLOCK, "# as it was\n"))
     assert found(folder) == {}
-    shutil.rmtree(folder)
     forge(folder, edit_log=edit_log, edit_source=forgeries.with_file(CLOCK, "# as it never was\n"))
     assert list(found(folder)) == ["V503"]
     assert found(folder)["V503"] == (f"speedrun/ground/clock.py differs from commit {older[:12]}",)
-    shutil.rmtree(folder)
     forge(folder, edit_log=edit_log)
     assert found(folder) == {}, "a file of this version is nothing to refuse"
 
@@ -348,7 +333,6 @@ def test_fixed_science_is_that_of_a_version_before_the_racers_own(folder, histor
         (branched({NORM: mine}), mine, ["V507"]),
         (older, mine, ["V406", "V507"]),
     ):
-        shutil.rmtree(folder, ignore_errors=True)
         record_forge.install_track(track.TRACKS_DIR)
         claim = change(runlog.Preflight, commit=commit)
         fixed(claim, edit_source=lambda files, text=text: {**files, NORM: text})(folder)
@@ -359,7 +343,6 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
     commit = history({**SOURCE, **RUN_LOCK, RECIPE: "SIZE = 2\n"})
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert list(found(folder)) == ["V406"]
-    shutil.rmtree(folder)
     commit = history({RECIPE: SOURCE[RECIPE]})
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert found(folder) == {}
@@ -403,7 +386,6 @@ def test_a_recipe_from_outside_the_repository_needs_a_commit_for_a_rank(folder, 
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert list(found(folder)) == ["V406"] * ranked
     assert ("V406" in {result.check.id for result in validate(folder).having("skipped")}) is not ranked
-    shutil.rmtree(folder)
     edit_source = forgeries.with_file(model, "SIZE = 1\n")
     forge(folder, edit_log=change(runlog.Preflight, commit=commit), edit_source=edit_source)
     assert any(line.endswith(f"which has no {model}") for line in found(folder)["V406"])
@@ -414,7 +396,6 @@ def test_the_lock_of_an_older_commit_is_known(folder, history):
     history({"requirements/run.lock": "# Others.\n"})
     forge(folder, edit_log=change(runlog.Preflight, commit=older))
     assert found(folder) == {}
-    shutil.rmtree(folder)
     forge(folder)
     assert list(found(folder)) == ["V403"]
 
@@ -504,7 +485,7 @@ def test_hardware_is_that_of_the_config(folder):
 
 def test_a_folder_without_runs_cannot_be_assembled(folder):
     folder.mkdir()
-    (folder / "source.txt").write_text(source_text())
+    (folder / "source.txt").write_text(record_forge.source_text())
     with pytest.raises(UsageError, match="no runs"):
         assemble(folder)
     log = write_run(folder, Spec()) / "metrics.jsonl"
@@ -602,19 +583,13 @@ def test_several_records_are_answered_each_by_itself(folder):
 
 def attempts(text: str) -> list[Any]:
     """Runs in order: each its name, the run that it resumes, if any, and how it ended; "!": its result was known."""
-    outcomes = {"f": "finished", "a": "aborted", "!": "aborted"}
-    return [
-        SimpleNamespace(
-            begun=hour,
-            resumed=len(word) > 2,
-            origin=SimpleNamespace(run_id=word[1:-1]),
-            folder=word[0],
-            outcome=outcomes[word[-1]],
-            vals=[SimpleNamespace(step=12 if word[-1] == "!" else 0)],
-            start=SimpleNamespace(num_steps=12),
-        )
-        for hour, word in enumerate(text.split())
-    ]
+    runs = []
+    for hour, (name, *resumed, end) in enumerate(text.split()):
+        run = SimpleNamespace(begun=hour, folder=name, outcome="finished" if end == "f" else "aborted")
+        run.resumed, run.origin = bool(resumed), SimpleNamespace(run_id="".join(resumed))
+        run.start, run.vals = SimpleNamespace(num_steps=12), [SimpleNamespace(step=12 if end == "!" else 0)]
+        runs.append(run)
+    return runs
 
 
 @pytest.mark.parametrize(

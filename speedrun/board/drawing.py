@@ -33,16 +33,10 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
     "font.size": 10,
-    "text.color": INK,
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
 }
 
 

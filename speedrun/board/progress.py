@@ -26,7 +26,7 @@ _LOG_FROM = 10.0  #: ratio of the longest time to the shortest from which the sc
 def pictures(board: Board) -> dict[str, bytes]:
     """Draw the history and the trade-off of each track that has a result; return SVGs by caption."""
     drawn: dict[str, bytes] = {}
-    for name in board.tracks:
+    for name in sorted({row.track for row in board.rows}):
         rows = results(board.of(name))
         if any(row.standing != "missed" for row in rows):
             caption = "each record that reached the target; the line is the best qualified (filled) one"

@@ -92,12 +92,6 @@ class Board(msgspec.Struct, frozen=True):
         """Return the rows of one track (name and version), best first."""
         return tuple(row for row in self.rows if row.track == track)
 
-    @property
-    def tracks(self) -> list[str]:
-        """The tracks that have a record or a published result."""
-        goals = {tracks.load(one.track).id for one in self.published}
-        return sorted({row.track for row in self.rows} | goals)
-
 
 def read(folder: Path) -> Board:
     """Validate every record in a folder (`<track>/<record>/`) and sort them.

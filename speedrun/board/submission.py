@@ -143,15 +143,6 @@ def cell(text: str) -> str:
     return literal(text).replace("|", r"\|")
 
 
-def pull_request_title(record: Record, place: str) -> str:
-    """Return the title. It holds no text of the record: the subject of a commit can close issues."""
-    done = record.finished
-    time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
-    target = record.rules.target.loss
-    missed = f", missed {target:g}" if loss > target else ""
-    return f"Record {place}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
-
-
 def pull_request_text(record: Record, report: Report, archive: str) -> str:
     """Return the text as Markdown; `archive` is name, size and digest of the archive, as words."""
     summary, lead = summarize(record), record.lead
@@ -197,7 +188,11 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
     place = PurePosixPath("records", record.rules.name, name)
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
     about_archive = f"{archive.name}, {len(content):,} bytes, sha256 {sha256(content)}"
-    title = pull_request_title(record, f"{record.rules.name}/{name}")
+    done, target = record.finished, record.rules.target.loss
+    time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
+    missed = f", missed {target:g}" if loss > target else ""
+    # No text of the record: the subject of a commit can close issues.
+    title = f"Record {record.rules.name}/{name}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
     text = pull_request_text(record, report, about_archive)
     text_path = out / f"{name}.pull-request.md"
     outgoing = {**record.raw, text_path.name: text.encode(), "title": title.encode()}

@@ -12,6 +12,7 @@ from speedrun.cli import options as cli
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
+from speedrun.ledger.format import encode
 
 _records_option = cli.option("--records DIR", cli.PATH, "Folder of <track>/<record>/.", Path("records"))
 _OTHERS = "What others published or claim is in italics: unranked, not verified by us."
@@ -59,7 +60,7 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
     table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
-        records / BOARD: pages.json(board),
+        records / BOARD: encode(board),
     }
     readme = records.absolute().parent / "README.md"
     if records.absolute().name != "records" or not readme.exists():

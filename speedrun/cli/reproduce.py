@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 
 import click
-import msgspec
 
 from speedrun.cli import options as cli
 from speedrun.ground.children import locked
@@ -116,7 +115,7 @@ def _compared(results: Sequence[Result], folder: Path) -> cli.Answer:
         found = compare([*zip(*(result.runs for result in results), strict=True)])
     except ValueError as error:  # too few finished, or numbers that no honest run has
         raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
-    write_whole(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(found), indent=2), b"\n")
+    write_whole(folder / "comparison.json", encode(found))
     ratio, loss = found.time_ratio, found.loss_difference
     change = f"{ratio.mean - 1:+.2%} of its time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
     verdict = "not resolvable here"

@@ -115,12 +115,9 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
         return nullcontext()
     old = [path.name for path in record.glob("runs/*")]
     export = ["speedrun", "export", str(record), "--to", "wandb"]
-    return children.beside(
-        "speedrun.exchange.relay",
-        [str(record), project, *old],
-        children.Remedy("wandb", "to send the record later", export),
-        leave_s=_LEAVE_S,
-    )
+    words = [str(record), project, *old]
+    remedy = children.Remedy("wandb", "to send the record later", export)
+    return children.beside("speedrun.exchange.relay", words, remedy, leave_s=_LEAVE_S)
 
 
 def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:

@@ -49,15 +49,13 @@ class Standing(NamedTuple):
         return self.test is not None and self.test.passed
 
 
-def standing(
-    declaration: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None
-) -> Standing:
+def standing(promise: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None) -> Standing:
     """Return the progress of a batch. The seed of a run that broke off is run again."""
     done = completed(runs)
     losses: list[float] = []
     test = None
-    for look in declaration.looks:
-        seeds = declaration.seeds[: look.num_runs]
+    for look in promise.looks:
+        seeds = promise.seeds[: look.num_runs]
         losses = [done[seed] for seed in seeds if seed in done]
         if math.inf in losses or 0 < len(losses) == look.num_runs:
             test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)

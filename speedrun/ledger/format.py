@@ -9,6 +9,7 @@ an error.
 """
 
 import hashlib
+from datetime import datetime
 from typing import TypeVar
 
 import msgspec
@@ -83,7 +84,7 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
 
     Raises:
         FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
-            another schema.
+            another schema; or a time without a time zone.
     """
     try:
         file = msgspec.json.decode(raw, type=kind)
@@ -92,7 +93,18 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     if encode(file) != raw:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
     check_range(file)
+    check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
     return file
+
+
+def check_moment(utc: str) -> None:
+    """Raise FormatError unless a text is a time stamp with a time zone."""
+    try:
+        zone = datetime.fromisoformat(utc).tzinfo
+    except ValueError as error:
+        raise FormatError(str(error)) from None
+    if zone is None:
+        raise FormatError(f"{utc!r} has no time zone")
 
 
 def check_range(holder: object) -> None:
@@ -112,8 +124,8 @@ def check_range(holder: object) -> None:
                 raise FormatError("a number is out of range; at most 2^128 is permitted")
 
 
-def encode(file: Strict) -> bytes:
-    """Return the canonical bytes of a file of a record: JSON, indented for people and `diff`."""
+def encode(file: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of a file, of a record or beside it: JSON, indented for people and `diff`."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 

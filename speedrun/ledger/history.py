@@ -10,7 +10,7 @@ from pathlib import Path
 #: The root of the repository.
 ROOT = Path(__file__).parent.parent.parent
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _ANSWER_S = 20.0
 #: No prompt, no lock, and no request to a server if this is a partial clone.
 _QUIET = {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
@@ -19,11 +19,6 @@ _QUIET = {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FE
 def files_here(paths: Iterable[str]) -> dict[str, bytes]:
     """Return those of these files that exist in this version, by path from the root, as in `source.txt`."""
     return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).is_file()}
-
-
-def is_commit(name: str) -> bool:
-    """Return whether a text has the form of a commit's digest."""
-    return _COMMIT.fullmatch(name) is not None and len(set(name)) > 1
 
 
 def is_complete() -> bool:
@@ -42,7 +37,7 @@ def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
     Returns:
         None if the commit is unknown here: no git, no repository, or not in this one.
     """
-    if not _COMMIT.fullmatch(commit):
+    if not COMMIT.fullmatch(commit):
         return None
     names = [f"{commit}^{{commit}}", *(f"{commit}:{path}" for path in paths)]
     answer = _git("cat-file", "--batch", text="".join(f"{one}\n" for one in names)) or b""
@@ -61,7 +56,7 @@ def base(commit: str) -> str:
 
     It holds nothing that was changed for a record, as the record's own commit may.
     """
-    if not _COMMIT.fullmatch(commit):
+    if not COMMIT.fullmatch(commit):
         return ""
     return (_git("merge-base", commit, "HEAD") or b"").decode().strip()
 

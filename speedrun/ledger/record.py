@@ -17,10 +17,10 @@ from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, read_regular
-from speedrun.ledger import archive
-from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, FormatError, Strict, sha256
+from speedrun.ledger import archive, format
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, decode, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
-from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.source import split_source
 
 _MIB = MOST_ABOUT_BYTES = 2**20
@@ -126,16 +126,16 @@ def load(root: Path) -> Record:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
             return read(*given)
-        except FormatError as error:
+        except format.FormatError as error:
             if path not in refused:
-                malformed.append(str(error))
+                malformed.append(f"{path}: {error}")
             return None
 
     read = [attempt(f"runs/{folder}/{LOG}", read_run, raw, folder) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(path, read_json, raw[path], path, kind) if path in raw else None
+        return attempt(path, decode, raw[path], kind) if path in raw else None
 
     return Record(
         root=root,
@@ -159,9 +159,8 @@ def load_result(folder: Path) -> Record:
     """
     record = load(folder)
     if not record.finished or record.track is None or not record.whole or record.malformed:
-        raise UsageError(
-            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
-        )
+        need = "is no whole record with a finished run of a known track"
+        raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' says why")
     return record
 
 
@@ -182,9 +181,8 @@ def need_record(folder: Path) -> Path:
 def need_finished(folder: Path) -> None:
     """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
     if not (folder.is_dir() and load(folder).finished):
-        raise SpeedrunError(
-            f"{folder} has no finished run, although its process succeeded; need one; look for what ends it"
-        )
+        got = f"{folder} has no finished run, although its process succeeded"
+        raise SpeedrunError(f"{got}; need one; look for what ends it")
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:

@@ -14,7 +14,7 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.errors import NonFiniteError
-from speedrun.ledger.format import LOG, FormatError, Strict, check_range, decode
+from speedrun.ledger.format import LOG, FormatError, check_moment, check_range
 
 #: Events that a finished run has exactly once.
 _ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
@@ -25,7 +25,6 @@ READS_OLDER = "e330e64"
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
 _Event = TypeVar("_Event", bound=runlog.Event)
-_File = TypeVar("_File", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -156,31 +155,6 @@ def loss_of(val: runlog.Val) -> float:
     return float.fromhex(val.nll_sum) / val.tokens
 
 
-def read_json(raw: bytes, path: str, kind: type[_File]) -> _File:
-    """Decode the JSON file at a path.
-
-    Raises:
-        FormatError: if it does not fit its type.
-    """
-    try:
-        file = decode(raw, kind)
-        if (created_utc := getattr(file, "created_utc", None)) is not None:  # `about.json` has none
-            _check_moment(created_utc)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
-    return file
-
-
-def _check_moment(utc: str) -> None:
-    """Raise FormatError unless a text is a time stamp with a time zone."""
-    try:
-        zone = datetime.fromisoformat(utc).tzinfo
-    except ValueError as error:
-        raise FormatError(str(error)) from None
-    if zone is None:
-        raise FormatError(f"{utc!r} has no time zone")
-
-
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
     """Read one run, line by line.
 
@@ -189,10 +163,10 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
     """
     path = f"runs/{folder}/{LOG}"
     if path not in raw:
-        raise FormatError(f"{path}: missing")
+        raise FormatError("missing")
     log = raw[path].split(b"\n")
     if log.pop():
-        raise FormatError(f"{path}: the last line is torn")
+        raise FormatError("the last line is torn")
     lines = []
     for number, raw_line in enumerate(log, 1):
         try:
@@ -200,10 +174,10 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
         except FormatError as error:
             older = number == 1 and b'"ev":"run_start"' in raw_line and b'"format":' not in raw_line
             why = f"an older speedrun wrote it; commit {READS_OLDER} reads it" if older else error
-            raise FormatError(f"{path} line {number}: {why}") from None
+            raise FormatError(f"line {number}: {why}") from None
     run = Run(tuple(log), tuple(lines), folder)
     if problem := grammar_problem(run):
-        raise FormatError(f"{path}: {problem}")
+        raise FormatError(problem)
     return run
 
 
@@ -211,7 +185,7 @@ def _read_line(raw_line: bytes) -> runlog.Line:
     """Decode one line; raise FormatError unless it is canonical, with valid hex floats and stamps."""
     try:
         line = runlog.decode(raw_line)
-        _check_moment(line.t_utc)
+        check_moment(line.t_utc)
         check_range(line)
         if isinstance(line.event, runlog.Val):
             check_range(float.fromhex(line.event.nll_sum))

@@ -126,9 +126,7 @@ def mean_below(
 _QUANTILES = 2000
 
 
-def power(
-    num_runs: int, margin: float, sigma: float, *, known_sigma: float | None, num_looks: int = 1
-) -> float:
+def power(num_runs: int, margin: float, sigma: float, known_sigma: float | None, num_looks: int = 1) -> float:
     """Return the probability that a batch passes one look if its true mean is `margin` below the target.
 
     Mean and sd of normal samples are independent, so the power of the z-test is its power given the sample sd, averaged
@@ -150,17 +148,15 @@ def power(
     least, critical = WIDENED[num_runs] * (known_sigma or 0.0) / sigma, special.ndtri(alpha)
     if not freedom:
         return float(special.ndtr(shift + critical * least))
-    used = (
-        max(math.sqrt(special.chdtri(freedom, (i + 0.5) / _QUANTILES) / freedom), least)
-        for i in range(_QUANTILES)
-    )
+    tails = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
+    used = (max(math.sqrt(special.chdtri(freedom, tail) / freedom), least) for tail in tails)
     return fmean(special.ndtr(shift + critical * one) for one in used)
 
 
 def batch_needed(margin: float, sigma: float, *, known_sigma: float | None, num_looks: int = 1) -> int | None:
     """Return the smallest batch that passes with probability POWER, by the rule of its size; None above MOST_RUNS."""
     for n in range(1, MOST_RUNS + 1) if margin > 0 else ():
-        if power(n, margin, sigma, known_sigma=known_sigma, num_looks=num_looks) >= POWER:
+        if power(n, margin, sigma, known_sigma, num_looks) >= POWER:
             return n
     return None
 

@@ -133,7 +133,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     problem = ""
     if hw.dirty:
         problem = f"the code differed from commit {hw.commit[:12]}"
-    elif hw.dirty is None or not history.is_commit(hw.commit):
+    elif hw.dirty is None or not history.COMMIT.fullmatch(hw.commit) or len(set(hw.commit)) == 1:
         problem = f"its commit, {hw.commit[:40]!r}, is not known to hold the code; need 40 hex digits of one that does"
     elif theirs is None:
         problem = f"commit {hw.commit[:12]} is not known here; fetch it, or publish it with the record"

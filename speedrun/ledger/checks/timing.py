@@ -23,14 +23,8 @@ _MOST_SLOWER = 10.0  #: by which a pause may be longer on a machine whose speed 
 #: The benchmark may have been disturbed more than the run.
 _BENCH_SLACK = 1.25
 #: One letter for each event, to compare their order with.
-_LETTERS: dict[type, str] = {
-    runlog.Step: "s",
-    runlog.ClockStart: "(",
-    runlog.ClockPause: "[",
-    runlog.Val: "v",
-    runlog.ClockResume: "]",
-    runlog.ClockStop: ")",
-}
+_LETTERS: dict[type, str] = {runlog.Step: "s", runlog.ClockStart: "(", runlog.ClockPause: "["}
+_LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")"}
 #: Steps while the clock runs, one validation in each pause, and one after the stop.
 _SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
 
