@@ -142,7 +142,7 @@ def run(
 
 def _train(config: RunConfig, printer: Printer) -> None:
     """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
-    code, said = children.trained(config, printer, errors=STDOUT)
+    code, said = children.trained(config, printer, stderr=STDOUT)
     if not code:
         return
     on_cpu = load_track(config.track).rules.platform == "cpu"

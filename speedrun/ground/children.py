@@ -20,16 +20,9 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from speedrun.ground import signals
+from speedrun.ground import errors, signals
 from speedrun.ground.console import Printer, clean
-from speedrun.ground.errors import (
-    INTERRUPTED,
-    SpeedrunError,
-    Terminated,
-    UsageError,
-    meaning,
-    translate_os_errors,
-)
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.ground.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
@@ -65,16 +58,16 @@ def run_module(module: str, request: msgspec.Struct) -> int:
 
 
 def trained(
-    config: msgspec.Struct, printer: Printer, *, keep_open: Sequence[int] = (), errors: int | None = None
+    config: msgspec.Struct, printer: Printer, *, keep_open: Sequence[int] = (), stderr: int | None = None
 ) -> tuple[int, str]:
     """Train in a process of its own; show each line of its log, and whatever else it prints.
 
-    It inherits the descriptors `keep_open`. Its standard error goes to `errors`, as for `Popen`; None: to ours.
+    It inherits the descriptors `keep_open`. Its standard error goes to `stderr`, as for `Popen`; None: to ours.
 
     Returns:
         What `wait_for` returns, and the last line that was none of the log.
     """
-    said, pipes = [""], {"stdout": PIPE, "stderr": errors, "text": True, "pass_fds": keep_open}
+    said, pipes = [""], {"stdout": PIPE, "stderr": stderr, "text": True, "pass_fds": keep_open}
     with started("speedrun.training.train", config, **pipes) as process:
 
         def show() -> None:
@@ -136,7 +129,7 @@ def shell_code(code: int) -> int:
 def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
     """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
     resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
-    ended = f"ended with {meaning(code)}" if code else "left no result, although its process succeeded"
+    ended = f"ended with {errors.meaning(code)}" if code else "left no result, although its process succeeded"
     error = SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}")
     error.exit_code = shell_code(code) or SpeedrunError.exit_code
     return error
@@ -150,7 +143,7 @@ def locked(path: Path) -> Iterator[int]:
         UsageError: if another process holds the lock.
         StorageError: if the file cannot be opened for writing.
     """
-    with translate_os_errors(path):
+    with errors.translate_os_errors(path):
         file = path.open("rb+")  # network disks lock only files that are open for writing
     with file:
         try:
@@ -189,14 +182,14 @@ def beside(
     with contextlib.ExitStack() as stack:
         try:
             # Not a pipe: processes that it starts would hold it open.
-            errors = stack.enter_context(tempfile.TemporaryFile())
+            said = stack.enter_context(tempfile.TemporaryFile())
             # A child that is killed cannot remove its scratch files.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             child = Popen(
                 [sys.executable, "-m", module, *words],
                 stdin=PIPE,
                 stdout=PIPE if is_heard else DEVNULL,
-                stderr=errors,
+                stderr=said,
                 env={**os.environ, "TMPDIR": scratch},
                 process_group=0,  # a Ctrl-C is for the run
             )
@@ -205,7 +198,7 @@ def beside(
             yield
             return
         overdue: list[str] = []
-        waiting = threading.Thread(target=_report, args=[child, errors, remedy, overdue], daemon=True)
+        waiting = threading.Thread(target=_report, args=[child, said, remedy, overdue], daemon=True)
         waiting.start()
         try:
             yield
@@ -225,17 +218,17 @@ def beside(
                     waiting.join()
 
 
-def _report(child: Popen[bytes], errors: IO[bytes], remedy: Remedy, overdue: list[str]) -> None:
+def _report(child: Popen[bytes], said: IO[bytes], remedy: Remedy, overdue: list[str]) -> None:
     """Say what the child prints, and wait for it; warn if it failed, or was killed because it was `overdue`."""
     with child.stdout or contextlib.nullcontext(()) as printed:
         for line in printed:
             say(line.decode(errors="replace").rstrip("\n"))
     if not (code := child.wait()):
         return
-    errors.seek(0)
-    problem = errors.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
+    said.seek(0)
+    problem = said.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
     if code < 0 or not problem:
-        problem = "".join(overdue) or f"its process ended with {meaning(code)}"
+        problem = "".join(overdue) or f"its process ended with {errors.meaning(code)}"
     _warn(remedy, problem)
 
 

@@ -121,9 +121,8 @@ class Layout:
         for name, spec in self.table.items():
             twin = self.table.get(spec.like or name, spec)
             if (twin.shape, twin.init, twin.like) != (spec.shape, spec.init, None):
-                raise UsageError(
-                    f"its table draws {name!r} like {spec.like!r}; need one with its own draw, same shape and init"
-                )
+                need = "need one with its own draw, same shape and init"
+                raise UsageError(f"its table draws {name!r} like {spec.like!r}; {need}")
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:

@@ -218,9 +218,8 @@ class Checkpoints:
                 self._set_aside(damaged, say)
                 return found
         reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
-        raise CheckpointError(
-            f"{self._folder}: no whole checkpoint;{reasons} need one to resume from; start again, in a new folder"
-        )
+        need = "need one to resume from; start again, in a new folder"
+        raise CheckpointError(f"{self._folder}: no whole checkpoint;{reasons} {need}")
 
     def _set_aside(self, damaged: dict[int, "Damaged"], say: Callable[[str], None]) -> None:
         """Rename damaged checkpoints, now that another one is known to be whole."""
@@ -282,10 +281,8 @@ class Checkpoints:
             yield
         except (OSError, ValueError) as error:  # tensorstore raises ValueError for a full disk
             reason = str(error).partition("\n")[0][:200]
-            raise CheckpointError(
-                f"{self._folder}: {what} cannot be written: {reason}; those before it are whole; free the disk, "
-                "and continue with --resume"
-            ) from None
+            hint = "those before it are whole; free the disk, and continue with --resume"
+            raise CheckpointError(f"{self._folder}: {what} cannot be written: {reason}; {hint}") from None
 
 
 class Damaged(Exception):

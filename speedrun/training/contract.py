@@ -49,10 +49,9 @@ def _check_schedule(plan: Plan) -> None:
     """Refuse an input that would be compiled into too many executables."""
     for name in sorted({*plan.rows[0]} - {*plan.schedule}):
         if (found := len({row[name] for row in plan.rows})) > MOST_COMPILED:
-            raise UsageError(
-                f"its schedule gives {name!r} as {found} Python values, and compiles an executable for each; need at "
-                f"most {MOST_COMPILED}; give a NumPy value, which is traced"
-            )
+            each = f"{found} Python values, and compiles an executable for each"
+            hint = f"need at most {MOST_COMPILED}; give a NumPy value, which is traced"
+            raise UsageError(f"its schedule gives {name!r} as {each}; {hint}")
 
 
 def _checked(recipe: Recipe) -> Recipe:
@@ -127,10 +126,8 @@ def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track)
     pairs = list(zip(wanted, rows, strict=True))
     differs += [k for k in track.fixed.inputs if not all(_is_traced(b.get(k), a[k]) for a, b in pairs)]
     if differs:
-        raise UsageError(
-            f"recipe {recipe.name} changes {', '.join(differs)}, which {track.id} fixes; change only optimizer, "
-            "schedule and numbers of steps, or choose another track"
-        )
+        hint = "change only optimizer, schedule and numbers of steps, or choose another track"
+        raise UsageError(f"recipe {recipe.name} changes {', '.join(differs)}, which {track.id} fixes; {hint}")
 
 
 def _sizes(recipe: Recipe) -> list[tuple[type, int]]:

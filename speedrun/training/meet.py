@@ -164,10 +164,8 @@ def _machines(timeout_s: int) -> list[str]:
     for i in range(count):
         theirs, _, machine = service.blocking_key_value_get(f"{key}/{i}", timeout_s * 1000).partition(" ")
         if int(theirs) != count:
-            raise UsageError(
-                f"--processes {count} in process {processes.index()} and {theirs} in process {i}; need one number for "
-                "all; start them again with it"
-            )
+            told = f"--processes {count} in process {processes.index()} and {theirs} in process {i}"
+            raise UsageError(f"{told}; need one number for all; start them again with it")
         found.append(machine)
     return found
 
@@ -182,10 +180,9 @@ def num_nodes(machines: list[str]) -> int:
     runs = [(name, len([*same])) for name, same in itertools.groupby(machines)]
     if len(runs) != len(set(machines)) or len({length for _, length in runs}) > 1:
         found = ", ".join(f"{length} on {name.split()[0]}" for name, length in runs)
-        raise UsageError(
-            f"processes in their order: {found}; need as many on each node, and those of a node one after the other; "
-            "number them by node (SLURM: --distribution=block)"
-        )
+        need = "need as many on each node, and those of a node one after the other"
+        hint = "number them by node (SLURM: --distribution=block)"
+        raise UsageError(f"processes in their order: {found}; {need}; {hint}")
     return len(runs)
 
 
@@ -194,10 +191,9 @@ def _check_port(host: str, port: int, group: Group) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UsageError(
-            f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}; need a free port of its "
-            "own machine; pass another --coordinator to all"
-        ) from None
+        found = f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}"
+        hint = "need a free port of its own machine; pass another --coordinator to all"
+        raise UsageError(f"{found}; {hint}") from None
 
 
 def _give_up(group: Group) -> None:

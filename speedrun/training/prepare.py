@@ -161,10 +161,8 @@ def _check_source(config: RunConfig, source: str) -> None:
     """Check that the source of a batch, or of a resumed run, has not changed."""
     exists, path = config.batch_sha256 or config.resume, config.out / "source.txt"
     if exists and path.exists() and path.read_bytes() != source.encode():
-        raise UsageError(
-            f"the source changed since {config.out} was created; restore it ('diff' with {config.out}/source.txt "
-            "shows the changes), or start again in another folder"
-        )
+        hint = f"restore it ('diff' with {path} shows the changes), or start again in another folder"
+        raise UsageError(f"the source changed since {config.out} was created; {hint}")
 
 
 def _check_out(config: RunConfig) -> None:
@@ -185,10 +183,8 @@ def _check_platform(track: tracks.Track) -> None:
     """Check the platform: JAX falls back to the CPU silently if it finds no usable GPU."""
     found, needed = jax.default_backend(), track.rules.platform
     if needed not in ("any", found):
-        raise UsageError(
-            f"JAX found a {found}, {track.id} needs a {needed}; scripts/install.sh adds JAX for CUDA where there "
-            "is a driver; or choose another track"
-        )
+        hint = "scripts/install.sh adds JAX for CUDA where there is a driver; or choose another track"
+        raise UsageError(f"JAX found a {found}, {track.id} needs a {needed}; {hint}")
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
@@ -198,7 +194,8 @@ def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
         raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")
     needed = track.data.document_token
     if (opens := getattr(recipe.config, "document_token", needed)) != needed:
-        raise UsageError(
-            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}; "
-            f"--set config.document_token={needed}, --set size=smoke or choose another"
+        found = (
+            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}"
         )
+        hint = f"--set config.document_token={needed}, --set size=smoke or choose another"
+        raise UsageError(f"{found}; {hint}")

@@ -81,10 +81,8 @@ class Context(NamedTuple):
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
     """Compute documents, windows, angles, embeddings; raise UsageError if frequencies do not fit the heads."""
     if (pairs := len(inputs["rotary"])) * 4 != cfg.head_dim:
-        raise UsageError(
-            f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions; need a quarter: "
-            f"--set schedule.rotary_pairs={cfg.head_dim // 4}"
-        )
+        found = f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions"
+        raise UsageError(f"{found}; need a quarter: --set schedule.rotary_pairs={cfg.head_dim // 4}")
     doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
     at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
     by_token, by_half = at(jnp.arange(num_tokens)), at(jnp.arange(2 * num_tokens))

@@ -62,10 +62,8 @@ class Config:
         if len(self.layers) != 11:
             raise ValueError(f"layers has {len(self.layers)} entries; this architecture has 11")
         if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:
-            raise ValueError(
-                f"model_dim {self.model_dim} and num_heads {self.num_heads}: need an even number of heads, each of a "
-                "multiple of 4 dimensions"
-            )
+            need = "need an even number of heads, each of a multiple of 4 dimensions"
+            raise ValueError(f"model_dim {self.model_dim} and num_heads {self.num_heads}: {need}")
         if self.bigram_rows < 2:
             raise ValueError("bigram_rows is 1; need one for the first token, and others")
         if "value" not in self.layers[LAST].extras:

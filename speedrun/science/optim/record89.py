@@ -120,9 +120,8 @@ class NorMuonAndAdam:
         rules = {name: astuple(groups[name])[1:] for name in self.tied if name in groups}
         starts = {layout.table[name].like or name for name in rules}
         if len(rules) != 2 or len(self.tied) != 2 or len({*rules.values()}) != 1 or len(starts) != 1:
-            raise UsageError(
-                f"its optimizer ties {self.tied}; need two tables with equal starts, whose groups have equal settings"
-            )
+            need = "need two tables with equal starts, whose groups have equal settings"
+            raise UsageError(f"its optimizer ties {self.tied}; {need}")
         rates = partial(layout.per_matrix, self.rate_of)
         muon = normuon(matrices, rates, self.muon_lr, self.muon_decay, self.muon_beta2, self.polar_dtype)
         adam = cautious_adam(groups, self.tied, self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)

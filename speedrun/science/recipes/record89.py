@@ -75,10 +75,9 @@ class Schedule:
         """Return the first step of each phase; raise UsageError if the recipe has more or fewer steps."""
         lengths = [phase.num_steps for phase in self.phases]
         if sum(lengths) != num_steps:
-            raise UsageError(
-                f"schedule.phases have {lengths} steps, and the stages {num_steps} in all; give each phase the steps "
-                "of its stage: --set stages.0.num_steps=N --set schedule.phases.0.num_steps=N"
-            )
+            hint = "--set stages.0.num_steps=N --set schedule.phases.0.num_steps=N"
+            found = f"schedule.phases have {lengths} steps, and the stages {num_steps} in all"
+            raise UsageError(f"{found}; give each phase the steps of its stage: {hint}")
         return [sum(lengths[:i]) for i in range(len(lengths))]
 
     def untie_step(self, num_steps: int) -> int:
