@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typed import invoke
 
-from speedrun.cli.import_log import command
 from speedrun.exchange import curves, foreign
 from speedrun.exchange.curves import Context, Point
 from speedrun.ground.errors import UsageError
@@ -92,9 +91,8 @@ def test_what_is_no_validation_is_left_out():
 
 
 def test_the_first_scripts_restarted_their_clock_at_step_11():
-    (run,) = read(
-        "step:1/20 val_loss:10.5 train_time:35679ms\nstep:11/20 val_loss:9.5 train_time:100ms\n"
-    ).runs
+    first, eleventh = "step:1/20 val_loss:10.5 train_time:35679ms", "step:11/20 val_loss:9.5 train_time:100ms"
+    (run,) = read(f"{first}\n{eleventh}\n").runs
     assert run.validations == curve((1, 10.5, 35.679), (11, 9.5, 0.1))
 
 
@@ -196,8 +194,8 @@ def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
 
 
 def run_cli(*args: object) -> str:
-    result = CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
-    assert result.exit_code == 0
+    result = invoke("import-log", *map(str, args))
+    assert result.exit_code == 0, result.output
     return result.stdout
 
 
@@ -211,10 +209,8 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     files = sorted(tmp_path.rglob("*.txt"))
     found = json.loads(run_cli(*files, "--json"))
     top = tmp_path.name
-    assert [(group["folder"], group["losses"]) for group in found["groups"]] == [
-        (f"{top}/x", [3.0, 3.2]),
-        (f"{top}/y", [5.0]),
-    ], "a copy counts once"
+    groups = {group["folder"]: group["losses"] for group in found["groups"]}
+    assert groups == {f"{top}/x": [3.0, 3.2], f"{top}/y": [5.0]}, "a copy counts once"
     assert found["groups"][0]["step_ms"] == pytest.approx(50 / 9)
     assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
     assert len([msgspec.convert(one, Context) for one in found["files"]]) == 4

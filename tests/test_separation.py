@@ -4,7 +4,6 @@ Minutes of training, so not in CI: `XLA_FLAGS= pytest -s -m slow tests/test_sepa
 """
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from adam_only import AdamOnly
 
-from speedrun.data import inventory, python_docs, synthetic
+from speedrun.data import inventory, python_docs
 from speedrun.data.stream import TokenStream
 from speedrun.ground import mesh, track
 from speedrun.ground.mesh import DATA
@@ -44,33 +43,20 @@ class LocalGradients(Step):
         return {name: own(name, g) for name, g in grads.items()}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(TRACK, folder)
-    return folder
-
-
-def batches(
-    recipe: Recipe, opened: inventory.TrackShards, shift: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What the loop reads; targets are `shift` places ahead of their tokens, and 1 is right."""
-    stream, stage = TokenStream(opened.train), recipe.stages[0]
-    for _ in range(recipe.num_steps):
-        tokens_BT, targets_BT = stream.batch(stage.num_sequences, stage.seq_len)
-        yield tokens_BT, np.roll(targets_BT, 1 - shift, axis=1)
-
-
 def final_loss(
     program: Program, data: Path, rules: track.Track = TRACK, *, seed: int = 0, shift: int = 1
 ) -> float:
-    """Validation loss after training; the score itself is always the right one."""
-    opened = inventory.open_track(data, rules.data)
-    state = program.init(jax.random.key(seed))
-    for batch in batches(program.recipe, opened, shift):
-        state, metrics = program.train_step(
-            state, *(mesh.place(x, program.mesh) for x in batch), program.schedule
-        )
+    """Validation loss after training; the score itself is always the right one.
+
+    Targets are `shift` places ahead of their tokens, and 1 is right.
+    """
+    opened, stage = inventory.open_track(data, rules.data), program.recipe.stages[0]
+    stream, state = TokenStream(opened.train), program.init(jax.random.key(seed))
+    for _ in range(program.recipe.num_steps):
+        tokens_BT, targets_BT = stream.batch(stage.num_sequences, stage.seq_len)
+        batch = (tokens_BT, np.roll(targets_BT, 1 - shift, axis=1))
+        placed = (mesh.place(x, program.mesh) for x in batch)
+        state, metrics = program.train_step(state, *placed, program.schedule)
         jax.block_until_ready(metrics.loss)
     return evaluate(program, program.eval_step, state, opened.val[0], rules.data.val_tokens).loss
 
@@ -91,40 +77,35 @@ def adam(lr: float) -> Recipe:
     return dataclasses.replace(SMOKE, optimizer=groups)
 
 
+def local_gradients() -> Program:
+    program = on_node()
+    kernels, constants = program.kernels, program.constants
+    vars(program)["step"] = LocalGradients(SMOKE, program.mesh, program.microbatches, kernels, constants)
+    return program
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_the_right_program_reaches_the_target(data, seed):
-    loss = final_loss(on_node(), data, seed=seed)
+def test_the_right_program_reaches_the_target(smoke_data, seed):
+    loss = final_loss(on_node(), smoke_data, seed=seed)
     print(f"right, seed {seed}: {loss:.4f}")
     assert TRACK.target.entropy_rate < loss <= TRACK.target.loss
 
 
-def test_without_attention_it_does_not(data):
-    loss = final_loss(on_node(without_attention(SMOKE)), data)
-    print(f"no attention: {loss:.4f}")
-    assert loss > TRACK.target.loss
-
-
-@pytest.mark.parametrize("shift", [0, 2])
-def test_with_shifted_targets_it_does_not(data, shift):
-    loss = final_loss(on_node(), data, shift=shift)
-    print(f"targets shifted by {shift}: {loss:.4f}")
-    assert loss > TRACK.target.loss
-
-
-def test_with_adam_in_muons_place_it_does_not(data):
-    """At Muon's rate. An Adam that is tuned anew arrives, later than Muon: docs/LOG.md."""
-    loss = final_loss(on_node(adam(SMOKE.optimizer.muon_lr)), data)
-    print(f"adam: {loss:.4f}")
-    assert loss > TRACK.target.loss
-
-
-def test_with_gradients_that_are_not_averaged_it_does_not(data):
-    program = on_node()
-    vars(program)["step"] = LocalGradients(
-        SMOKE, program.mesh, program.microbatches, program.kernels, program.constants
-    )
-    loss = final_loss(program, data)
-    print(f"own gradients only: {loss:.4f}")
+@pytest.mark.parametrize(
+    ("make", "shift"),
+    [
+        (lambda: on_node(without_attention(SMOKE)), 1),
+        (on_node, 0),
+        (on_node, 2),
+        # At Muon's rate. An Adam that is tuned anew arrives, later than Muon: docs/LOG.md.
+        (lambda: on_node(adam(SMOKE.optimizer.muon_lr)), 1),
+        (local_gradients, 1),
+    ],
+    ids=["no attention", "shifted by 0", "shifted by 2", "Adam in Muon's place", "own gradients only"],
+)
+def test_a_wrong_program_does_not(smoke_data, request, make, shift):
+    loss = final_loss(make(), smoke_data, shift=shift)
+    print(f"{request.node.callspec.id}: {loss:.4f}")
     assert loss > TRACK.target.loss
 
 
