@@ -3,11 +3,10 @@
 import dataclasses
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import replace
 from record_forge import Spec, change, forge, write_run
+from typed import invoke
 
-from speedrun.cli.describe import command
 from speedrun.ground import runlog
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
@@ -22,7 +21,7 @@ def records(forged):
 
 
 def described(*words) -> None:
-    result = CliRunner().invoke(command, [*map(str, words)], catch_exceptions=False)
+    result = invoke("describe", *map(str, words))
     assert result.exit_code == 0, result.output
 
 
@@ -31,8 +30,7 @@ def test_what_no_record_could_hold_is_refused_before_anything_is_written(records
     before = {path: path.read_bytes() for path in child.rglob("*") if path.is_file()}
     too_long = ["--change", "x" * 2**20], "at most 1,048,576"
     for words, said in ((["--parent", child], "is the record itself"), too_long):
-        result = CliRunner().invoke(command, [str(child), *map(str, words)])
-        assert said in str(result.exception)
+        assert said in invoke("describe", str(child), *map(str, words)).stderr
     assert {path: path.read_bytes() for path in child.rglob("*") if path.is_file()} == before
 
 

@@ -287,11 +287,8 @@ def test_differences_are_taken_inside_pairs_and_loss_counts_as_time(forged):
     runs = {("a", seed): forged(loss, 0.1) for seed, loss in zip((1, 2, 3), base, strict=True)}
     runs |= {("b", seed): forged(loss, 0.11) for seed, loss in zip((1, 2), arm, strict=False)}
     runs["b", 3] = forged(**blown_up(3))
-    found = found_of("ab", (1, 2, 3), runs)["b"]
+    found: Any = found_of("ab", (1, 2, 3), runs)["b"]
     assert (found.seeds, found.num_non_finite, found.verdict) == ((1, 2), 1, "non-finite")
-    assert found.loss
-    assert found.log_time
-    assert found.together_s
     assert found.loss.mean == pytest.approx(0.0225)
     assert found.log_time.mean == pytest.approx(math.log(1.1))
     assert found.s_per_nat == pytest.approx(100 / 1770 / 0.0045)
@@ -322,27 +319,26 @@ def test_verdicts(forged):
     found = judged(forged, wanted)
     assert all(one.verdict == name for name, one in found.items()), found
     best = effects.winner(list(found.values()))
-    assert best is not None
-    assert best.arm == "better"
+    assert best is found["better"]
     assert all(one.loss and one.loss.p == 1.0 for one in found.values()), "copies of one run prove nothing"
 
 
 def test_more_arms_ask_for_more(forged):
     """p = 0.03 by itself; among ten that are noise it says nothing."""
     row, noise = (0.05, 0.08, 0.06, 0.02), (0.1, -0.1, 0.2, -0.2)
-    alone = judged(forged, {"b": row})["b"]
+    alone: Any = judged(forged, {"b": row})["b"]
     assert (alone.verdict, alone.together_s and alone.together_s.p < 0.05) == ("worse", True)
-    among = judged(forged, {"b": row, **{f"c{i}": noise for i in range(9)}})["b"]
+    among: Any = judged(forged, {"b": row, **{f"c{i}": noise for i in range(9)}})["b"]
     assert among.verdict == "unresolved"
-    assert among.together_s
-    assert alone.together_s
     assert among.together_s.p == pytest.approx(alone.together_s.p)
     assert among.together_s.adjusted_p == pytest.approx(10 * alone.together_s.p)
 
 
-def test_one_seed_tells_nothing(forged):
+def test_one_seed_tells_nothing_and_there_is_no_forest_of_it(forged, tmp_path):
     found = judged(forged, {"b": (0.5,)})["b"]
     assert (found.verdict, found.loss, found.together_s) == ("unresolved", None, None)
+    written = effects.Summary("research, not ranked", "", "sweep", "forged@1", 2, (found,), None, None)
+    assert forest(written, tmp_path, "") == []
 
 
 # --- the commands ------------------------------------------------------------------------------------------
@@ -508,12 +504,6 @@ def test_the_forest_shows_every_arm_and_its_bytes_do_not_change(performed):
     assert [path.read_bytes() for path in again] == [*before]
     comments = svg.read_text()  # matplotlib writes the text of a label beside its outlines
     assert all(f"<!-- {said} -->" in comments for said in ("no brake", "no anchor", "no brake, fresh seeds"))
-
-
-def test_there_is_no_forest_of_one_seed(forged, tmp_path):
-    found = tuple(judged(forged, {"b": (0.5,)}).values())
-    written = effects.Summary("research, not ranked", "", "sweep", "forged@1", 2, found, None, None)
-    assert forest(written, tmp_path, "") == []
 
 
 # --- real runs ---------------------------------------------------------------------------------------------

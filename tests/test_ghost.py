@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from record_forge import Spec, chain, change, forge, moments
+from typed import invoke
 
-from speedrun import cli
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
 from speedrun.ground import runlog, track
@@ -99,7 +98,7 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     (folder / "records" / "forged").mkdir(parents=True)
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
     forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
-    assert CliRunner().invoke(cli.command, ["leaderboard", "build"], prog_name="speedrun").exit_code == 0
+    assert invoke("leaderboard", "build").exit_code == 0
     rival = race.find("best", "forged@1")
     assert rival is not None
     assert rival.record == Path("records/forged/fast")
@@ -123,18 +122,19 @@ def broken(record: Path, what: str) -> Path:
             log.write_bytes(b"\x1b[31m\n")
         case "unfinished":
             log.write_text(log.read_text().replace('"status":"finished"', '"status":"aborted"'))
-        case "another track":
+        case "of another track":
             rules = track.TRACKS_DIR / "forged.toml"
             rules.with_name("other.toml").write_text(rules.read_text().replace('"forged"', '"other"'))
-            edit_log = change(runlog.RunStart, track="other@1")
-            return forge(record.parent / "other", seeds=(1,), edit_log=edit_log)
+            return forge(
+                record.parent / "other", seeds=(1,), edit_log=change(runlog.RunStart, track="other@1")
+            )
         case "standing still":
             return forge(record.parent / "still", seeds=(1,), edit_log=change(Step, tokens_seen=100))
     return record
 
 
 @pytest.mark.parametrize(
-    "what", ["no record", "torn", "text", "unfinished", "another track", "standing still"]
+    "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still"]
 )
 def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
     record = broken(forge(folder / "record", seeds=(1,)), what)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typed import invoke
 
-from speedrun.cli.import_log import command
 from speedrun.exchange import foreign
 from speedrun.exchange.foreign import Context, Point
 from speedrun.ground.errors import UsageError
@@ -188,8 +187,8 @@ def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
 
 
 def run_cli(*args: object) -> str:
-    result = CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
-    assert result.exit_code == 0
+    result = invoke("import-log", *map(str, args))
+    assert result.exit_code == 0, result.output
     return result.stdout
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from typed import program
 
 JOBS = Path(__file__).parent.parent / "jobs"
 NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh", "ssh.sh")
@@ -68,11 +69,10 @@ def job(name: str, num_nodes: int) -> Job:
 def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], list[str]]:
     """Run a job below a folder; return its exit code, what `speedrun` was told, and what was kept."""
     programs = here / ".venv" / "bin"
-    for path in (programs, here / "tmp", here / "stage", here / "records", here / "shared" / "fineweb10B"):
-        path.mkdir(parents=True)
+    for path in ("tmp", "stage", "records", "shared/fineweb10B"):
+        (here / path).mkdir(parents=True)
     for name, text in STAND_INS.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+        program(programs / name, text)
 
     def moved(text: str) -> str:
         text = re.sub(r"(?<![\w/])/(tmp|stage|shared|records)\b", rf"{here}/\1", text)

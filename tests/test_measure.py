@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from pages import read_options
+from typed import program
 
 from speedrun.bench import rival
 from speedrun.ground.errors import SpeedrunError, UsageError
@@ -37,17 +38,16 @@ def checkout(tmp_path: Path) -> Path:
 
 def measure(checkout: Path, does: str, *words: str) -> Measured:
     """Runs the script where each part, `speedrun $*`, is a piece of shell."""
-    python = checkout / "python"
-    python.write_text(
+    python = program(
+        checkout / "python",
         f"""#!/bin/bash
 [[ $1 != - ]] || exec python3 "$@"
 [[ $1 != -c ]] || exit 0
 shift 2
 printf '%q ' "$@" >>{checkout}/typed; echo >>{checkout}/typed
 {does}
-"""
+""",
     )
-    python.chmod(0o755)
     env = {**os.environ, "SPEEDRUN_PYTHON": str(python)}
     argv = ["bash", checkout / "scripts" / "measure_gpu.sh", *words]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
@@ -130,9 +130,7 @@ i=0; while [ $i -lt $4 ]; do echo "{\\"step\\": $i, \\"time_s\\": 0.$((i + 1)), 
 
 
 def stranger(folder: Path, text: str) -> list[str]:
-    path = folder / "run"
-    path.write_text(text)
-    path.chmod(0o755)
+    program(folder / "run", text)
     return [str(rival.executable(folder)), "--shards", "x", "--steps", "4"]
 
 
@@ -179,7 +177,6 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     if packed.returncode:
         pytest.skip(f"no wheels: {packed.stderr.strip()}")
     assert sum(path.stat().st_size for path in wheels.iterdir()) <= 60 * 2**20
-    folder.mkdir()
     stranger(folder, RIVAL)
     env = {**os.environ, "SPEEDRUN_PYTHON": python, "HOME": str(tmp_path)}
     env = {name: value for name, value in env.items() if not name.startswith(("JAX_", "XLA_"))}

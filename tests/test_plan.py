@@ -28,21 +28,16 @@ planned = partial(invoke, "plan", "--arithmetic")
 def test_kernels_are_those_of_one_device():
     """Attention runs in each layer and microbatch, once forward and twice backward; Muon once a step, on stacks."""
     recipe = recipes.load("record21")
-    starts = {
-        num_devices: {
-            line.kind: line.starts for line in planning.plan(recipe, "h100", num_devices, 8).stages[0].lines
-        }
-        for num_devices in (1, 8)
-    }
-    assert (starts[1]["attention"], starts[8]["attention"]) == (8 * 11 * 3, 11 * 3)
-    assert starts[1]["Muon"] == starts[8]["Muon"]
+    plans = (planning.plan(recipe, "h100", num_devices, 8).stages[0] for num_devices in (1, 8))
+    one, eight = ({line.kind: line.starts for line in stage.lines} for stage in plans)
+    assert (one["attention"], eight["attention"]) == (8 * 11 * 3, 11 * 3)
+    assert one["Muon"] == eight["Muon"]
 
 
 @pytest.mark.parametrize("kind", devices.DEVICES)
 def test_memory_is_scarce_for_record_21_only_on_24_gb(kind: str):
-    fitted = footprint.fitted(
-        Program(recipes.load("record21"), make_mesh(1)), devices.load(kind).memory_bytes
-    )
+    program = Program(recipes.load("record21"), make_mesh(1))
+    fitted = footprint.fitted(program, devices.load(kind).memory_bytes)
     assert fitted.memory == ("scarce" if kind == "4090" else "ample")
 
 
@@ -82,10 +77,8 @@ def test_the_compiled_program_is_the_one_that_runs(
     monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)  # once is slow enough
     (stage,) = planning.plan(tiny, "h100", 8, SHARDS, "compiled program").stages
     assert (stage.gathered_bytes, stage.scattered_bytes) == (whole_bytes, whole_bytes)
-    assert (stage.memory_bytes, stage.traffic_bytes) == (
-        found.memory.peak_memory_in_bytes,
-        found.traffic_bytes,
-    )
+    assert stage.memory_bytes == found.memory.peak_memory_in_bytes
+    assert stage.traffic_bytes == found.traffic_bytes
 
 
 def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callable[[int], Mesh]):
@@ -110,11 +103,7 @@ def test_it_prints_for_people_and_for_programs():
     [
         (18_000_000, 1_024, "--microbatches 16"),
         (14_000_000, 1_024, "--microbatches 32 --set stages.0.num_sequences=64 --set stages.0.seq_len=64"),
-        (
-            200_000_000,
-            262_144,
-            "--microbatches 16 --set eval_sequences=32 --set eval_seq_len=131072",
-        ),
+        (200_000_000, 262_144, "--microbatches 16 --set eval_sequences=32 --set eval_seq_len=131072"),
     ],
     ids=["parts", "shorter", "validation"],
 )
@@ -127,9 +116,8 @@ def test_what_does_not_fit_is_refused_with_advice_that_helps(
     args = [*device, *(f"--set={key}={value}" for key, value in settings.items())]
     refused = planned(*args)
     assert refused.exit_code == 1
-    assert re.search(
-        r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB", refused.stderr
-    )
+    told = r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB"
+    assert re.search(told, refused.stderr)
     in_json = planned(*args, "--json")
     assert in_json.exit_code == 1
     assert json.loads(in_json.output)["error"].endswith(f"; try {advice}")
@@ -144,21 +132,3 @@ def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(devices.DEVICES, "toy", devices.DEVICES["4090"]._replace(memory_bytes=1000))
     refused = planned("--device-kind", "toy", "--set", f"stages.0.seq_len={seq_len}")
     assert "try another --device-kind" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--device-kind", "h1000"], "unknown device kind 'h1000'; did you mean 'h100'?"),
-        (["--device-kind", "rtx4090"], "unknown device kind 'rtx4090'; did you mean '4090'?"),
-        (["--device-kind", "rtx5090"], "unknown device kind 'rtx5090'; choose one of: 4090, a100,"),
-        (["--set", "stages.0.num_steps=2.5"], "num_steps='2.5': need a whole number like 280"),
-        (["--recipe", "smok"], "unknown recipe 'smok'; did you mean 'smoke'?"),
-        (["--microbatches", "3"], "8 sequences in 3 parts on 8 devices do not come out even"),
-        (["--devices", "3"], "got 3 devices for a replica, need a divisor of 8"),
-    ],
-)
-def test_bad_input_is_one_line(args: list[str], message: str):
-    result = planned(*args)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert message in result.stderr

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,15 +31,6 @@ LONG = SMALL | {"stages.0.num_steps": "400"}
 QUICK = ["--heartbeat", "10", "--meet-within", "60"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory) -> Iterator[None]:
-    """Each program is compiled once for all tests of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
-
-
 def lines(out: Path) -> list[Any]:
     """The events of the newest run, whole lines only."""
     paths = sorted(out.glob("runs/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
@@ -56,12 +46,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def started(argv: list[str], **more: Any) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    tests = str(Path(__file__).parent)  # of `shared_run`
-    env = more.pop("env", os.environ)
-    path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), tests]))
-    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more, env={**env, "PYTHONPATH": path})
+def started(argv: list[str]) -> subprocess.Popen[str]:
+    pipe, tests = subprocess.PIPE, str(Path(__file__).parent)  # of `shared_run`
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), tests]))}
+    return subprocess.Popen([sys.executable, "-m", *argv], stdout=pipe, stderr=pipe, text=True, env=env)
 
 
 def ends(running: list[subprocess.Popen[str]], timeout: float = 600) -> list[tuple[int, str, str]]:
@@ -113,6 +101,11 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.fixture
+def config(tmp_path, smoke_data) -> RunConfig:
+    return RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+
+
 # --- the same run ------------------------------------------------------------------------------------------
 
 
@@ -121,14 +114,6 @@ def alone(tmp_path_factory, smoke_data) -> Path:
     out = tmp_path_factory.mktemp("alone") / "out"
     train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     return out
-
-
-def trained_by(count: int, folder: Path, smoke_data: Path, replicas: int | None = None) -> Path:
-    config = RunConfig("smoke-cpu", folder / "out", overrides=SMALL, data=smoke_data, replicas=replicas)
-    for code, stdout, stderr in ends(shared([config] * count, folder)):
-        assert code == 0, stderr
-        assert "Gloo" not in stdout
-    return config.out
 
 
 def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> None:
@@ -178,7 +163,11 @@ def test_several_processes_and_nodes_train_what_one_does(
 ):
     """Each node has a replica, unasked. That all end with one state, the run itself has compared."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=per_node))
-    check_same_run(trained_by(count, tmp_path, smoke_data, asked), alone, count, replicas)
+    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=asked)
+    for code, stdout, stderr in ends(shared([config] * count, tmp_path)):
+        assert code == 0, stderr
+        assert "Gloo" not in stdout
+    check_same_run(config.out, alone, count, replicas)
 
 
 DRIFTS = """
@@ -416,8 +405,7 @@ def disagree(tmp_path: Path, first: RunConfig, second: RunConfig) -> str:
         ({"overrides": SMALL | {"config.mlp_dim": "64"}}, "process 1 has settings of sha256"),
     ],
 )
-def test_processes_with_other_flags_are_refused(tmp_path, smoke_data, changes, what):
-    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+def test_processes_with_other_flags_are_refused(tmp_path, config, changes, what):
     said = disagree(tmp_path, config, msgspec.structs.replace(config, **changes))
     assert said.startswith(f"error: {what}")
 
@@ -426,7 +414,7 @@ def test_processes_with_other_flags_are_refused(tmp_path, smoke_data, changes, w
 @pytest.mark.parametrize(
     ("name", "what"), [("val_000000", "validation tokens"), ("train_000001", "training shards")]
 )
-def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what):
+def test_processes_with_other_data_are_refused(tmp_path, config, smoke_data, name, what):
     other = tmp_path / "data"
     other.mkdir()
     for path in smoke_data.iterdir():
@@ -444,8 +432,7 @@ def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what)
 
 
 @pytest.mark.compile
-def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, smoke_data):
-    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, config):
     nothing = msgspec.structs.replace(config, data=tmp_path / "nothing")
     (code, _, said), (other_code, _, other_said) = ends(shared([config, nothing], tmp_path))
     assert (code, other_code) == (3, 3)

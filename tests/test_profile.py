@@ -35,19 +35,19 @@ def found(program, folder) -> Profile:
 
 def test_products_run_as_often_as_the_program_says(program, found):
     module = hlo.parse(lowered_step(program, 0)[0].compile().as_text())
-    want = Counter(
-        {one.instruction.name: one.times for one in module.executed() if one.instruction.kind == "dot"}
-    )
+    dots = (one for one in module.executed() if one.instruction.kind == "dot")
+    want = Counter({one.instruction.name: one.times for one in dots})
     got = {row.name: row.calls for row in found.rows if row.kind == "dot"}
     assert max(want.values()) > 1, "no product in a loop: the test shows nothing"
     assert got == want
 
 
-def test_the_table_is_the_whole_time(found):
+def test_the_table_is_the_whole_time_and_the_trace_is_kept(found, folder):
     assert sum(row.share for row in found.rows) == pytest.approx(1)
     assert sum(found.shares.values()) == pytest.approx(1)
     assert [row.ms for row in found.rows] == sorted((row.ms for row in found.rows), reverse=True)
     assert {"all-gather", "reduce-scatter"} <= found.shares.keys()
+    assert list(folder.rglob("*.xplane.pb"))
 
 
 def test_every_device_computes_and_sends(found):
@@ -57,10 +57,6 @@ def test_every_device_computes_and_sends(found):
         assert 0 < one.collective_ns <= one.span_ns
         assert one.idle_ns == pytest.approx(sum(gap.length_ns for gap in one.gaps))
         assert one.span_ns <= found.step_ms * STEPS * 1e6 * (1 + 1e-9)
-
-
-def test_the_trace_is_kept_where_it_was_asked_for(found, folder):
-    assert list(folder.rglob("*.xplane.pb"))
 
 
 @pytest.mark.compile

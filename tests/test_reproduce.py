@@ -142,24 +142,22 @@ def test_an_honest_record_holds(reproduced, record, tmp_path):
     assert f"same     checks, {packages}, lock, devices, bench" in result.stdout
     found = msgspec.json.decode((tmp_path / "out" / "reproduction.json").read_bytes(), type=Reproduction)
     assert [run.seed for run in found.runs] == ran
-    judgement = judged(found, load(record).finished, 0.01)
+    judgement: Any = judged(found, load(record).finished, 0.01)
     assert (found.by, judgement.verdict, judgement.num_same_bits) == ("A. Referee", "within", None)
-    assert judgement.loss_difference is not None
     assert judgement.loss_difference.noise_from == "track"
 
 
 @pytest.mark.parametrize(
-    ("make", "word"),
+    ("made", "word"),
     [
-        (lambda seed: Spec(seed=seed, step_s=(0.05,) * 10), "faster"),
-        (lambda seed: Spec(seed=seed, step_s=(0.2,) * 10), "slower"),
-        (lambda seed: Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, 3.31)), "loss mismatch"),
-        (lambda seed: Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, 3.19)), "loss mismatch"),
+        ({"step_s": (0.05,) * 10}, "faster"),
+        ({"step_s": (0.2,) * 10}, "slower"),
+        ({"val_losses": (5.5, 4.0, 3.4, 3.31)}, "loss mismatch"),
+        ({"val_losses": (5.5, 4.0, 3.4, 3.19)}, "loss mismatch"),
     ],
-    ids=["faster", "slower", "worse", "better"],
 )
-def test_what_differs_has_a_word(reproduced, make, word):
-    result, _ = reproduced("--json", make=make)
+def test_what_differs_has_a_word(reproduced, made, word):
+    result, _ = reproduced("--json", make=lambda seed: Spec(seed=seed, **made))
     assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (word != "faster", word), result.output
 
 

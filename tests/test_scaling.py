@@ -99,9 +99,8 @@ def test_more_nodes_take_longer_small_sums_take_trees_and_large_ones_rings():
     whole_s = 2 * 31 / 32 * 1e8 / (scaling.LINKS_REACH * 50e9)
     assert scaling.seconds(summed(10**8), 1, 32, H100) == pytest.approx(8.4e-6 + 62 * 9.6e-6 + whole_s)
     # Eight devices of a node have eight adapters together.
-    assert scaling.seconds(summed(10**9), 8, 2, H100) == pytest.approx(
-        2 * 15 / 16 * 1e9 / (scaling.LINKS_REACH * 400e9), rel=0.05
-    )
+    together_s = 2 * 15 / 16 * 1e9 / (scaling.LINKS_REACH * 400e9)
+    assert scaling.seconds(summed(10**9), 8, 2, H100) == pytest.approx(together_s, rel=0.05)
 
 
 @pytest.mark.compile
@@ -119,24 +118,6 @@ def test_what_a_small_program_sends_between_nodes_is_its_part_of_each_gradient(h
     assert found.sent["inside"].kinds == {"all-gather": len(params) - 1, "reduce-scatter": len(params) - 1}
     assert found.sent["between"].kinds.keys() == {"all-reduce"}
     assert 0 < found.compute_s < found.step_s <= found.unhidden_s
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--nodes", "1,x"], "--nodes '1,x'; need numbers up to 1024 with commas between them"),
-        (["--nodes", "2,100000"], "--nodes '2,100000'; need numbers"),
-        (["--nodes", "0"], "--nodes '0'; need numbers"),
-        (["--nodes", "2", "--device-kind", "4090"], "is not known; pass --network GBIT"),
-        (["--nodes", "2", "--arithmetic"], "--nodes goes with neither --track, --arithmetic nor --dollars;"),
-        (["--network", "200"], "--network is the rate between machines; add --nodes N,N or leave it out"),
-    ],
-)
-def test_bad_input_is_one_line(args: list[str], message: str):
-    result = invoke("plan", "--recipe", "smoke", *args)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.compile

@@ -96,6 +96,13 @@ ADAM = AdamOnly(
 )
 
 
+def local_gradients() -> Program:
+    program = on_node()
+    kernels, constants = program.kernels, program.constants
+    vars(program)["step"] = LocalGradients(SMOKE, program.mesh, program.microbatches, kernels, constants)
+    return program
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_right_program_reaches_the_target(smoke_data, tmp_path, seed):
     """As people run it: without XLA's optimisations, seeds 1 and 3 learn too late (docs/LOG.md)."""

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,12 +50,6 @@ def test_a_gap_is_named_by_what_ended_last_and_what_came_next():
 
 
 def test_devices_are_counted_apart():
-    one, other = usage(
-        [Event("a", 1, 0, 4, is_collective=False), Event("b", 0, 100, 101, is_collective=False)]
-    )
+    events = Event("a", 1, 0, 4, is_collective=False), Event("b", 0, 100, 101, is_collective=False)
+    one, other = usage(events)
     assert [(u.device, u.span_ns, u.idle_ns) for u in (one, other)] == [(0, 1, 0), (1, 4, 0)]
-
-
-@pytest.mark.parametrize("spans", [[], [(3, 3)]])
-def test_no_time_is_no_time(spans):
-    assert length(spans) == 0

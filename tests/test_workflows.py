@@ -91,17 +91,11 @@ def check(clone: Path, base: str = "HEAD^1") -> tuple[int, str]:
     """Exit code and output of the script, as GitHub would see them."""
     commit(clone)
     python = Path(sys.executable).parent
-    env = {
-        **os.environ,
-        "GITHUB_ACTIONS": "true",
-        "PATH": f"{python}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    env = {**os.environ, "GITHUB_ACTIONS": "true", "PYTHONPATH": str(ROOT)}
+    env["PATH"] = f"{python}:{os.environ['PATH']}"
     args = [str(SCRIPT), clone.name, base]
     done = subprocess.run(args, cwd=clone.parent, env=env, capture_output=True, check=False)
-    assert done.stderr == b"", (
-        "two streams have no order, so that one could be read before commands are stopped"
-    )
+    assert done.stderr == b"", "two streams have no order: one could be read before commands are stopped"
     return done.returncode, done.stdout.decode(errors="replace")
 
 
@@ -194,9 +188,8 @@ def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone: Path) ->
     code = f"open({str(canary)!r}, 'w')\n"
     hostile = clone / "records" / "smoke-cpu" / "::error::boo"
     shutil.copytree(RECORD, hostile)
-    (hostile / "::add-mask::3").write_text("stray")
-    (hostile / "##[group]x").write_text("stray")
-    (hostile / "\r::add-path::x").write_text("stray")
+    for name in ("::add-mask::3", "##[group]x", "\r::add-path::x"):
+        (hostile / name).write_text("stray")
     (hostile / "sitecustomize.py").write_text(code)
     for path in ("sitecustomize.py", "speedrun/__init__.py", "speedrun.py", "conftest.py", "click.py"):
         (clone / path).parent.mkdir(exist_ok=True)

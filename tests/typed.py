@@ -1,8 +1,9 @@
-"""What tests type: a command of ours in this process, or in one of its own."""
+"""What tests type: a command of ours in this process, or in one of its own; and programs that stand in for others."""
 
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
@@ -22,3 +23,11 @@ def speedrun(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def as_words(settings: Mapping[str, object]) -> list[str]:
     """Settings of a recipe, as `--set` takes them."""
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def program(path: Path, text: str) -> Path:
+    """A file that can be executed, in a folder that may not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path

@@ -86,9 +86,8 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     targets = cross_entropy.single_targets(jax.random.randint(kt, (num_tokens,), 0, vocab_size))
     g_NV = jax.random.normal(kg, (num_tokens, vocab_size))
 
-    is_gpu = jax.default_backend() == "gpu"
-    if is_gpu:
-        x_ND, head_VD, g_NV = (x.astype(jnp.bfloat16) for x in (x_ND, head_VD, g_NV))
+    platform, compute_capability, dtype = _here()
+    x_ND, head_VD, g_NV = (x.astype(dtype) for x in (x_ND, head_VD, g_NV))
 
     def products(x_ND: jax.Array, head_VD: jax.Array) -> Any:
         return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
@@ -99,9 +98,8 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
         )
 
     ours = {"for CPUs": cross_entropy.weighted_on_cpu}
-    if is_gpu:
-        here = meshes.accelerator(meshes.make_mesh(1))
-        call = choose.HeadCall(len(x_ND), len(head_VD), x_ND.dtype, *here, None, _CAP)
+    if platform == "gpu":
+        call = choose.HeadCall(len(x_ND), len(head_VD), dtype, platform, compute_capability, None, _CAP)
         eight = call._replace(fp8=cross_entropy_gpu.RECORD21)
         plain = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=eight.fp8)
         best, best_of_8 = (choose.choose_head(one).function for one in (call, eight))

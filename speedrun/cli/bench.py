@@ -156,23 +156,16 @@ def _program(
 @program_options
 @cli.option("--steps N", cli.COUNT, "Number of timed steps.", 10)
 @cli.option("--data DIR", cli.FOLDER, "Shards. Default: synthetic ids with the document lengths of FineWeb.")
-@cli.flag("--no-command-buffers", "XLA launches kernels one by one.")
-def step(
-    *, steps: int, data: Path | None, first_step: int, no_command_buffers: bool, **asked: Any
-) -> cli.Answer:
+@cli.flag("--no-command-buffers", "XLA launches kernels one by one.", "one_by_one")
+def step(*, steps: int, data: Path | None, first_step: int, one_by_one: bool, **asked: Any) -> cli.Answer:
     """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
     from speedrun.bench import loading
     from speedrun.bench import steps as timing
 
-    found = timing.step(
-        program,
-        num_steps=steps,
-        first_step=first_step,
-        shards=loading.folder_shards(data, None) if data else (),
-        command_buffers=not no_command_buffers,
-    )
-    return _answer(found)
+    shards = loading.folder_shards(data, None) if data else ()
+    when = {"num_steps": steps, "first_step": first_step}
+    return _answer(timing.step(program, **when, shards=shards, command_buffers=not one_by_one))
 
 
 @cli.new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=command)

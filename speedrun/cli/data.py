@@ -67,12 +67,11 @@ def command() -> None:
 @cli.flag("--vocabulary", "Also GPT-2's ranks, for recipes that read the bytes of ids.")
 @cli.option("--repo OWNER/NAME", str, "Dataset repository, on a track that takes any shards.")
 @_folder_option
-def get(
-    *, track: str, shards: int | None, vocabulary: bool, repo: str | None, out: Path | None
-) -> cli.Answer:
+def get(*, track: str, vocabulary: bool, out: Path | None, **given: Any) -> cli.Answer:
     """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
-    source, folder = fetch.source_of(rules, repo, shards), inventory.data_folder(rules, out)
+    source = fetch.source_of(rules, given["repo"], given["shards"])
+    folder = inventory.data_folder(rules, out)
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:

@@ -87,16 +87,6 @@ class Number(click.FloatRange):
         return number
 
 
-class RecipeName(click.ParamType):
-    """A recipe by its name or its file; the argument is its name."""
-
-    name = "recipe"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Adds the folder of a file to $SPEEDRUN_RECIPES."""
-        return resolve(value)
-
-
 PATH = click.Path(path_type=Path)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 COUNT = Integer(1)
@@ -174,7 +164,7 @@ def track_option(default: str = "smoke-cpu") -> Decorator:
 
 def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decorator:
     """`--recipe NAME|FILE`, as the argument `recipe`; None means the track's own."""
-    return option("--recipe NAME|FILE", RecipeName(), text, default)
+    return option("--recipe NAME|FILE", resolve, text, default)
 
 
 def out_option(text: str) -> Decorator:

@@ -5,10 +5,11 @@ import click
 from speedrun.cli import options as cli
 from speedrun.ground.console import clean
 from speedrun.ground.output import expected
+from speedrun.ground.plugins import resolve
 
 
 @cli.new_command("speedrun recipes", "speedrun recipes smoke")
-@click.argument("name", type=cli.RecipeName(), required=False)
+@click.argument("name", type=resolve, required=False)
 def command(*, name: str | None) -> cli.Answer:
     """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
 

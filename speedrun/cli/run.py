@@ -53,7 +53,11 @@ def command(
     overrides, limits_s = cli.parse_settings(given["settings"]), run_options.deadlines_s(given["deadlines"])
     folder = resume or out or run_options.new_folder(track)
     if given["local_processes"] is not None:
-        ctx.exit(_in_processes(ctx, given["local_processes"], folder))
+        if given["coordinator"]:
+            raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
+        if not (code := local.run(given["local_processes"], _child_words(ctx, folder))):
+            record.need_finished(folder)
+        ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
@@ -94,15 +98,6 @@ def _import_jax() -> None:
         importlib.import_module("speedrun.training.train")
     if got:
         signals.stop(got[0], None)
-
-
-def _in_processes(ctx: click.Context, number: int, out: Path) -> int:
-    """Run in several processes of this machine; return the exit code."""
-    if ctx.params["coordinator"]:
-        raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-    if not (code := local.run(number, _child_words(ctx, out))):
-        record.need_finished(out)
-    return code
 
 
 def _child_words(ctx: click.Context, out: Path) -> list[str]:

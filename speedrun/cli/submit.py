@@ -33,8 +33,7 @@ def command(*, record: Path, out: Path | None, name: str | None, dry_run: bool, 
     submission.require_acceptable(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
     submission.require_outside(record, out)
-    called = submission.name_of(loaded, name)
-    ready, archive = submission.prepare(loaded, report, name=called, out=out)
+    ready, archive = submission.prepare(loaded, report, name=submission.name_of(loaded, name), out=out)
     found = [_line(finding) for finding in ready.findings]
     if secrets := sum(finding.secret for finding in ready.findings):
         # A log cannot be edited, so the secret itself must be revoked.

@@ -98,9 +98,7 @@ def _lost(children: list[Popen[bytes]]) -> str:
 
 
 def _cause(code: int) -> str:
-    return (
-        f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, see above"
-    )
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, see above"
 
 
 def _is_stopped(child: Popen[bytes]) -> bool:

@@ -133,9 +133,9 @@ def steps_of(program: Program, stage: Stage) -> range:
 def mosaic_calls(program: Program, stage: Stage, device: Device) -> set[str]:
     """Return the operations, "head" and "mlp", for which a device gets kernels in Mosaic GPU."""
     static = next(iter(_inputs(program, stage)))
-    choices = _traced(program, stage, static, device.compute_capability).choices
+    found = _traced(program, stage, static, device.compute_capability).choices
     return {
-        call.split()[0] for call, one in choices.items() if one.name == "mosaic" or "mosaic's" in one.reason
+        call.split()[0] for call, one in found.items() if one.name == "mosaic" or "mosaic's" in one.reason
     }
 
 

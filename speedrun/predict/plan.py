@@ -190,12 +190,8 @@ def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> S
     step_s = sum(line.seconds for line in mean)
     weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
     return StagePlan(
-        num_steps=stage.num_steps,
-        batch_tokens=stage.batch_tokens,
-        memory_bytes=found.memory_bytes,
-        traffic_bytes=found.traffic_bytes,
-        gathered_bytes=found.gathered_bytes,
-        scattered_bytes=found.scattered_bytes,
+        *(stage.num_steps, stage.batch_tokens),
+        *found[:4],  # bytes
         compute_floor_s=sum(cost.floor_s(line, device) for line in mean),
         traffic_floor_s=found.traffic_bytes / device.memory_rate,
         communication_floor_s=sent_bytes / device.link_rate,

@@ -35,11 +35,6 @@ class Effect(Interval, frozen=True):
     p: float  #: of no difference
     adjusted_p: float  #: Holm's
 
-    @property
-    def covers_zero(self) -> bool:
-        """Whether the interval contains zero."""
-        return self.low <= 0 <= self.high
-
 
 class Finding(msgspec.Struct, frozen=True):
     """One arm against another; the effects are None with fewer than two pairs of finished runs."""
@@ -153,7 +148,7 @@ def _verdict(found: Finding) -> Verdict:
         return "unresolved"
     if effect.adjusted_p < LEVEL:
         return "better" if effect.mean < 0 else "worse"
-    if effect.covers_zero and max(-effect.low, effect.high) <= found.negligible_s:
+    if effect.low <= 0 <= effect.high and max(-effect.low, effect.high) <= found.negligible_s:
         return "equal"
     return "unresolved"
 
@@ -170,7 +165,8 @@ def winner(found: Sequence[Finding]) -> Finding | None:
 
 def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
     """Summarize the runs so far."""
-    found = findings(experiment.pairs, experiment.seeds, runs)
+    pairs = [(arm, experiment.arm(arm.against)) for arm in experiment.arms if arm.against is not None]
+    found = findings(pairs, experiment.seeds, runs)
     best = winner(found)
     confirmation = None
     if best is not None and experiment.confirming:

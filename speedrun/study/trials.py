@@ -73,11 +73,6 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         """Return the arm of this name."""
         return next(arm for arm in self.arms if arm.name == name)
 
-    @property
-    def pairs(self) -> list[tuple[Arm, Arm]]:
-        """Each arm that is compared with another, and that one."""
-        return [(arm, self.arm(arm.against)) for arm in self.arms if arm.against is not None]
-
 
 class Trial(NamedTuple):
     """A run of an experiment."""
