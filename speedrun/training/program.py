@@ -24,9 +24,10 @@ from speedrun.training import scoring
 
 #: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
-#: Calls of such code, in both forms in which MLIR prints them, and transfers from and to the host.
+#: Calls of such code, in both forms in which MLIR prints them, transfers from and to the host, and the generator whose
+#: state outlives a call: it counts calls, and tells those that score from those that examine.
 _CALLS = re.compile(
-    r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
+    r'\bcustom_call @(?:"([^"]*)"|([^\s"(]+))|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv|rng)\b'
 )
 #: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
 STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
@@ -255,9 +256,9 @@ def recomputed(forward: Forward) -> Forward:
 
 
 def inspect(text: str) -> None:
-    """Raise UsageError if a lowered program would communicate with the host or call code that is not in `FOREIGN`."""
+    """Raise UsageError if a lowered program would talk to the host, call code not in `FOREIGN`, or keep a state."""
     if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
         raise UsageError(
-            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host, "
-            f"and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
+            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host or "
+            f"keep a state, and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
         )

@@ -248,6 +248,8 @@ def memory(_run: Run, findings: Findings) -> Iterator[str]:
 )
 def generalises(_run: Run, findings: Findings) -> Iterator[str]:
     """Compare with other text, and with targets in random order."""
+    if findings.other_loss is None:
+        yield "there is no other text to score"
     if found := _gap(findings):
         yield found
     if findings.shuffled_loss - findings.val_loss < _ALIVE:
