@@ -176,7 +176,7 @@ def test_no_program_talks_to_the_host(tiny: Recipe, talks, where):
         program.compiled(lowered)
 
 
-STREAMS = ("infeed", "outfeed", "send", "recv")
+STREAMS = ("infeed", "outfeed", "send", "recv", "rng")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,7 @@ STREAMS = ("infeed", "outfeed", "send", "recv")
         ("%0 = stablehlo.custom_call @cpu_callback(%1)", "cpu_callback"),
         ('%0 = "stablehlo.custom_call"(%1) <{call_target_name = "cpu_callback"}> : () -> ()', "cpu_callback"),
         ('%0 = mhlo.custom_call @"cpu_callback"(%1)', "cpu_callback"),
+        ('%0 = mhlo.custom_call @" x"(%1)', " x"),
     ],
 )
 def test_foreign_calls_and_streams_are_refused_in_every_form_of_the_text(line, name):
@@ -204,6 +205,13 @@ def test_a_start_that_talks_to_the_host_is_refused_before_it_runs(smoke_data, tm
     with pytest.raises(UsageError, match=r"would call .*callback"):
         train.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
     assert not heard
+
+
+def test_a_generator_that_counts_calls_is_refused_and_one_that_does_not_is_not():
+    """XLA on a CPU keeps the state of the first one, so that a program knows how often it was called."""
+    programs.inspect(jax.jit(jax.random.uniform).lower(jax.random.key(0, impl="rbg")).as_text())
+    with pytest.raises(UsageError, match="would call rng;"):
+        programs.inspect(jax.jit(lambda: jax.lax.rng_uniform(0.0, 1.0, (2,))).lower().as_text())
 
 
 def test_kernels_of_pallas_are_not(tiny: Recipe):

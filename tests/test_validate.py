@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -225,8 +226,8 @@ def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):
 @given(place=st.integers(0), byte=st.integers(0, 255), which=st.integers(0))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
-    if folder.exists():
-        forge(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    forge(folder)
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".json", ".jsonl"))
     files.remove(folder / "about.json")
     file = files[which % len(files)]
