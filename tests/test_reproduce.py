@@ -24,8 +24,8 @@ from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import decode, encode, sha256
-from speedrun.ledger.record import load, read_files
+from speedrun.ledger.format import encode, sha256
+from speedrun.ledger.record import decode, load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, judged, point, verdict
 from speedrun.ledger.run import READS_OLDER, Run, read_run
 from speedrun.ledger.statistics import pooled_sd

@@ -32,8 +32,9 @@ from speedrun.ledger.checks import CHECKS, environment
 from speedrun.ledger.checks.batches import nowhere_else, unfollowed
 from speedrun.ledger.checks.claims import CURVES
 from speedrun.ledger.checks.source import _inputs
-from speedrun.ledger.format import About, FormatError, Look, config_sha256, decode, encode
-from speedrun.ledger.record import load
+from speedrun.ledger.format import About, Look, config_sha256, encode
+from speedrun.ledger.record import decode, load
+from speedrun.ledger.run import FormatError
 from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS

@@ -38,7 +38,6 @@ import math
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -175,16 +174,17 @@ def _runs_of(readings: Iterable[Reading], problems: Problems) -> list[ContextRun
                 break
             read.append(_Run(reading.line, reading.name))
         read[-1].take(reading, problems)
-    runs, seen, numbers = [], {}, Counter()
+    runs, seen, name, number = [], {}, None, 0
     for one in read:
-        name, points = one.name, tuple(one.points)
-        numbers[name] += 1
-        number = numbers[name]
-        if can_identify(points) and (name, points) in seen:
-            problems.add(one.line, f"run {number} of {name} repeats run {seen[name, points]}; left out")
+        points = tuple(one.points)
+        if one.name != name:
+            seen, name, number = {}, one.name, 0
+        number += 1
+        if can_identify(points) and points in seen:
+            problems.add(one.line, f"run {number} of {name} repeats run {seen[points]}; left out")
         elif points:
-            seen[name, points] = number
-            shown = clean(name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
+            seen[points] = number
+            shown = clean(one.name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
             runs.append(ContextRun(shown, one.num_steps, points, points[-1].loss, points[-1].train_time_s))
     return runs
 

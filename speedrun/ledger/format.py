@@ -9,18 +9,10 @@ an error.
 """
 
 import hashlib
-from datetime import datetime
-from typing import TypeVar
 
 import msgspec
 
 ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
-#: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
-_LARGEST = 2.0**128
-
-
-class FormatError(ValueError):
-    """A file of a record that does not have the declared form."""
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,54 +66,6 @@ class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
     authors: tuple[str, ...] = ()
     parent_record: str | None = None
     changes: tuple[str, ...] = ()  #: from the parent; one sentence each
-
-
-_File = TypeVar("_File", bound=Strict)
-
-
-def decode(raw: bytes, kind: type[_File]) -> _File:
-    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
-
-    Raises:
-        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
-            another schema; or a time without a time zone.
-    """
-    try:
-        file = msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(str(error)) from None
-    if encode(file) != raw:
-        raise FormatError("not in canonical form (a key twice, or other spacing)")
-    check_range(file)
-    check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
-    return file
-
-
-def check_moment(utc: str) -> None:
-    """Raise FormatError unless a text is a time stamp with a time zone."""
-    try:
-        zone = datetime.fromisoformat(utc).tzinfo
-    except ValueError as error:
-        raise FormatError(str(error)) from None
-    if zone is None:
-        raise FormatError(f"{utc!r} has no time zone")
-
-
-def check_range(holder: object) -> None:
-    """Check every number in a file or event, at any depth.
-
-    Raises:
-        FormatError: if one is not finite, or its magnitude is above 2^128.
-    """
-    left = [msgspec.to_builtins(holder)]
-    while left:
-        match left.pop():
-            case dict() as table:
-                left += table.values()
-            case list() | tuple() as row:
-                left += row
-            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
-                raise FormatError("a number is out of range; at most 2^128 is permitted")
 
 
 def encode(file: msgspec.Struct) -> bytes:

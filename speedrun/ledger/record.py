@@ -13,14 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, read_regular
-from speedrun.ledger import archive, format
-from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, decode, sha256
+from speedrun.ledger import archive
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, encode, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
-from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.ledger.source import split_source
 
 _MIB = MOST_ABOUT_BYTES = 2**20
@@ -126,7 +128,7 @@ def load(root: Path) -> Record:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
             return read(*given)
-        except format.FormatError as error:
+        except FormatError as error:
             if path not in refused:
                 malformed.append(f"{path}: {error}")
             return None
@@ -149,6 +151,24 @@ def load(root: Path) -> Record:
         whole=0 < len(runs) == len(folders),
         malformed=tuple(malformed),  # complete, since all files above are read
     )
+
+
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
+
+    Raises:
+        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
+            another schema; or a time without a time zone.
+    """
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    check_range(file)
+    check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
+    return file
 
 
 def load_result(folder: Path) -> Record:

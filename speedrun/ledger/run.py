@@ -14,7 +14,7 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.errors import NonFiniteError
-from speedrun.ledger.format import LOG, FormatError, check_moment, check_range
+from speedrun.ledger.format import LOG
 
 #: Events that a finished run has exactly once.
 _ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
@@ -24,7 +24,13 @@ READS_OLDER = "e330e64"
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
+#: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
+_LARGEST = 2.0**128
 _Event = TypeVar("_Event", bound=runlog.Event)
+
+
+class FormatError(ValueError):
+    """A file of a record that does not have the declared form."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,33 @@ class Run:
 def loss_of(val: runlog.Val) -> float:
     """Return the loss of a validation from its exact sum."""
     return float.fromhex(val.nll_sum) / val.tokens
+
+
+def check_moment(utc: str) -> None:
+    """Raise FormatError unless a text is a time stamp with a time zone."""
+    try:
+        zone = datetime.fromisoformat(utc).tzinfo
+    except ValueError as error:
+        raise FormatError(str(error)) from None
+    if zone is None:
+        raise FormatError(f"{utc!r} has no time zone")
+
+
+def check_range(holder: object) -> None:
+    """Check every number in a file or event, at any depth.
+
+    Raises:
+        FormatError: if one is not finite, or its magnitude is above 2^128.
+    """
+    left = [msgspec.to_builtins(holder)]
+    while left:
+        match left.pop():
+            case dict() as table:
+                left += table.values()
+            case list() | tuple() as row:
+                left += row
+            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
+                raise FormatError("a number is out of range; at most 2^128 is permitted")
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:

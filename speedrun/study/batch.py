@@ -20,7 +20,8 @@ from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
-from speedrun.ledger.record import load
+from speedrun.ledger.record import decode, load
+from speedrun.ledger.run import FormatError
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.summary import Summary
 from speedrun.study import race
@@ -84,12 +85,12 @@ class Batch:
         path = self.folder / format.BATCH
         try:
             raw = read_regular(path)
-            self._declared = format.decode(raw, format.Declaration)
+            self._declared = decode(raw, format.Declaration)
         except OSError:
             raise UsageError(
                 f"{self.folder} holds no {format.BATCH}; declare a batch: speedrun batch --runs N"
             ) from None
-        except format.FormatError as error:
+        except FormatError as error:
             raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
         self._sha256 = format.sha256(raw)
         self._told: set[str] = set()  # runs that were killed

@@ -17,9 +17,9 @@ import msgspec
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import read_regular
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import FormatError, TrackRef, sha256
+from speedrun.ledger.format import TrackRef, sha256
 from speedrun.ledger.record import read_files, run_folders
-from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.run import FormatError, Run, read_run
 from speedrun.training.request import RunConfig
 
 EXPERIMENT = "experiment.json"

@@ -13,7 +13,7 @@ from speedrun.ledger import format, history
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.record import Record
-from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.run import FormatError, Run, read_run
 from speedrun.ledger.statistics import chi2_cdf
 
 #: Probability, under the track's noise, below which losses are too close together.
@@ -245,7 +245,7 @@ def _read(log: Path, _size_bytes: int, _changed_ns: int) -> tuple[datetime, dict
     folder = log.parent.name
     try:
         run = read_run({f"runs/{folder}/{format.LOG}": log.read_bytes()}, folder)
-    except (OSError, format.FormatError):
+    except (OSError, FormatError):
         return None
     return (run.begun, _facts(run)) if run.finished else None
 
