@@ -240,9 +240,9 @@ SAID = "got; need; do"
 def test_an_expected_error_is_one_line(raiser, error: BaseException, exit_code: int, said: str):
     raiser(error)
     plain, machine = invoke("run"), invoke("run", "--json")
-    line_of_click = "\n" * isinstance(error, KeyboardInterrupt)
-    assert (plain.exit_code, plain.stdout, plain.stderr) == (exit_code, "", f"{line_of_click}error: {said}\n")
-    assert (machine.exit_code, machine.stderr) == (exit_code, "")
+    ended = "\n" * isinstance(error, KeyboardInterrupt)  # by click: the line of the ^C
+    assert (plain.exit_code, plain.stdout, plain.stderr) == (exit_code, "", f"{ended}error: {said}\n")
+    assert (machine.exit_code, machine.stderr) == (exit_code, ended)
     assert json.loads(machine.stdout) == {"error": said, "exit_code": exit_code}
     assert exit_code in EXIT_CODES
 
