@@ -222,32 +222,33 @@ def raiser(monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-@pytest.mark.parametrize("kind", [SpeedrunError, UsageError, DataError, NonFiniteError])
-def test_an_expected_error_is_one_line(raiser, kind: type[SpeedrunError]):
-    raiser(kind("got; need; do"))
-    plain = invoke("run")
-    assert (plain.exit_code, plain.stdout, plain.stderr) == (kind.exit_code, "", "error: got; need; do\n")
-    machine = invoke("run", "--json")
-    assert (machine.exit_code, machine.stderr) == (kind.exit_code, "")
-    assert json.loads(machine.stdout) == {"error": "got; need; do", "exit_code": kind.exit_code}
-    assert kind.exit_code in errors.EXIT_CODES
+SAID = "got; need; do"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        *(
+            (kind(SAID), kind.exit_code, SAID)
+            for kind in (SpeedrunError, UsageError, DataError, NonFiniteError)
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Terminated("stopped"), 75, "stopped"),
+    ],
+)
+def test_an_expected_error_is_one_line(raiser, error: BaseException, exit_code: int, said: str):
+    raiser(error)
+    plain, machine = invoke("run"), invoke("run", "--json")
+    ended = "\n" * isinstance(error, KeyboardInterrupt)  # by click: the line of the ^C
+    assert (plain.exit_code, plain.stdout, plain.stderr) == (exit_code, "", f"{ended}error: {said}\n")
+    assert (machine.exit_code, machine.stderr) == (exit_code, ended)
+    assert json.loads(machine.stdout) == {"error": said, "exit_code": exit_code}
+    assert exit_code in errors.EXIT_CODES
 
 
 def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
     raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
     assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "said"),
-    [(KeyboardInterrupt(), 130, "interrupted"), (Terminated("stopped"), 75, "stopped")],
-)
-def test_a_stop_has_an_exit_code_of_its_own(raiser, error: BaseException, exit_code: int, said: str):
-    raiser(error)
-    result = invoke("run")
-    assert (result.exit_code, result.stderr.strip()) == (exit_code, f"error: {said}")
-    assert json.loads(invoke("run", "--json").stdout) == {"error": said, "exit_code": exit_code}
-    assert exit_code in errors.EXIT_CODES
 
 
 def test_an_unexpected_error_keeps_its_traceback(raiser):
