@@ -152,9 +152,9 @@ main() {
   if [[ -z $shards ]]; then
     shards=.gpu/tokens
     [[ -d $shards ]] || "$python" -c 'from pathlib import Path
-from speedrun.data import imitation
+from speedrun.data import synthetic
 from speedrun.ground import track
-imitation.write(Path(".gpu/tokens"), track.load("webmini").data, 6_000_000)'
+synthetic.write_imitation(Path(".gpu/tokens"), track.load("webmini").data, 6_000_000)'
   fi
   trap 'kill $child; exit 130' INT TERM
   each measure

@@ -17,28 +17,11 @@ if {"-h", "--help"} & {*sys.argv[1:]}:  # before anything is installed
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta
-
-from speedrun.board import figures
-from speedrun.board.drawing import (
-    DASHED,
-    GREY,
-    INK,
-    PAPER,
-    TARGET,
-    TRAIN,
-    VAL,
-    canvas,
-    key,
-    label,
-    number_decades,
-    svg,
-    title,
-)
-from speedrun.board.figures import PastRecord, Published
+from speedrun.board import drawing, figures
+from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
+from speedrun.board.figures import Context, PastRecord, Published, Rung
 from speedrun.board.standings import Board, Row, read_built
 from speedrun.ground import devices
 from speedrun.ground import track as tracks
@@ -56,70 +39,24 @@ LADDER_TRACK = "smoke-cpu"  #: of the losses of the ladder
 DOLLARS = 2.5  #: a GPU and hour, where a page states a price
 
 
-class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A recipe of the ladder, oldest first."""
-
-    recipe: str
-    #: That it mirrors; the minutes of the last one are its own.
-    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]
-    #: At the end of runs on a small track, one for each seed.
-    losses: Annotated[tuple[float, ...], Meta(min_length=2)]
-
-
-class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What `speedrun plan` says of a recipe."""
-
-    recipe: str
-    kind: str  #: a key of `devices.DEVICES`
-    num_devices: int
-    total_s: float  #: of all steps
-    step_ms: float  #: in the mean
-    memory_gb: float  #: 10^9 bytes, on one device
-    mfu: float  #: of the first stage
-
-
-class Context(figures.Context, frozen=True, forbid_unknown_fields=True):
-    """All of `context.toml`."""
-
-    ladder: tuple[Rung, ...] = ()
-    predicted: tuple[Prediction, ...] = ()
-
-    @property
-    def rungs(self) -> list[tuple[Rung, float, float]]:
-        """Each rung of the ladder with its published and its predicted minutes on eight H100."""
-        published = {one.record: one.minutes for one in self.history}
-        predicted = {
-            one.recipe: one.total_s / 60 for one in self.predicted if (one.kind, one.num_devices) == MAIN
-        }
-        return [
-            (rung, published[int(rung.records.rpartition("-")[2])], predicted[rung.recipe])
-            for rung in self.ladder
-        ]
-
-
-def main() -> None:
-    """Write all pages and pictures."""
-    for path, content in outputs().items():
-        write_whole(path, content)
-        print(path)
-
-
-def read() -> Context:
-    """Return the figures of the file."""
-    return msgspec.toml.decode((ROOT / "records" / figures.CONTEXT).read_bytes(), type=Context)
+def rungs(context: Context) -> list[tuple[str, float, float]]:
+    """Return each recipe of the ladder with its published and its predicted minutes on eight H100."""
+    published = {one.record: one.minutes for one in context.history}
+    predicted = {(one.recipe, one.kind, one.num_devices): one.total_s / 60 for one in context.predicted}
+    last = {rung.recipe: int(rung.records.rpartition("-")[2]) for rung in context.ladder}
+    return [(recipe, published[record], predicted[recipe, *MAIN]) for recipe, record in last.items()]
 
 
 def outputs() -> dict[Path, bytes]:
     """Return the pages with figures, and the pictures, by path."""
-    context, board = read(), read_built(ROOT / "records")
+    context, board = figures.read(ROOT / "records"), read_built(ROOT / "records")
     assert board is not None, "run 'speedrun leaderboard build' first"
     stated = texts(context)
     pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
     files = {path: filled(page, stated).encode() for path, page in pages.items() if figures.END in page}
-    return files | {
-        ROOT / "docs" / "history.svg": draw_history(context.history, board),
-        ROOT / "docs" / "ladder.svg": draw_ladder(context),
-    }
+    files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
+    files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)
+    return files
 
 
 # --- pages ------------------------------------------------------------------------------------------------
@@ -150,9 +87,9 @@ def texts(context: Context) -> dict[str, str]:
             f"{name} card": f"{memory} | {one.step_ms:,.0f} | {one.total_s / 60:.0f} | {one.mfu:.0%}",
             f"{name} dollars": _dollars(one.total_s, one.num_devices),
         }
-    for rung, published, predicted in context.rungs:
-        found[f"ladder {rung.recipe}"] = f"{_three(published)}, {_three(predicted)}"
-    ratios = [published / predicted for _, published, predicted in context.rungs]
+    for recipe, published, predicted in rungs(context):
+        found[f"ladder {recipe}"] = f"{_three(published)}, {_three(predicted)}"
+    ratios = [published / predicted for _, published, predicted in rungs(context)]
     found["ladder ratios"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     found["scaling"] = f"\n```sh\n$ speedrun plan --recipe record21 --nodes 1,2,8,32\n{context.scaling}```\n"
     return found
@@ -172,14 +109,14 @@ def _dollars(time_s: float, num_devices: int) -> str:
 
 def draw_ladder(context: Context) -> bytes:
     """Draw the ladder; return an SVG."""
-    rungs = context.rungs
-    with canvas(9.5, 0.8 + 0.62 * len(rungs)) as figure:
+    ladder = context.ladder
+    with drawing.canvas(9.5, 0.8 + 0.62 * len(ladder)) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        _draw_losses(left, context.ladder)
-        _draw_minutes(right, [(published, predicted) for _, published, predicted in rungs])
-        left.set_yticks(range(len(rungs)), [rung.recipe for rung in context.ladder])
-        left.set_ylim(len(rungs) - 0.4, -0.9)
-        return svg(figure)
+        _draw_losses(left, ladder)
+        _draw_minutes(right, [minutes for _, *minutes in rungs(context)])
+        left.set_yticks(range(len(ladder)), [rung.recipe for rung in ladder])
+        left.set_ylim(len(ladder) - 0.4, -0.9)
+        return drawing.svg(figure)
 
 
 def _draw_losses(axes: "Axes", rungs: tuple[Rung, ...]) -> None:
@@ -200,14 +137,14 @@ def _draw_losses(axes: "Axes", rungs: tuple[Rung, ...]) -> None:
     axes.set_title("the same budget of tokens", loc="left", fontsize=10, color=INK)
 
 
-def _draw_minutes(axes: "Axes", rungs: list[tuple[float, float]]) -> None:
+def _draw_minutes(axes: "Axes", minutes: list[list[float]]) -> None:
     form: dict[str, Any] = {"va": "center", "fontsize": 8, "xytext": (3, 0), "textcoords": "offset points"}
-    for place, (published, predicted) in enumerate(rungs):
-        for shift, minutes, colour in ((-0.18, published, TRAIN), (0.18, predicted, VAL)):
-            axes.barh(place + shift, minutes, 0.32, color=colour, zorder=2)
-            axes.annotate(f"{minutes:.3g}", (minutes, place + shift), color=GREY, **form)
+    for place, (published, predicted) in enumerate(minutes):
+        for shift, length, colour in ((-0.18, published, TRAIN), (0.18, predicted, VAL)):
+            axes.barh(place + shift, length, 0.32, color=colour, zorder=2)
+            axes.annotate(f"{length:.3g}", (length, place + shift), color=GREY, **form)
     axes.set_xscale("log")
-    number_decades(axes.xaxis)
+    drawing.number_decades(axes.xaxis)
     axes.margins(x=0.15)
     axes.tick_params(left=False)
     axes.set_xlabel("minutes to 3.28 on FineWeb, eight H100")
@@ -222,9 +159,9 @@ def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
     """Draw published records with claims and our qualified records of `MAIN_TRACK`; return an SVG."""
     ours = [row for row in board.of(MAIN_TRACK) if row.standing == "qualified" and row.train_time_s]
     claims = [one for one in board.published if one.claim and f"{one.track}@1" == MAIN_TRACK]
-    with canvas(8.0, 4.2) as figure:
+    with drawing.canvas(8.0, 4.2) as figure:
         _draw_history(figure.add_subplot(), sorted(history, key=lambda one: one.date), claims, ours)
-        return svg(figure)
+        return drawing.svg(figure)
 
 
 def _draw_history(
@@ -241,32 +178,33 @@ def _draw_history(
         if one.recipe:
             ring = {"color": TARGET, "markerfacecolor": PAPER, "markersize": 8, "markeredgewidth": 1.5}
             axes.plot(day, one.minutes, "o", zorder=4, **ring)
-            label(axes, (day, one.minutes), text, (-2, -7), ha="right", va="top", color=TARGET, **plain)
+            form = {"offset": (-2, -7), "ha": "right", "va": "top", "color": TARGET}
+            drawing.label(axes, (day, one.minutes), text, **form, **plain)
         elif one.label:
             last: dict[str, Any] = {"offset": (4, -7), "ha": "right", "va": "top"}
             form = last if one is history[-1] else {"offset": (6, 4)}
-            label(axes, (day, one.minutes), text, **form, **plain)
+            drawing.label(axes, (day, one.minutes), text, **form, **plain)
     for claim in claims:
         day = _day(date.fromisoformat(claim.date))
         axes.plot(day, claim.minutes, "o", color=VAL, markerfacecolor=PAPER, markersize=4, zorder=3)
     if claims:
         best = min(claims, key=lambda one: one.minutes)
         place = _day(date.fromisoformat(best.date)), best.minutes
-        label(axes, place, f"{best.standing}: {best.minutes:.3g}", (-6, -3), ha="right", **plain)
+        drawing.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (-6, -3), ha="right", **plain)
     for row in ours:
         day, time_min = _day(row.moment), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
-        label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
+        drawing.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
     since = (("hollow: claimed since, not verified", VAL),) if claims else ()
     own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
-    key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
+    drawing.key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
-    number_decades(axes.yaxis)
+    drawing.number_decades(axes.yaxis)
     axes.set_ylim(bottom=0.7 * axes.dataLim.ymin)
     axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=8))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.set_ylabel("minutes to a loss of 3.28")
-    title(axes, "The speedrun on eight H100: minutes to a validation loss of 3.28 on FineWeb")
+    drawing.title(axes, "The speedrun on eight H100: minutes to a validation loss of 3.28 on FineWeb")
 
 
 def _day(moment: date) -> float:
@@ -275,4 +213,6 @@ def _day(moment: date) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    for path, content in outputs().items():
+        write_whole(path, content)
+        print(path)

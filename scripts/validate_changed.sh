@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Validates the records that a branch adds or changes, with the validator of this checkout. For CI; needs bash 4.4.
+# Validates the records that a branch adds or changes, with the validator of this checkout, and compares the board with
+# all of them. For CI; needs bash 4.4.
 #
 #   scripts/validate_changed.sh CHECKOUT BASE
 #
 # CHECKOUT is a clone with the branch at its HEAD, BASE the commit to compare with. Nothing in it is run, imported or
-# installed: git lists the changes, `speedrun validate` reads the files. Exits with 1 if a record is refused.
+# installed: git lists the changes, `speedrun validate` reads the files. Exits with 1 if a record is refused or
+# removed, or the board is another.
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
@@ -27,7 +29,10 @@ while IFS= read -rd '' path; do
     printf 'refused: %q is a link\n' "$path"
     status=1
   fi
-  if ! [[ $path =~ ^records/[^/]+/[^/]+ ]]; then continue; fi
+  if ! [[ $path =~ ^records/[^/]+/[^/]+ ]]; then
+    printf 'not a record: %q, for a maintainer to read\n' "$path"
+    continue
+  fi
   record=${BASH_REMATCH[0]}
   if [[ -n ${seen[$record]:-} ]]; then continue; fi
   seen[$record]=1
@@ -37,11 +42,13 @@ while IFS= read -rd '' path; do
     printf 'refused: %q is no folder of a record\n' "$record"
     status=1
   else
-    printf 'removed: %q\n' "$record"
+    printf 'refused: %q is removed; only a maintainer removes records\n' "$record"
+    status=1
   fi
 done < <(git -C "$checkout" diff --no-ext-diff --no-renames --name-only -z "$base" HEAD -- records)
 wait $! # fails if BASE is no commit
 
 echo "${#records[@]} records added or changed"
 if ((${#records[@]})); then speedrun validate --strict -- "${records[@]}" || status=1; fi
+speedrun leaderboard check --records "$checkout/records" || status=1
 exit $status

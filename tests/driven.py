@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ground import mesh
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.cautious_adam import AdamGroup
-from speedrun.science.optim.record89 import NorMuonAndAdam
+from speedrun.science.optim.record89 import AdamGroup, NorMuonAndAdam
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 from speedrun.science.step import Step
 
@@ -86,13 +85,8 @@ class Driven:
         self.held: Any = jax.device_put((packed, self.step.transform.init(packed)), place)
 
         def moved(held: Any, grads: Any, traced: Any, adam: bool) -> Any:
-            local = jax.shard_map(
-                partial(self.local, adam),
-                mesh=self.step.mesh,
-                in_specs=(specs, specs[0], P()),
-                out_specs=specs,
-            )
-            return local(held, grads, traced)
+            over = {"mesh": self.step.mesh, "in_specs": (specs, specs[0], P()), "out_specs": specs}
+            return jax.shard_map(partial(self.local, adam), **over)(held, grads, traced)
 
         self.move = jax.jit(moved, static_argnums=3, compiler_options=options)
 
@@ -114,12 +108,8 @@ class Driven:
         adam: bool = True,
     ) -> dict[str, np.ndarray]:
         """Make a step; return the parameters after it, by name."""
-        traced = {
-            "lr_scale": np.float32(lr_scale),
-            "momentum": np.float32(momentum),
-            "tied": np.bool_(tied),
-        }
-        self.held = self.move(
-            self.held, self.step.layout.pack(jax.tree.map(jnp.asarray, grads)), traced, adam
-        )
+        rates = {"lr_scale": np.float32(lr_scale), "momentum": np.float32(momentum)}
+        traced = rates | {"tied": np.bool_(tied)}
+        packed = self.step.layout.pack(jax.tree.map(jnp.asarray, grads))
+        self.held = self.move(self.held, packed, traced, adam)
         return jax.tree.map(np.asarray, self.step.layout.unpack(jax.device_get(self.held[0])))

@@ -77,39 +77,32 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.removeprefix("/datasets").startswith(f"/{self.hub.repo}/resolve/"):
             self._file(head=False)
         else:
-            self._fail(404)
+            self._begin(404)
 
-    def _fail(self, status: int) -> None:
+    def _begin(self, status: int, length: int = 0, **headers: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", "0")
+        for key, value in {**headers, "Content_Length": str(length)}.items():
+            self.send_header(key.replace("_", "-"), value)
         self.end_headers()
 
     def _listing(self, revision: str) -> None:
         fault = self._next_fault("the listing")
         if fault == "500":
-            return self._fail(500)
+            return self._begin(500)
         if fault == "stall":
             self.hub.stalled.set()
             self.hub.over.wait()
         if revision not in ("main", self.hub.commit):
-            return self._fail(404)
-        siblings = [
-            {
-                "rfilename": name,
-                "size": len(body),
-                "blobId": "0" * 40,
-                "lfs": {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 134},
-            }
-            for name, body in self.hub.files.items()
-        ]
+            return self._begin(404)
+        siblings = []
+        for name, body in self.hub.files.items():
+            lfs = {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 134}
+            siblings.append({"rfilename": name, "size": len(body), "blobId": "0" * 40, "lfs": lfs})
         facts = {"id": self.hub.repo, "sha": self.hub.commit, "siblings": siblings, "tags": []}
         facts |= {"private": False, "disabled": False, "downloads": 0, "likes": 0}
-        body = (fault or json.dumps(facts)).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        raw = (fault or json.dumps(facts)).encode()
+        self._begin(200, len(raw), Content_Type="application/json")
+        self.wfile.write(raw)
         return None
 
     def _next_fault(self, name: str) -> str | None:
@@ -120,27 +113,18 @@ class _Handler(BaseHTTPRequestHandler):
         revision, name = urlsplit(self.path).path.split("/")[-2:]
         body = self.hub.files.get(name)
         if body is None or revision not in ("main", self.hub.commit):
-            return self._fail(404)
+            return self._begin(404)
         fault = None if head else self._next_fault(name)
         if fault == "500":
-            return self._fail(500)
+            return self._begin(500)
         asked = self.headers.get("Range")
         start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
         start = 0 if fault in ("ignore range", "ignore range and cut") else start
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        digest = hashlib.sha256(body).hexdigest()
-        for key, value in {
-            "X-Repo-Commit": self.hub.commit,
-            "X-Linked-Etag": f'"{digest}"',
-            "X-Linked-Size": str(len(body)),
-            "ETag": f'"{digest}"',
-            "Accept-Ranges": "bytes",
-            "Content-Length": str(len(body) - start),
-        }.items():
-            self.send_header(key, value)
-        self.end_headers()
+        digest = f'"{hashlib.sha256(body).hexdigest()}"'
+        headers = {"X_Repo_Commit": self.hub.commit, "X_Linked_Etag": digest, "ETag": digest}
+        headers |= {"X_Linked_Size": str(len(body)), "Accept_Ranges": "bytes"}
+        headers |= {"Content_Range": f"bytes {start}-{len(body) - 1}/{len(body)}"} if start else {}
+        self._begin(206 if start else 200, len(body) - start, **headers)
         if not head:
             self.hub.gets.append((name, start))
             self._send(body, start, fault)

@@ -17,7 +17,7 @@ import click
 from speedrun import cli
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 400
+TIMEOUT_S = 600
 #: What stands in the tree for itself, and not for data, runs and records of the folder's own.
 _OWN = ("data", "runs", "records", "README.md")
 

@@ -5,7 +5,9 @@ right and only the one thing that was edited is wrong. Time is a fake clock.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,10 +37,8 @@ SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.tra
 LOCK = "run.lock"
 LOCK_RAW = history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
-SOFTWARE = {
-    "python": "3.11.2",
-    **{name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")},
-}
+SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
+SOFTWARE = {"python": "3.11.2", **SOFTWARE}
 JAX = SOFTWARE["jax"]
 #: Forgers commit what they run; the harness in their commits is the honest one.
 _COMMITS: dict[str, dict[str, bytes]] = {}
@@ -112,6 +112,17 @@ def install_track(folder: Path) -> None:
     (folder / "forged.toml").write_text(_rules())
 
 
+def edit_track(before: str, after: str) -> None:
+    """Replaces a text in the track that is installed."""
+    path = track.TRACKS_DIR / "forged.toml"
+    path.write_text(path.read_text().replace(before, after))
+
+
+def rank(ranked: bool = True) -> None:
+    """Whether the track that is installed ranks."""
+    edit_track("ranked = true", f"ranked = {str(ranked).lower()}")
+
+
 def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -> str:
     """The source text of a record, with the track as it is installed now, if it is."""
     path = track.TRACKS_DIR / "forged.toml"
@@ -165,11 +176,6 @@ class Spec:
         return f"tiny-{self.seed}-00{self.attempt}{self.seed}"
 
 
-def begun_h(seed: int) -> int:
-    """Hours after the declaration at which a run begins."""
-    return 1 + (seed - 1) % 8
-
-
 class _FakeClock:
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -179,7 +185,8 @@ class _FakeClock:
 
     def emit(self, event: runlog.AnyEvent, after_s: float = 0.0) -> None:
         self.mono_ns += round(after_s * 1e9) + 1000
-        utc_ns = self.mono_ns - self.begun_ns + begun_h(self.seed) * 3_600_000_000_000
+        begun_h = 1 + (self.seed - 1) % 8  # after the declaration
+        utc_ns = self.mono_ns - self.begun_ns + begun_h * 3_600_000_000_000
         self.moments.append(Moment(event, self.mono_ns, utc_ns))
 
     def train(self, seconds: float, step: int) -> float:
@@ -203,11 +210,8 @@ def moments(spec: Spec) -> Moments:
     """The log of an honest run."""
     clock, num_steps = _FakeClock(spec.seed), len(spec.step_s)
     losses = iter(spec.val_losses)
-    places = [
-        (number, offset)
-        for number, part in enumerate(spec.shards)
-        for offset in range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS)
-    ]
+    ends = [range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS) for part in spec.shards]
+    places = [(number, offset) for number, offsets in enumerate(ends) for offset in offsets]
     for event in _opening(spec, num_steps):
         clock.emit(event, after_s=0.2)
     clock.emit(runlog.ClockStart())
@@ -217,17 +221,9 @@ def moments(spec: Spec) -> Moments:
             clock.emit(_val(step, next(losses)), after_s=PAUSE_S)
             clock.emit(runlog.ClockResume(clock.train_s))
         time_s, seen = clock.train(seconds, step), BATCH_TOKENS * (step + 1)
-        clock.emit(
-            runlog.Step(
-                step,
-                time_s,
-                5.0 - 0.1 * step + 0.01 * (spec.seed % 16) + 1e-5 * (spec.seed // 16 % 997),
-                BATCH_TOKENS,
-                seen,
-                places[step],
-                {"lr_scale": 1.0, "window_blocks": 3},
-            )
-        )
+        loss = 5.0 - 0.1 * step + 0.01 * (spec.seed % 16) + 1e-5 * (spec.seed // 16 % 997)
+        inputs = {"lr_scale": 1.0, "window_blocks": 3}
+        clock.emit(runlog.Step(step, time_s, loss, BATCH_TOKENS, seen, places[step], inputs))
     clock.emit(runlog.ClockStop(clock.train_s))
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
@@ -259,7 +255,8 @@ def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
 
 
 def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
-    tokens = num_steps * BATCH_TOKENS
+    tokens, shapes = num_steps * BATCH_TOKENS, {"table": (1000, 900), "out": (100_000,)}
+    committed = commit_of(spec.edit_source), False, LOCK, format.sha256(LOCK_RAW)
     return [
         runlog.RunStart(
             format=runlog.FORMAT,
@@ -275,28 +272,9 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             config=CONFIG,
             config_sha256=format.config_sha256(CONFIG),
         ),
-        runlog.Preflight(
-            "cpu",
-            "cpu",
-            8,
-            SOFTWARE,
-            {"XLA_FLAGS": ""},
-            50.0,
-            commit_of(spec.edit_source),
-            False,
-            LOCK,
-            format.sha256(LOCK_RAW),
-        ),
+        runlog.Preflight("cpu", "cpu", 8, SOFTWARE, {"XLA_FLAGS": ""}, 50.0, *committed),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
-        runlog.Plan(
-            1_000_000,
-            BATCH_TOKENS,
-            tokens,
-            6e6,
-            2_000_000,
-            2**21,
-            shapes={"table": (1000, 900), "out": (100_000,)},
-        ),
+        runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2_000_000, 2**21, shapes=shapes),
         runlog.Compile("train/0", 0.3),
         runlog.Compile("eval", 0.1),
         runlog.WarmupStart(state("start", spec)),
@@ -323,10 +301,7 @@ def write_run(root: Path, spec: Spec) -> Path:
     """Writes one run into a record, as one of its batch if there is one; returns its folder."""
     honest, batch = moments(spec), root / format.BATCH
     if batch.exists():
-        start = honest[0].event
-        honest[0] = honest[0]._replace(
-            event=msgspec.structs.replace(start, batch_sha256=format.sha256(batch.read_bytes()))
-        )
+        honest = change(runlog.RunStart, batch_sha256=format.sha256(batch.read_bytes()))(honest)
     lines = chain(spec.edit_log(list(honest)))
     folder = root / "runs" / spec.run_id
     folder.mkdir(parents=True)
@@ -367,17 +342,26 @@ def forge(
     root: Path,
     *,
     seeds: Sequence[int] = (1, 2),
-    declared: Sequence[int] | None = None,
-    promise: Callable[[Declaration], Declaration] = lambda honest: honest,
+    declared: Sequence[int] = (),
+    promise: Callable = copy,
     **spec,
 ) -> Path:
-    """Writes a batch of one run for each seed, all made from the same spec; returns its folder."""
+    """Writes a batch of one run for each seed, all made from the same spec, in place of what is there."""
+    shutil.rmtree(root, ignore_errors=True)
     first = Spec(seed=seeds[0], **spec)
     declare(root, promise(declaration(first, declared or seeds)), first)
     for seed in seeds:
         write_run(root, Spec(seed=seed, **spec))
     assemble(root, title="forged", authors=["nobody"])
     return root
+
+
+def alone(root: Path, spec: Spec) -> None:
+    """Writes a record of one run, without a declaration."""
+    root.mkdir()
+    (root / "source.txt").write_text(source_text(spec.edit_source))
+    write_run(root, spec)
+    assemble(root)
 
 
 def change(kind: type[runlog.Event], *, at: int | None = None, **fields) -> Edit:

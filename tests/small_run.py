@@ -1,7 +1,9 @@
 """A run that is small enough for a test."""
 
 from pathlib import Path
+from typing import Any
 
+from speedrun.ground import runlog
 from speedrun.ledger.record import load
 from speedrun.ledger.run import Run
 
@@ -17,6 +19,17 @@ SMALL = {
     "config.head_dim": "8",
     "config.mlp_dim": "32",
 }
+
+
+def log_of(out: Path) -> Path:
+    """The log of the only run of a record."""
+    (path,) = out.glob("runs/*/metrics.jsonl")
+    return path
+
+
+def events(out: Path, kind: type = object) -> list[Any]:
+    """What that log says."""
+    return [line.event for line in runlog.read(log_of(out)) if isinstance(line.event, kind)]
 
 
 def runs_of(out: Path) -> list[Run]:

@@ -35,7 +35,7 @@ from speedrun.ledger.record import load
 from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 MOST_TRIES = 9
 MOST_RECORDS = 5  #: that the soak keeps
 DOES = ("kill", "full", "sync")

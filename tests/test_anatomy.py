@@ -12,15 +12,14 @@ from speedrun.ground import devices
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA
 from speedrun.predict import anatomy, deviceless, hlo
-from speedrun.predict.anatomy import Anatomy, Memory
+from speedrun.predict.anatomy import Anatomy
 from speedrun.predict.deviceless import compile_for_target
 
 HEADER = "HloModule test, is_scheduled=true\n"
-NO_MEMORY = Memory(0, 0, 0, 0, 0)
 
 
 def read(text: str) -> Anatomy:
-    return anatomy.read(HEADER + text, NO_MEMORY)
+    return anatomy.read(HEADER + text)
 
 
 def entry(*lines: str) -> str:
@@ -36,14 +35,13 @@ def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
 
 
 def test_a_kernel_reads_its_operands_once_and_writes_its_result() -> None:
-    got = read(
-        entry(
-            "%p = f32[8]{0} parameter(0)",
-            "%view = f32[2,4]{1,0} bitcast(%p)",
-            "%sum = f32[2,4]{1,0} add(%view, %view)",
-            "ROOT %half = bf16[2,4]{1,0} convert(%sum)",
-        )
+    text = entry(
+        "%p = f32[8]{0} parameter(0)",
+        "%view = f32[2,4]{1,0} bitcast(%p)",
+        "%sum = f32[2,4]{1,0} add(%view, %view)",
+        "ROOT %half = bf16[2,4]{1,0} convert(%sum)",
     )
+    got = read(text)
     assert got.traffic == {"add": 32 + 32, "convert": 32 + 16}
     assert got.holds("f32", 2, 4)
     assert not got.holds("f32", 8), "a parameter or a view is no new array"
@@ -69,25 +67,21 @@ FUSIONS = """
 
 
 def test_slices_and_updates_in_place_count_as_such_inside_fusions() -> None:
-    got = read(
-        FUSIONS
-        + entry(
-            "%p = f32[100,8]{1,0} parameter(0)",
-            "%k = s32[] parameter(1)",
-            "%row = f32[1,8]{1,0} fusion(%p, %k), kind=kLoop, calls=%slicing",
-            "ROOT %out = f32[100,8]{1,0} fusion(%p, %row, %k), kind=kLoop, calls=%writing",
-        )
+    text = entry(
+        "%p = f32[100,8]{1,0} parameter(0)",
+        "%k = s32[] parameter(1)",
+        "%row = f32[1,8]{1,0} fusion(%p, %k), kind=kLoop, calls=%slicing",
+        "ROOT %out = f32[100,8]{1,0} fusion(%p, %row, %k), kind=kLoop, calls=%writing",
     )
     row, index = 32, 4
-    assert got.traffic == {"fusion": (row + index + row) + (row + index + row)}
+    assert read(FUSIONS + text).traffic == {"fusion": (row + index + row) + (row + index + row)}
 
 
 def test_a_gather_reads_what_it_returns_and_a_use_beside_it_reads_all() -> None:
     gather = "%rows = f32[2,8]{1,0} gather(%p, %k), offset_dims={1}"
     table, rows, index = 3200, 64, 8
-    assert read(
-        entry("%p = f32[100,8]{1,0} parameter(0)", "%k = s32[2]{0} parameter(1)", gather)
-    ).traffic == {"gather": rows + index + rows}
+    one = entry("%p = f32[100,8]{1,0} parameter(0)", "%k = s32[2]{0} parameter(1)", gather)
+    assert read(one).traffic == {"gather": rows + index + rows}
     both = FUSIONS.replace("add(%row, %row)", "reduce(%row, %a), to_apply=%slicing")
     text = both + entry(
         "%p = f32[100,8]{1,0} parameter(0)",
@@ -168,11 +162,7 @@ def test_collectives_are_named_with_the_bytes_of_the_whole() -> None:
     assert [one.is_synchronous for one in got.collectives] == [False, True, True]
     assert (gather.times, gather.name) == (1, "jit(f)/gather")
     assert got.sent_bytes("all-gather") == 576
-    assert got.traffic == {
-        "all-gather": 72 + 576,
-        "reduce-scatter": 64 + 8,
-        "all-to-all": 64 + 64,
-    }
+    assert got.traffic == {"all-gather": 72 + 576, "reduce-scatter": 64 + 8, "all-to-all": 64 + 64}
 
 
 def test_text_that_is_not_scheduled_is_refused() -> None:
@@ -184,7 +174,7 @@ def test_a_program_of_this_machine_can_be_read() -> None:
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     got = anatomy.dissect(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile())
     assert got.traffic_bytes == 2 * 64 * 32 * 4
-    assert got.memory.argument_bytes == 64 * 32 * 4
+    assert got.memory.argument_size_in_bytes == 64 * 32 * 4
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
@@ -206,12 +196,9 @@ def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
     w, x = rows(mesh, (1024, 512), jnp.float32), rows(mesh, (4096, 1024), jnp.bfloat16)
     got = anatomy.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
     sent = {one.kind: (one.dtype, one.num_bytes, one.times) for one in got.collectives}
-    assert sent == {
-        "all-gather": ("bf16", 1024 * 512 * 2, 1),
-        "reduce-scatter": ("bf16", 1024 * 512 * 2, 1),
-        "all-reduce": ("f32", 4, 1),
-    }
-    assert got.memory.donated_bytes == 1024 * 512 * 4 // 8
+    whole = ("bf16", 1024 * 512 * 2, 1)
+    assert sent == {"all-gather": whole, "reduce-scatter": whole, "all-reduce": ("f32", 4, 1)}
+    assert got.memory.alias_size_in_bytes == 1024 * 512 * 4 // 8
     assert got.custom_calls == {"__cublas$lt$matmul": 2}
 
 

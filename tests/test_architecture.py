@@ -54,7 +54,7 @@ CLOSURE_LINES = 5_115
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
-HOUSE_LINES = 37830
+HOUSE_LINES = 36394
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60
@@ -268,6 +268,9 @@ OTHER_WRITES = {
     ("speedrun.training.watchdog", "stacks.open"): "the process is about to end itself",
     ("speedrun.referee.rerun", "file.write_text"): "a scratch folder",
     ("speedrun.referee.rerun", "path.write_bytes"): "a scratch folder",
+    ("speedrun.referee.rerun", "(seen / path.name).open"): "a scratch folder",
+    ("speedrun.referee.rerun", "made.truncate"): "a scratch folder",
+    ("speedrun.referee.rerun", "(seen / path.name).symlink_to"): "a scratch folder",
     ("speedrun.referee.questions", "programs.write_bytes"): "a scratch folder",
     ("speedrun.referee.examiner", "request.findings.write_bytes"): "a scratch folder",
     ("speedrun.ground.children", "path.open"): "a lock on what is there: nothing is written",

@@ -17,9 +17,8 @@ from speedrun.ground import devices, mesh
 from speedrun.ground.errors import UsageError
 from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton
 from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
-from speedrun.science.kernels.choose import Kernels, choose_attention
+from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
-from speedrun.science.kernels.forms import AttentionCall
 from speedrun.science.models.record89_attention import Heads, View, attend_in_pairs
 
 
@@ -52,14 +51,12 @@ def test_attention_is_a_softmax_over_visible_keys():
         for h in range(2):
             keys = np.flatnonzero(mask[0, t])
             weights = np.exp(0.3 * k[0, keys, h] @ q[0, t, h])
-            np.testing.assert_allclose(
-                got[0, t, h], weights @ v[0, keys, h] / weights.sum(), rtol=2e-5, atol=2e-6
-            )
+            want = weights @ v[0, keys, h] / weights.sum()
+            np.testing.assert_allclose(got[0, t, h], want, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("blocks", [(1, 1), (2, 1), (3, 1), (7, 3), (14, 7)])
-def test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one(blocks):
-    long, short = blocks
+@pytest.mark.parametrize(("long", "short"), [(1, 1), (2, 1), (3, 1), (7, 3), (14, 7)])
+def test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one(long, short):
     assert Window(long, long).halved() == (short, short)
     traced = Window(jnp.int32(long), long).halved()
     assert (int(traced.blocks), traced.most) == (short, short)
@@ -237,9 +234,8 @@ class TestForms:
         q, k, v, _ = inputs(case)
         form = partial(FORMS[name](case), scale=0.3)
         grads = jax.grad(lambda *args: form(*args).sum(), (0, 1, 2))
-        sharded = jax.shard_map(
-            grads, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows, check_vma="triton" not in name
-        )
+        over = {"mesh": mesh.make_mesh(2), "in_specs": rows, "out_specs": rows}
+        sharded = jax.shard_map(grads, **over, check_vma="triton" not in name)
         args = q, k, v, case.sight()
         for a, b in zip(jax.jit(sharded)(*args), jax.jit(grads)(*args), strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6)
@@ -321,9 +317,8 @@ def test_what_auto_chooses_fits_each_card(kind):
 @pytest.mark.skipif(bool(attention_flash3.problem()), reason=attention_flash3.problem())
 @pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
 def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
-    form = partial(
-        attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
-    )
+    bound = {"window_blocks": window_blocks, "block_tokens": 128, "max_documents": 256}
+    form = partial(attention_flash3.attention, **bound)
     text, scratch_bytes = compiled_for("h100", form, 128)
     assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
     assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
@@ -359,9 +354,7 @@ def test_flash3_without_its_library_says_what_to_install(flash3_package):
     case = CASES["one document"]
     q, k, v, _ = inputs(case)
     with pytest.raises(UsageError, match=r"cannot run: no libdew_flash_attn3.so .*; pip install"):
-        attention_flash3.attention(
-            q, k, v, case.sight(), scale=0.3, window_blocks=2, block_tokens=8, max_documents=2
-        )
+        FORMS["flash3, its kernels on paper"](case)(q, k, v, case.sight(), scale=0.3)
 
 
 def test_flash3_with_a_library_that_cannot_be_loaded_says_why(flash3_package):
@@ -426,13 +419,9 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
         (
             CALL._replace(compute_capability="8.9"),
             "triton",
-            "first of triton, banded, definition that can run here",
+            "first of triton, banded, definition that can run",
         ),
-        (
-            CALL._replace(compute_capability="7.5"),
-            "banded",
-            "gpu 7.5; the kernels need an A100 (gpu 8.0), L40S",
-        ),
+        (CALL._replace(compute_capability="7.5"), "banded", "7.5; the kernels need an A100 (gpu 8.0), L40S"),
         (CALL._replace(platform="rocm"), "banded", "not triton: this is a rocm 9.0; the"),
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
@@ -446,16 +435,6 @@ def test_auto_says_what_it_chose_and_why(call, name, reason):
     choice = choose_attention("auto", call)
     assert choice.name == name
     assert reason in choice.reason
-
-
-def test_what_was_chosen_computes_attention():
-    case = CASES["odd length"]
-    q, k, v, _ = inputs(case)
-    call = CPU._replace(shape_BTHK=q.shape, block_tokens=case.block_tokens, max_window_blocks=2)
-    want = attention(q, k, v, case.sight(), scale=0.3)
-    for name in ("auto", "definition", "banded"):
-        got = choose_attention(name, call).function(q, k, v, case.sight(), scale=0.3)
-        np.testing.assert_allclose(got, want, atol=3e-6)
 
 
 def test_every_choice_of_a_program_is_kept():
@@ -511,23 +490,30 @@ def test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens(monkeypa
     assert bound == {"scale": 0.1, "window_blocks": 2, "block_tokens": 64, "max_documents": room}
 
 
-@pytest.mark.parametrize(("capability", "num_warps"), [("8.0", 8), ("8.9", 8), ("9.0", 4), ("10.0", 4)])
-def test_triton_is_given_the_tiles_of_its_card(capability, num_warps):
-    """Only warps differ, so `predict.cost` counts the tiles of every card."""
-    choice = choose_attention("auto", CALL._replace(compute_capability=capability))
-    assert isinstance(choice.function, partial)
-    want = attention_triton.BACKWARD._replace(num_warps=num_warps)
-    assert choice.function.keywords == {"backward": want}
+CARDS = {"8.0": 8, "8.9": 8, "9.0": 4, "10.0": 4}
 
 
-def test_banded_is_given_the_largest_window():
-    choice = choose_attention("banded", CALL)
-    assert isinstance(choice.function, partial)
-    assert choice.function.keywords == {"window_tokens": 14 * 128}
-
-
-def test_flash3_runs_where_it_is_asked_for(monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "changes", "bound"),
+    [
+        *(
+            (
+                "auto",
+                {"compute_capability": card},
+                {"backward": attention_triton.BACKWARD._replace(num_warps=n)},
+            )
+            for card, n in CARDS.items()  # only warps differ, so `predict.cost` counts the tiles of every card
+        ),
+        ("banded", {}, {"window_tokens": 14 * 128}),
+        (
+            "flash3",
+            {"static_window_blocks": 14},
+            {"window_blocks": 14, "block_tokens": 128, "max_documents": 256},
+        ),
+    ],
+)
+def test_a_form_is_given_what_it_needs(monkeypatch, form, changes, bound):
     monkeypatch.setattr(attention_flash3, "problem", lambda: "")
-    choice = choose_attention("flash3", CALL._replace(static_window_blocks=14))
+    choice = choose_attention(form, CALL._replace(**changes))
     assert isinstance(choice.function, partial)
-    assert choice.function.keywords == {"window_blocks": 14, "block_tokens": 128, "max_documents": 256}
+    assert choice.function.keywords == bound

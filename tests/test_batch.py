@@ -4,19 +4,19 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from forgeries import BROKE, programs, promised
-from record_forge import Spec, change, declaration, declare, forge, install_track, write_run
+from record_forge import Spec, change, declaration, declare, forge, write_run
+from small_run import SMALL
+from typed import as_words, invoke, speedrun
 
-from speedrun import cli
 from speedrun.data import generated
 from speedrun.ground import children, runlog, track
 from speedrun.ground.errors import UsageError
@@ -28,18 +28,11 @@ from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
 from speedrun.study.batch import num_runs
-from speedrun.training import child
-
-
-def invoke(*args: str):
-    return CliRunner().invoke(cli.command, list(args), prog_name="speedrun")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    return tmp_path / "record"
+def folder(forged) -> Path:
+    return forged / "record"
 
 
 # --- the promise -------------------------------------------------------------------------------------------
@@ -69,9 +62,8 @@ def test_two_looks_test_at_half_the_level_each():
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(4, 0.0005)))
 
 
-def far(folder: Path) -> batch.Standing:
-    record = load(folder)
-    assert record.declaration is not None
+def far(folder: Path) -> Any:
+    record: Any = load(folder)
     return batch.standing(record.declaration, record.runs, 3.28, 0.01)
 
 
@@ -87,66 +79,77 @@ def lost(seed: int, loss: float, **rest) -> Spec:
     return Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss), **rest)
 
 
-def test_nothing_is_said_before_the_first_look(folder):
-    assert far(begun(folder)) == batch.Standing((), (1, 2), None)
-    write_run(folder, lost(1, 3.25))
-    assert far(folder) == batch.Standing((3.25,), (2,), None)
+def blew_up(seed: int) -> Spec:
+    return Spec(seed=seed, edit_log=change(runlog.RunEnd, status="non-finite", val_loss=None))
 
 
-def test_a_first_look_that_proves_it_ends_the_batch(folder):
-    found = far(begun(folder, lost(1, 3.25), lost(2, 3.24)))
-    assert found.test
-    assert (found.missing, found.passed) == ((), True)
-    assert found.result == batch.TestResult("z", 2, found.test.p, 0.0005, passed=True)
+WIDE = [lost(1, 3.275), lost(2, 3.274), lost(3, 3.20), lost(4, 3.22)]
 
 
-def test_a_first_look_that_does_not_goes_on_to_the_second(folder):
-    found = far(begun(folder, lost(1, 3.275), lost(2, 3.274)))
-    assert (found.missing, found.passed) == ((3, 4), False)
-    write_run(folder, lost(3, 3.20))
-    assert far(folder).missing == (4,)
-    write_run(folder, lost(4, 3.22))
-    last = far(folder)
-    assert last.test
-    assert (last.missing, len(last.losses), last.test.num_runs) == ((), 4, 4)
-
-
-def test_a_run_that_blew_up_fails_the_batch_at_once(folder):
-    begun(folder, lost(1, 3.25))
-    write_run(folder, blew_up(2))
-    found = far(folder)
-    assert found.test
-    assert (found.missing, found.passed, found.test.p) == ((), False, 1.0)
-    assert found.losses == (3.25, math.inf)
-
-
-def test_a_run_that_broke_off_is_run_again(folder):
-    begun(folder, lost(1, 3.20), BROKE[0])
-    assert far(folder).missing == (2,)
-    write_run(folder, lost(2, 3.20))
-    assert far(folder).passed
-
-
-def test_the_first_run_of_a_seed_counts(folder):
-    """A seed cannot be run again until it fits."""
-    begun(folder, lost(1, 3.29), lost(1, 3.20, attempt="b"), lost(2, 3.25))
-    assert far(folder).losses == (3.29, 3.25)
+@pytest.mark.parametrize(
+    ("specs", "losses", "missing", "tested", "passed"),
+    [
+        ([], (), (1, 2), None, False),
+        ([lost(1, 3.25)], (3.25,), (2,), None, False),
+        ([lost(1, 3.25), lost(2, 3.24)], (3.25, 3.24), (), 2, True),
+        (WIDE[:2], (3.275, 3.274), (3, 4), 2, False),
+        (WIDE[:3], (3.275, 3.274, 3.20), (4,), 2, False),
+        (WIDE, (3.275, 3.274, 3.20, 3.22), (), 4, False),
+        ([lost(1, 3.25), blew_up(2)], (3.25, math.inf), (), 2, False),
+        ([lost(1, 3.20), BROKE[0]], (3.20,), (2,), None, False),
+        ([lost(1, 3.20), BROKE[0], lost(2, 3.20)], (3.20, 3.20), (), 2, True),
+        # The first run of a seed counts: it cannot be run again until it fits.
+        ([lost(1, 3.29), lost(1, 3.20, attempt="b"), lost(2, 3.25)], (3.29, 3.25), (3, 4), 2, False),
+    ],
+)
+def test_how_far_a_batch_of_two_looks_is(folder, specs, losses, missing, tested, passed):
+    found = far(begun(folder, *specs))
+    assert (found.losses, found.missing, found.passed) == (losses, missing, passed)
+    test = found.test and (found.test.rule, found.test.num_runs, found.test.alpha)
+    assert test == (tested and ("z", tested, 0.0005))
+    assert found.test is None or found.test.p < 1 or math.inf in losses
 
 
 # --- what is left of a killed run --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0.15, 0.3, 0.6, 0.8])
-def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, keep):
-    forge(folder)
-    killed = write_run(folder, Spec(seed=2, attempt="k"))
+#: What a power cut or a kill leaves of a log: whole lines, a share of the next one, and more.
+CUTS = {
+    "before its preflight": (1, 0, b""),
+    **{f"in line {line}": (line, 0.5, b"") for line in (4, 9, 18, 25)},
+    "zeros": (20, 0, b"\0" * 100 + b"\n"),
+    "torn zeros": (20, 0, b"\0" * 100),
+    "no event": (20, 0, b'{"i":\n'),
+    # The last two lines, the loss and the end, are one write: V303 sees no result that was known.
+    "nothing of its result": (-2, 0, b""),
+    "half a loss": (-2, 0.5, b""),
+    "a loss": (-2, 1, b""),
+    "half an end": (-1, 0.5, b""),
+}
+
+
+def kept_at_the_end(log):
+    """With a checkpoint of the last step between the stop of the clock and the result."""
+    saved = log[-3]._replace(event=runlog.Checkpoint(10, "e" * 16, 0.01), mono_ns=log[-3].mono_ns + 500)
+    return [*log[:-2], saved, *log[-2:]]
+
+
+@pytest.mark.parametrize(("whole", "share", "tail"), CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("edit", [list, kept_at_the_end], ids=["", "with a checkpoint"])
+def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, share, tail):
+    """It sorts before all others, and is no source of facts about them."""
+    before = load(forge(folder)).lead
+    killed = write_run(folder, Spec(seed=1, attempt="0", edit_log=edit))
     log = killed / "metrics.jsonl"
-    log.write_bytes(log.read_bytes()[: int(len(log.read_bytes()) * keep)])
-    assert not load(folder).whole
+    lines = log.read_bytes().splitlines(keepends=True)
+    at = whole % len(lines)
+    log.write_bytes(b"".join(lines[:at]) + lines[at][: int(len(lines[at]) * share)] + tail)
     assert salvage(folder) == [killed.name]
+    assert log.read_bytes() == b"".join(lines[: min(at, len(lines) - 2)])
     assemble(folder)
-    report = validate(folder, strict=True)
+    report, record = validate(folder, strict=True), load(folder)
     assert not report.having("failed") + report.having("warning")
+    assert (record.runs[0].outcome, record.lead) == ("aborted", before)
     assert killed.name in (folder / "README.md").read_text()
 
 
@@ -180,87 +183,21 @@ def test_a_log_that_is_no_file_is_one_line(folder, fill):
         salvage(folder)
 
 
-@pytest.mark.parametrize(
-    "tail", [b"\0" * 100 + b"\n", b"\0" * 100, b'{"i":\n'], ids=["zeros", "torn zeros", "no event"]
-)
-def test_what_a_power_cut_leaves_at_the_end_of_a_log_is_cut_off(folder, tail):
+def test_salvage_leaves_alone_what_is_no_run_and_nothing_of_one_without_a_first_line(folder):
     forge(folder)
-    killed = write_run(folder, Spec(seed=2, attempt="k", edit_log=lambda log: log[:20]))
-    with (killed / "metrics.jsonl").open("ab") as log:
-        log.write(tail)
-    assert salvage(folder) == [killed.name]
-    assemble(folder)
-    assert validate(folder, strict=True).exit_code == 0
-    assert [run.outcome for run in load(folder).runs if run.folder == killed.name] == ["aborted"]
-
-
-def kept_at_the_end(log):
-    """With a checkpoint of the last step between the stop of the clock and the result."""
-    saved = log[-3]._replace(event=runlog.Checkpoint(10, "e" * 16, 0.01), mono_ns=log[-3].mono_ns + 500)
-    return [*log[:-2], saved, *log[-2:]]
-
-
-@pytest.mark.parametrize("kept", [0, 0.5, 1, 1.5], ids=["nothing", "half a loss", "a loss", "half an end"])
-@pytest.mark.parametrize("edit", [list, kept_at_the_end], ids=["", "with a checkpoint"])
-def test_a_run_killed_while_its_result_is_written_is_run_again(folder, kept, edit):
-    """Its last two lines, the loss and the end, are one write: V303 sees no result that was known."""
-    forge(folder)
-    killed = write_run(folder, Spec(seed=2, attempt="k", edit_log=edit))
-    *lines, loss, end = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    told = loss[: int(len(loss) * kept)] + end[: int(len(end) * max(0, kept - 1))]
-    (killed / "metrics.jsonl").write_bytes(b"".join(lines) + told)
-    assert salvage(folder) == [killed.name]
-    assemble(folder)
-    assert not validate(folder).having("failed")
-    assert (killed / "metrics.jsonl").read_bytes() == b"".join(lines)
-
-
-def test_a_run_killed_before_its_preflight_spoils_no_batch(folder):
-    """It sorts before all others, and is no source of facts about them."""
-    before = load(forge(folder)).lead
-    killed = write_run(folder, Spec(seed=1, attempt="0"))
-    log = killed / "metrics.jsonl"
-    log.write_bytes(log.read_bytes().partition(b"\n")[0] + b"\n")
-    assert salvage(folder) == [killed.name]
-    assemble(folder)
-    report = validate(folder, strict=True)
-    assert not report.having("failed") + report.having("warning")
-    record = load(folder)
-    assert record.runs[0].outcome == "aborted"
-    assert record.lead == before
-
-
-def test_salvage_leaves_alone_what_is_no_run(folder):
-    declare(folder, declaration(Spec(), (1, 2)))
-    for path in ("runs/notes/a.txt", "runs/b.txt"):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text("mine")
+    texts = {"notes/a.txt": "mine", "b.txt": "mine", "tiny-2-00k2/metrics.jsonl": '{"i":0,"t_'}
+    for path, text in texts.items():
+        (folder / "runs" / path).parent.mkdir(exist_ok=True)
+        (folder / "runs" / path).write_text(text)
     assert salvage(folder) == []
+    assert {path.name for path in folder.glob("runs/*")} == {"notes", "b.txt", "tiny-1-00a1", "tiny-2-00a2"}
     assert (folder / "runs/notes/a.txt").read_text() == "mine"
-
-
-def test_a_run_killed_before_its_first_line_leaves_nothing(folder):
-    forge(folder)
-    (folder / "runs" / "tiny-2-00k2").mkdir()
-    (folder / "runs" / "tiny-2-00k2" / "metrics.jsonl").write_bytes(b'{"i":0,"t_')
-    assert salvage(folder) == []
-    assert not (folder / "runs" / "tiny-2-00k2").exists()
-    assert validate(folder).exit_code == 0
-
-
-#: A child that lets a signal pass, and ends well.
-LATE = (
-    "[signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)]; "
-    "print('up', flush=True); time.sleep(0.8)"
-)
 
 
 def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
     begun(folder, lost(1, 3.25))
-    blew_up = runlog.Error("NonFiniteError", "step 5: loss is nan")
-    killed = write_run(
-        folder, Spec(seed=2, edit_log=lambda log: [*log[:20], log[20]._replace(event=blew_up)])
-    )
+    nan = runlog.Error("NonFiniteError", "step 5: loss is nan")
+    killed = write_run(folder, Spec(seed=2, edit_log=lambda log: [*log[:20], log[20]._replace(event=nan)]))
     assert salvage(folder) == [killed.name]
     found = far(folder)
     assert (found.missing, found.passed) == ((), False)
@@ -280,19 +217,22 @@ def test_one_batch_is_run_by_one_process(folder):
 def test_what_cannot_be_declared_is_one_line(tmp_path, smoke_data):
     """By the process that declares, with its exit code."""
     out = tmp_path / "out"
-    words = ["batch", "--runs", "2", "--seeds", "1,2,3", "--out", str(out), "--data", str(smoke_data)]
-    argv = [sys.executable, "-m", "speedrun", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    words = ["--runs", "2", "--seeds", "1,2,3", "--out", str(out), "--data", str(smoke_data)]
+    done = speedrun("batch", *words)
     assert (done.returncode, done.stderr.count("\n"), out.exists()) == (2, 1, False), done.stderr
     assert "got 3 different seeds; need 2" in done.stderr
+
+
+#: A child that lets a signal pass, and ends well.
+LATE = "import signal, time; [signal.signal(n, print) for n in (2, 15)]; print('up', flush=True); time.sleep(0.8)"
 
 
 @pytest.mark.parametrize(
     ("program", "sent", "code"),
     [
         ("import time; print('up', flush=True); time.sleep(60)", signal.SIGTERM, 75),
-        (f"import signal, time; {LATE}", signal.SIGTERM, 75),
-        (f"import signal, time; {LATE}", signal.SIGINT, 75),
+        (LATE, signal.SIGTERM, 75),
+        (LATE, signal.SIGINT, 75),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None, -9),
         ("import sys; sys.exit(3)", None, 3),
         ("pass", None, 0),
@@ -312,10 +252,8 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second():
-    program = (
-        "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(); time.sleep(60)"
-    )
-    argv = [sys.executable, "-c", program]
+    ignores = "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+    argv = [sys.executable, "-c", f"import signal, time; {ignores}; print(); time.sleep(60)"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as child:
         assert child.stdout is not None
         child.stdout.readline()
@@ -323,11 +261,6 @@ def test_a_child_that_ignores_signals_is_killed_by_the_second():
             threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
         assert children.wait_for(child, kill_after_s=0.2) == 130
         assert child.returncode == -signal.SIGKILL
-
-
-def blew_up(seed: int) -> Spec:
-    edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
-    return Spec(seed=seed, edit_log=edit_log)
 
 
 def test_a_batch_that_blew_up_ends_in_words(folder):
@@ -346,11 +279,7 @@ def test_a_batch_that_blew_up_ends_in_words(folder):
 
 def test_a_batch_that_was_described_keeps_its_title(folder):
     begun(folder, lost(1, 3.25), lost(2, 3.24))
-    for words, title in (
-        ([], "tiny on forged@1"),
-        (["--title", "mine"], "mine"),
-        ([], "mine"),
-    ):
+    for words, title in (([], "tiny on forged@1"), (["--title", "mine"], "mine"), ([], "mine")):
         assert invoke("batch", "--resume", str(folder), *words).exit_code == 0
         assert load(folder).about.title == title
 
@@ -358,7 +287,7 @@ def test_a_batch_that_was_described_keeps_its_title(folder):
 def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     made, ran = [], []
     monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
-    monkeypatch.setattr(child, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
+    monkeypatch.setattr(children, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
     begun(folder, lost(1, 3.25))
     assert invoke("batch", "--resume", str(folder)).exit_code == 3
     assert (made, ran) == ([("forged", None)], [1])
@@ -370,7 +299,7 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
 @pytest.mark.parametrize("code", [0, 5])
 def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code):
     monkeypatch.setattr(generated, "ensure", lambda *_: None)
-    monkeypatch.setattr(child, "trained", lambda *_, **__: (code, ""))
+    monkeypatch.setattr(children, "trained", lambda *_, **__: (code, ""))
     begun(folder, lost(1, 3.25))
     result = invoke("batch", "--resume", str(folder))
     assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (code or 1, True)
@@ -392,7 +321,7 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
 
 
 @pytest.mark.parametrize(
-    ("forged", "words", "code", "facts"),
+    ("made", "words", "code", "facts"),
     [
         ({}, [], 0, {"rule": "z", "declared": True, "passed": True, "num_runs": 2}),
         # The rule for few runs, at its level, would ask for 16: more than it is for.
@@ -403,8 +332,8 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
     ],
     ids=["a batch", "too few runs", "one run", "another target"],
 )
-def test_stats_says_what_a_record_proves(folder, forged, words, code, facts):
-    forge(folder, **forged)
+def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
+    forge(folder, **made)
     result = invoke("stats", str(folder), *words, "--json")
     assert result.exit_code == invoke("stats", str(folder), *words).exit_code == code
     found = json.loads(result.stdout)
@@ -415,7 +344,6 @@ def test_stats_proves_nothing_of_a_part_of_a_record(folder):
     """A batch before its look, and a record of which a log is damaged."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
-    shutil.rmtree(folder)
     log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-1])
     assert "is no whole record" in invoke("stats", str(folder)).stderr
@@ -425,46 +353,28 @@ def test_stats_tests_whether_two_records_have_the_same_loss(folder, tmp_path):
     forge(folder)
     forge(tmp_path / "parent")
     found = json.loads(invoke("stats", str(folder), "--against", str(tmp_path / "parent"), "--json").stdout)
-    assert found["equivalent"] == {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}, (
-        "no scatter, no proof"
-    )
-
-
-SMALL = {
-    "stages.0.num_steps": 4,
-    "stages.0.seq_len": 32,
-    "eval_sequences": 128,
-    "eval_seq_len": 1024,
-    "config.model_dim": 16,
-    "config.num_heads": 2,
-    "config.head_dim": 8,
-    "config.mlp_dim": 32,
-}
+    no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter
+    assert found["equivalent"] == no_proof
 
 
 @pytest.mark.compile
 def test_a_batch_is_declared_run_killed_and_resumed(tmp_path):
     """Three processes of training: the second one is taken for killed, and its seed runs again."""
-    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-
-    def speedrun(*args: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "speedrun", *args]
-        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-
-    first = speedrun("batch", "--runs", "2", *settings, "--out", "record")
+    here: dict[str, Any] = {"cwd": tmp_path, "env": env}
+    words = ["--runs", "2", *as_words(SMALL), "--out", "record"]
+    first = speedrun("batch", *words, **here)
     assert first.returncode == 1, first.stderr
     assert "batch   0 of 2 runs" in first.stdout
     assert "batch   2 of 2 runs | mean" in first.stdout
     assert "target 3.28 NOT reached" in first.stdout
     record = tmp_path / "record"
     assert validate(record).exit_code == 0
-    promise = load(record).declaration
-    assert promise is not None
+    promise: Any = load(record).declaration
     killed = next(record.glob(f"runs/smoke-{promise.seeds[1]}-*"))
     log = (killed / "metrics.jsonl").read_bytes()
     (killed / "metrics.jsonl").write_bytes(log[: log.index(b'"clock_stop"')])  # its result was not known yet
-    again = speedrun("batch", "--resume", "record", "--json")
+    again = speedrun("batch", "--resume", "record", "--json", **here)
     assert f"{killed.name} was killed" in again.stderr
     assert json.loads(again.stdout)["summary"]["num_finished"] == 2
     report = validate(record)

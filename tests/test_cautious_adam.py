@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from driven import OPTIMIZER, TABLE, Driven, draw, spec
+from hopper import OPTIMISED
 
 from speedrun.ground.errors import UsageError
-from speedrun.science.optim.cautious_adam import AdamGroup, AdamState
+from speedrun.science.optim.record89 import AdamGroup, AdamState
 from speedrun.science.params import Layout, Params, Table
 
 GROUPS = {group.name: group for group in OPTIMIZER.adam}
 NAMES = [name for name, one in TABLE.items() if one.group != "matrix"]
 NUM_STEPS, UNTIE = 10, 5  #: the last update of head and embedding as one is in step 5
-#: What conftest.py switches off: it contracts products and sums, which could part what is tied.
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def lr_scale(step: int) -> float:
@@ -75,9 +74,8 @@ def test_ten_steps_follow_the_rules_of_the_record(num_devices):
                 embed.m, embed.v, embed.t = head.m, head.v, head.t
             waiting = dict.fromkeys(NAMES, 0.0)
         for name in NAMES:
-            np.testing.assert_allclose(
-                got[name], plain[name].w, atol=2e-6, err_msg=f"{name} after step {step}"
-            )
+            at = f"{name} after step {step}"
+            np.testing.assert_allclose(got[name], plain[name].w, atol=2e-6, err_msg=at)
     state = history[-1][3]
     for name in ("head", "embed"):
         np.testing.assert_allclose(state.mean[name][:10], plain[name].m, atol=1e-5)
@@ -89,6 +87,7 @@ def test_ten_steps_follow_the_rules_of_the_record(num_devices):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tied_tables_stay_equal_to_the_last_bit_and_then_part(dtype):
     table = TABLE | {name: spec((1000, 3), name, dtype) for name in ("head", "embed")}
+    # What is optimised contracts products and sums, which could part what is tied.
     for step, _, params, state in train(table, options=OPTIMISED):
         for held in (params, state.mean, state.square):
             head, embed = (np.asarray(held[name], np.float32)[:1000] for name in ("head", "embed"))

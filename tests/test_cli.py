@@ -11,28 +11,24 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from typed import as_words, invoke, speedrun
 
 from speedrun import __version__, cli
 from speedrun.cli import run
-from speedrun.cli.options import json_option
-from speedrun.ground import track
+from speedrun.cli.options import Command
+from speedrun.ground import errors, track
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
-from speedrun.ground.exit_codes import EXIT_CODES
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.science import recipes
 
+RECORD = "records/smoke-cpu/2026-11-21-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, args, prog_name="speedrun")
 
 
 def test_help_is_fast():
     """In time of the processor, which does not depend on what else runs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "speedrun", "--help"], check=True, capture_output=True)
+    assert speedrun("--help").returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 0.3
 
@@ -52,7 +48,7 @@ def test_help_says_what_there_is():
     shown = invoke("--help").output
     for name in cli.COMMANDS:
         assert f"\n  {name} " in shown
-    for code, meaning in EXIT_CODES.items():
+    for code, meaning in errors.EXIT_CODES.items():
         assert f" {code} {meaning} " in " ".join(shown.split())  # long ones are broken
     assert "Example:" in shown
     assert invoke("--version").output == f"speedrun {__version__}\n"
@@ -83,6 +79,19 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         ("data verfy", "did you mean 'verify'?"),
         ("--nothing", "choose one of: --debug, --help, --version"),
         ("run --seed x", "'speedrun run --help' shows what is needed"),
+        ("plan --device-kind h1000", "unknown device kind 'h1000'; did you mean 'h100'?"),
+        ("plan --device-kind rtx4090", "unknown device kind 'rtx4090'; did you mean '4090'?"),
+        ("plan --device-kind rtx5090", "unknown device kind 'rtx5090'; choose one of: 4090, a100,"),
+        ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
+        ("plan --recipe smok", "unknown recipe 'smok'; did you mean 'smoke'?"),
+        ("plan --arithmetic --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
+        ("plan --arithmetic --devices 3", "got 3 devices for a replica, need a divisor of 8"),
+        ("plan --nodes 1,x", "--nodes '1,x'; need numbers up to 1024 with commas between them"),
+        ("plan --nodes 2,100000", "--nodes '2,100000'; need numbers"),
+        ("plan --nodes 0", "--nodes '0'; need numbers"),
+        ("plan --nodes 2 --device-kind 4090", "is not known; pass --network GBIT"),
+        ("plan --nodes 2 --arithmetic", "--nodes goes with neither --track, --arithmetic nor --dollars;"),
+        ("plan --network 200", "--network is the rate between machines; add --nodes N,N or leave it out"),
     ],
 )
 def test_a_wrong_word_ends_with_what_to_type(words: str, suggestion: str):
@@ -95,42 +104,37 @@ def test_a_wrong_word_ends_with_what_to_type(words: str, suggestion: str):
 @pytest.mark.parametrize(
     "words",
     [
-        "data synth --track webmini",
-        "run --seed -1",
-        "run --seed",
-        "plot",
-        "reproduce a b",
-        "batch",
-        "batch --expect 3.2",
-        "batch --track main-8xh100 --expect 3.29",
-        "batch --runs 2 --seeds 1;2",
-        "batch --resume nowhere",
-        "batch --resume nowhere --runs 9",
-        "stats nowhere",
-        "plan --runs 2",
-        "plan --track smoke-cpu --devices 8",
-        "plan --track smoke-cpu --compile",
-        "sample nowhere",
-        "eval nowhere --limit 3",
-        "describe records/smoke-cpu/2026-11-21-first",
-        "describe records/smoke-cpu/2026-11-21-first --parent docs",
-        "export records/smoke-cpu/2026-11-21-first --to csv --dtype float16",
-        "play",
-        "watch docs",
-        "run --deadline nap=3",
-        "run --deadline step=x",
-        "run --set a",
-        "reproduce nowhere",
-        "sweep --ladder",
-        "sweep --runs 0",
-        "sweep --ladder --features cooldown",
-        "sweep --ladder --set a=1,2",
-        "sweep --track moon --ladder --runs 2",
-        "sweep --resume nowhere",
-        "sweep --resume nowhere --runs 9",
-        "sweep --runs 2",
-        "sweep --runs 2 --set a=1",
-        "sweep --runs 2 --set a=1..2",
+        *(
+            "data synth --track webmini",
+            "plot",
+            "reproduce a b",
+            "reproduce nowhere",
+            "stats nowhere",
+            "play",
+        ),
+        *("run --seed -1", "run --seed", "run --deadline nap=3", "run --deadline step=x", "run --set a"),
+        *(
+            "batch",
+            "batch --expect 3.2",
+            "batch --track main-8xh100 --expect 3.29",
+            "batch --runs 2 --seeds 1;2",
+        ),
+        *("batch --resume nowhere", "batch --resume nowhere --runs 9", "sample nowhere", "watch docs"),
+        *("plan --runs 2", "plan --track smoke-cpu --devices 8", "plan --track smoke-cpu --compile"),
+        *("eval nowhere --limit 3", f"describe {RECORD}", f"describe {RECORD} --parent docs"),
+        f"export {RECORD} --to csv --dtype float16",
+        *(
+            "sweep --ladder",
+            "sweep --runs 0",
+            "sweep --ladder --features cooldown",
+            "sweep --ladder --set a=1,2",
+        ),
+        *(
+            "sweep --track moon --ladder --runs 2",
+            "sweep --resume nowhere",
+            "sweep --resume nowhere --runs 9",
+        ),
+        *("sweep --runs 2", "sweep --runs 2 --set a=1", "sweep --runs 2 --set a=1..2"),
     ],
 )
 def test_wrong_usage_is_one_line_and_ends_with_2(words: str):
@@ -149,9 +153,8 @@ def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ..
 
 def test_bench_step_times_a_recipe():
     small = {"stages.0.seq_len": 32, "config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8}
-    settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
-    result = json.loads(invoke("bench", "step", "--devices", "1", "--steps", "3", *settings, "--json").stdout)
-    assert len(result["ms"]) == 3
+    words = ["--devices", "1", "--steps", "3", *as_words(small), "--json"]
+    result = json.loads(invoke("bench", "step", *words).stdout)
     assert len(result["ms"]) == len(result["losses"]) == 3
     assert result["mean_ms"] == pytest.approx(sum(result["ms"]) / 3)
     assert result["tokens_per_s"] == pytest.approx(8 * 32 / result["mean_ms"] * 1e3)
@@ -167,10 +170,7 @@ def test_bench_step_times_a_recipe():
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (
-            "attention --tokens 40 --dim 8 --window 2 --block 4 --document 7",
-            ["definition", "banded"],
-        ),
+        ("attention --tokens 40 --dim 8 --window 2 --block 4 --document 7", ["definition", "banded"]),
         ("norm --tokens 40 --dim 8", ["definition"]),
         (
             "muon --devices 8 --set config.model_dim=16 --set config.num_heads=2 --set config.head_dim=8",
@@ -212,9 +212,8 @@ def raiser(monkeypatch: pytest.MonkeyPatch):
     """Makes `speedrun run` raise what the test wants."""
 
     def install(error: BaseException) -> None:
-        @click.command
-        @json_option
-        def command(*, as_json: bool) -> None:
+        @click.command(cls=Command)
+        def command() -> None:
             raise error
 
         module = types.SimpleNamespace(command=command)
@@ -223,32 +222,33 @@ def raiser(monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-@pytest.mark.parametrize("kind", [SpeedrunError, UsageError, DataError, NonFiniteError])
-def test_an_expected_error_is_one_line(raiser, kind: type[SpeedrunError]):
-    raiser(kind("got; need; do"))
-    plain = invoke("run")
-    assert (plain.exit_code, plain.stdout, plain.stderr) == (kind.exit_code, "", "error: got; need; do\n")
-    machine = invoke("run", "--json")
-    assert (machine.exit_code, machine.stderr) == (kind.exit_code, "")
-    assert json.loads(machine.stdout) == {"error": "got; need; do", "exit_code": kind.exit_code}
-    assert kind.exit_code in EXIT_CODES
+SAID = "got; need; do"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        *(
+            (kind(SAID), kind.exit_code, SAID)
+            for kind in (SpeedrunError, UsageError, DataError, NonFiniteError)
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Terminated("stopped"), 75, "stopped"),
+    ],
+)
+def test_an_expected_error_is_one_line(raiser, error: BaseException, exit_code: int, said: str):
+    raiser(error)
+    plain, machine = invoke("run"), invoke("run", "--json")
+    ended = "\n" * isinstance(error, KeyboardInterrupt)  # by click: the line of the ^C
+    assert (plain.exit_code, plain.stdout, plain.stderr) == (exit_code, "", f"{ended}error: {said}\n")
+    assert (machine.exit_code, machine.stderr) == (exit_code, ended)
+    assert json.loads(machine.stdout) == {"error": said, "exit_code": exit_code}
+    assert exit_code in errors.EXIT_CODES
 
 
 def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
     raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
     assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "said"),
-    [(KeyboardInterrupt(), 130, "interrupted"), (Terminated("stopped"), 75, "stopped")],
-)
-def test_a_stop_has_an_exit_code_of_its_own(raiser, error: BaseException, exit_code: int, said: str):
-    raiser(error)
-    result = invoke("run")
-    assert (result.exit_code, result.stderr.strip()) == (exit_code, f"error: {said}")
-    assert json.loads(invoke("run", "--json").stdout) == {"error": said, "exit_code": exit_code}
-    assert exit_code in EXIT_CODES
 
 
 def test_an_unexpected_error_keeps_its_traceback(raiser):
@@ -282,11 +282,8 @@ def test_data_is_made_verified_and_listed(tmp_path: Path, monkeypatch: pytest.Mo
     assert digests == {name: entry["sha256"] for name, entry in made["manifest"]["shards"].items()}
     assert f"ok  {tmp_path / 'smoke' / 'smoke_val_000000.bin'}  " in invoke("data", "verify").stdout
     listed = invoke("data", "list").stdout
-    assert re.search(r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| ", listed), (
-        listed
-    )
-    assert re.search(
-        r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get", listed
-    )
+    whole = r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| "
+    part = r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get"
+    assert all(re.search(pattern, listed) for pattern in (whole, part)), listed
     found = json.loads(invoke("data", "list", "--json").stdout)
     assert [one["track"] for one in found["tracks"]] == [track.load(name).id for name in track.names()]

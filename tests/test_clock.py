@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import SMALL
+from small_run import SMALL, events, log_of
 
-from speedrun.data import synthetic
-from speedrun.ground import clock, runlog, track
+from speedrun.ground import clock, runlog
 from speedrun.ground.clock import Phases
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
@@ -23,10 +22,9 @@ PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoi
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory) -> Path:
+def record(tmp_path_factory, smoke_data) -> Path:
     """A run during which the wall's clock is set back by an hour, at the fifth stamp of a step."""
-    data, out = tmp_path_factory.mktemp("smoke"), tmp_path_factory.mktemp("records") / "small"
-    synthetic.write(track.load("smoke-cpu"), data)
+    out = tmp_path_factory.mktemp("records") / "small"
 
     class SetBack(datetime):
         calls = 0
@@ -38,15 +36,14 @@ def record(tmp_path_factory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "datetime", SetBack)
-        train(RunConfig("smoke-cpu", out, overrides=SMALL, data=data, checkpoint_every=5))
+        train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, checkpoint_every=5))
     assert SetBack.calls > 20
     assemble(out, title="small")
     return out
 
 
 def lines_of(record: Path) -> list[Any]:
-    (path,) = record.glob("runs/*/metrics.jsonl")
-    return list(runlog.read(path))
+    return list(runlog.read(log_of(record)))
 
 
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**12))))
@@ -76,23 +73,14 @@ def test_after_a_block_the_phase_is_the_one_before_also_if_it_raises():
 def test_the_phases_of_a_run_add_up_to_its_wall_time(record):
     last = lines_of(record)[-1]
     end = last.event
-    assert list(end.phases) == [
-        "start",
-        "compile",
-        "warm-up",
-        "checkpoint",
-        "step",
-        "evaluation",
-        "data",
-        "end",
-    ]
+    entered = ["start", "compile", "warm-up", "checkpoint", "step", "evaluation", "data", "end"]
+    assert list(end.phases) == entered
     wall_s = (last.t_mono_ns - clock._IMPORT_NS) / 1e9
     assert sum(end.phases.values()) == pytest.approx(wall_s, rel=0.01, abs=0.05)
 
 
 def test_the_phases_of_a_run_are_what_else_was_measured(record):
-    lines = lines_of(record)
-    end, kept = lines[-1].event, [x.event.seconds for x in lines if isinstance(x.event, runlog.Checkpoint)]
+    end, kept = events(record)[-1], [one.seconds for one in events(record, runlog.Checkpoint)]
     assert len(kept) == 3
     assert end.phases["compile"] >= end.compile_s
     assert end.phases["warm-up"] == pytest.approx(end.warmup_s, abs=0.05)
@@ -106,7 +94,7 @@ def test_the_phases_of_a_run_are_what_else_was_measured(record):
 def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):
     stamps = [datetime.fromisoformat(line.t_utc) for line in lines_of(record)]
     assert min(stamps) < stamps[0] - timedelta(minutes=50)
-    steps = [line.event.train_time_s for line in lines_of(record) if isinstance(line.event, runlog.Step)]
+    steps = [step.train_time_s for step in events(record, runlog.Step)]
     assert steps == sorted(steps)
     assert 0 < steps[-1] < 60
     assert not validate(record).having("failed")
@@ -119,10 +107,10 @@ def test_what_is_lost_is_what_came_after_the_checkpoint(tmp_path):
     written = runlog.Checkpoint(5, "", 0.1)
     resumed = runlog.Resume("a", 5, "", 1.0, 0, (0, 0))
     other, said = runlog.Checkpoint(3, "", 0.1), runlog.Warning("")
-    for name, events in {"a": [other, said, written, said], "b": [said, resumed, said]}.items():
+    for name, said_by in {"a": [other, said, written, said], "b": [said, resumed, said]}.items():
         (tmp_path / "runs" / name).mkdir(parents=True)
         with runlog.RunLog(tmp_path / "runs" / name / "metrics.jsonl", tick) as log:
-            for event in events:
+            for event in said_by:
                 log.emit(event)
     assert lost_s(tmp_path, 5) == (9 - 4) + (23.5 - 21)
     assert lost_s(tmp_path, 4) == 0

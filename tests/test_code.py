@@ -6,9 +6,8 @@ import difflib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from record_forge import RECIPE, forge, install_track
+from record_forge import RECIPE, forge
 
-from speedrun.ground import track
 from speedrun.ground.sourcefile import join_source
 from speedrun.ledger import code
 from speedrun.ledger.validate import validate
@@ -46,22 +45,17 @@ def test_any_text_is_read(text):
 
 
 @pytest.mark.parametrize("bomb", ["closed brackets", "signs", "comparisons", "one line"])
-def test_a_record_with_a_bomb_ends_in_a_report(tmp_path, monkeypatch, bomb):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    forge(tmp_path / "record", edit_source=lambda files: {**files, RECIPE: BOMBS[bomb] + "\n"})
-    report = validate(tmp_path / "record")
-    for result in report.results:
+def test_a_record_with_a_bomb_ends_in_a_report(forged, bomb):
+    forge(forged / "record", edit_source=lambda files: {**files, RECIPE: BOMBS[bomb] + "\n"})
+    for result in validate(forged / "record").results:
         assert all(message.isprintable() and len(message) < 1000 for message in result.messages)
 
 
-def test_nothing_of_a_source_is_executed(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    canary = tmp_path / "canary"
+def test_nothing_of_a_source_is_executed(forged):
+    canary = forged / "canary"
     text = f"@print\nclass A(open({str(canary)!r}, 'w').__class__): pass\n"
-    forge(tmp_path / "record", edit_source=lambda files: {**files, RECIPE: text})
-    validate(tmp_path / "record")
+    forge(forged / "record", edit_source=lambda files: {**files, RECIPE: text})
+    validate(forged / "record")
     assert not canary.exists()
 
 
@@ -119,9 +113,7 @@ def test_a_record_without_a_parent_counts_all_its_science():
 
 @given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd")))
 def test_changed_lines_are_at_most_those_of_a_diff(lines, parent_lines):
-    texts = [
-        join_source({"speedrun/science/nn.py": "".join(f"{line}\n" for line in side)})
-        for side in (lines, parent_lines)
-    ]
+    sides = ["".join(f"{line}\n" for line in side) for side in (lines, parent_lines)]
+    texts = [join_source({"speedrun/science/nn.py": side}) for side in sides]
     added = sum(line.startswith("+ ") for line in difflib.ndiff(parent_lines, lines))
     assert max(0, len(lines) - len(parent_lines)) <= code.changed_lines(*texts) <= added

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_run import runs_of
+from small_run import events, runs_of
 from test_checkpoint import went_on
 
 from speedrun.ground import plugins, runlog
@@ -46,11 +46,9 @@ def finished(toy: Recipe, smoke_data: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.compile
 def test_a_run_on_eight_devices_is_a_record(toy, finished):
-    (log,) = finished.out.glob("runs/*/metrics.jsonl")
-    events = [line.event for line in runlog.read(log)]
-    losses = [event.loss for event in events if isinstance(event, runlog.Step)]
+    losses = [step.loss for step in events(finished.out, runlog.Step)]
     assert losses[-1] < losses[0] - 0.3
-    *_, last = [event for event in events if isinstance(event, runlog.Val)]
+    *_, last = events(finished.out, runlog.Val)
     assert (last.step, last.tokens) == (toy.num_steps, 131072)
     assemble(finished.out, title="toy89")
     report = validate(finished.out)
@@ -59,8 +57,6 @@ def test_a_run_on_eight_devices_is_a_record(toy, finished):
 
 @pytest.mark.compile
 def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path):
-    (log,) = finished.out.glob("runs/*/metrics.jsonl")
-    events = [line.event for line in runlog.read(log)]
     (programs,) = finished.out.glob("programs-*.xz")
     request = Examination(
         programs=programs,
@@ -77,7 +73,7 @@ def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path)
         findings=tmp_path / "findings.json",
     )
     found = examine(request)
-    losses = tuple(event.loss for event in events if isinstance(event, runlog.Step))
+    losses = tuple(step.loss for step in events(finished.out, runlog.Step))
     assert [stretch.losses for stretch in found.stretches] == [losses[:3], losses[5:]]
     (run,) = load(finished.out).runs
     assert (found.final_hash, found.leak) == (run.end.final_hash, 0.0)
@@ -202,14 +198,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_recipe_with_a_mistake_is_refused_before_it_is_compiled(
+def test_a_mistake_of_a_recipe_is_refused_before_it_is_compiled(
     toy, smoke_data, tmp_path, mistake, monkeypatch
 ):
     source, said = MISTAKES[mistake]
     monkeypatch.setenv(RECIPES_VARIABLE, str(FILE.parent))
-    imports = (
-        "from dataclasses import replace\nimport numpy as np\nfrom speedrun.science.recipes import toy89\n"
-    )
+    imports = "from dataclasses import replace\nimport numpy as np\n"
+    imports += "from speedrun.science.recipes import toy89\n"
     recipe = f"RECIPE = replace(toy89.RECIPE, name='bad_{mistake}', **CHANGES)\n"
     file = tmp_path / f"bad_{mistake}.py"
     file.write_text(f"{imports}{source}\n{recipe}")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.data.imitation import MEAN, MEDIAN, document_lengths
+from speedrun.data.synthetic import MEAN, MEDIAN, document_lengths
 from speedrun.ground import devices, mesh
 from speedrun.predict import cost
 from speedrun.predict.cost import Work
@@ -80,10 +80,8 @@ def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_block
     seen_TS = np.asarray(visible(sight(doc_BT, window_blocks, block_tokens).first_BT))[0]
 
     def pairs(tiles: attention_triton.Tiles) -> int:
-        tiled = seen_TS.reshape(
-            num_tokens // tiles.queries, tiles.queries, num_tokens // tiles.keys, tiles.keys
-        )
-        return int(tiled.any(axis=(1, 3)).sum()) * tiles.queries * tiles.keys
+        shape = num_tokens // tiles.queries, tiles.queries, num_tokens // tiles.keys, tiles.keys
+        return int(seen_TS.reshape(shape).any(axis=(1, 3)).sum()) * tiles.queries * tiles.keys
 
     found = cost.visited_pairs(num_tokens, window_blocks, block_tokens)
     assert found.forward == 2 * pairs(attention_triton.FORWARD)

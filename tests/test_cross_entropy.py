@@ -15,15 +15,8 @@ from jax.sharding import PartitionSpec as P
 from speedrun.predict import anatomy
 from speedrun.predict.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
-from speedrun.science.kernels.choose import choose_head
-from speedrun.science.kernels.cross_entropy import (
-    Losses,
-    as_cap,
-    logits,
-    single_targets,
-    weighted_uncapped,
-)
-from speedrun.science.kernels.forms import HeadCall
+from speedrun.science.kernels.choose import HeadCall, choose_head
+from speedrun.science.kernels.cross_entropy import Losses, as_cap, logits, single_targets, weighted_uncapped
 
 CAP = 15.0
 
@@ -120,7 +113,9 @@ class TestOnH100:
         got = self.dissect(partial(value_and_grads, form, scale=1 / self.SIZES[0]), h100(1))
         assert got.custom_calls == calls, got
         assert got.traffic_bytes < gigabytes * 1e9, got
-        assert got.memory.temporary_bytes < 10.1e9 / num_chunks + 0.3e9, "logits and their gradient, in bf16"
+        assert got.memory.temp_size_in_bytes < 10.1e9 / num_chunks + 0.3e9, (
+            "logits and their gradient, in bf16"
+        )
         chunk = self.SIZES[0] // num_chunks, self.SIZES[2]
         assert got.holds("bf16", *chunk)
         assert got.holds("f8e5m2", *chunk) == bool(fp8), "the gradient: wide range, few bits"
@@ -134,9 +129,8 @@ class TestOnH100:
 
 @pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
 def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
-    choice = choose_head(
-        HeadCall(num_tokens, 50_304, jnp.dtype(jnp.bfloat16), "gpu", "8.0", None, as_cap(CAP))
-    )
+    here = jnp.dtype(jnp.bfloat16), "gpu", "8.0"
+    choice = choose_head(HeadCall(num_tokens, 50_304, *here, None, as_cap(CAP)))
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks, "passes": gpu.PASSES}
     assert choice.name == "bfloat16"
@@ -179,6 +173,5 @@ def test_without_a_cap_the_heads_gradient_is_summed_in_float32():
 
 def test_the_cap_is_the_records_sigmoid_up_to_a_constant():
     x_ND, head_VD = jnp.linspace(-80, 80, 41)[:, None], jnp.ones((1, 1))
-    np.testing.assert_allclose(
-        logits(x_ND, head_VD, cap=CAP) + 15, 30 * jax.nn.sigmoid(x_ND / 7.5), rtol=1e-5, atol=1e-5
-    )
+    got, want = logits(x_ND, head_VD, cap=CAP) + 15, 30 * jax.nn.sigmoid(x_ND / 7.5)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

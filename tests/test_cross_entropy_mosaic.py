@@ -14,9 +14,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from speedrun.predict import cost
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
-from speedrun.science.kernels.choose import choose_head
+from speedrun.science.kernels.choose import HeadCall, choose_head
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, weighted_cross_entropy
-from speedrun.science.kernels.forms import HeadCall
 
 CAPS = {"record 21": as_cap(15.0), "record 89": Cap(11.5, 15.0, 5.0)}
 TOKENS = 128
@@ -76,11 +75,7 @@ def head_gradients(
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("fp8", "most"),
-    [
-        pytest.param(None, 0.01, id="bf16"),
-        pytest.param(gpu.Fp8(x=8.0, head=64.0, grad=64.0), 0.1, id="fp8"),
-    ],
+    ("fp8", "most"), [(None, 0.01), (gpu.Fp8(x=8.0, head=64.0, grad=64.0), 0.1)], ids=["bf16", "fp8"]
 )
 def test_a_head_with_these_passes_is_the_definition(fp8, most):
     form = partial(gpu.weighted_cross_entropy, fp8=fp8, passes=INTERPRETED, num_chunks=2)

@@ -3,12 +3,11 @@
 import dataclasses
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import replace
-from record_forge import Spec, change, forge, install_track, write_run
+from record_forge import Spec, change, forge, write_run
+from typed import invoke
 
-from speedrun.cli.describe import command
-from speedrun.ground import runlog, track
+from speedrun.ground import runlog
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
 from speedrun.ledger.summary import summarize
@@ -16,27 +15,22 @@ from speedrun.ledger.validate import validate
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    (tmp_path / "forged").mkdir()
-    return forge(tmp_path / "forged" / "child"), forge(tmp_path / "forged" / "parent")
+def records(forged):
+    (forged / "forged").mkdir()
+    return forge(forged / "forged" / "child"), forge(forged / "forged" / "parent")
 
 
 def described(*words) -> None:
-    result = CliRunner().invoke(command, [*map(str, words)], catch_exceptions=False)
+    result = invoke("describe", *map(str, words))
     assert result.exit_code == 0, result.output
 
 
 def test_what_no_record_could_hold_is_refused_before_anything_is_written(records):
     child, _ = records
     before = {path: path.read_bytes() for path in child.rglob("*") if path.is_file()}
-    for words, said in (
-        (["--parent", child], "is the record itself"),
-        (["--change", "x" * 2**20], "at most 1,048,576"),
-    ):
-        result = CliRunner().invoke(command, [str(child), *map(str, words)])
-        assert said in str(result.exception)
+    too_long = ["--change", "x" * 2**20], "at most 1,048,576"
+    for words, said in ((["--parent", child], "is the record itself"), too_long):
+        assert said in invoke("describe", str(child), *map(str, words)).stderr
     assert {path: path.read_bytes() for path in child.rglob("*") if path.is_file()} == before
 
 

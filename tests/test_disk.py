@@ -82,13 +82,8 @@ def checkout(tmp_path, monkeypatch) -> Path:
 )
 def test_the_next_call_mends_what_the_disk_did_to_the_last(failing_disk, checkout, tmp_path, words, step):
     (tmp_path / "work").mkdir()
-    asked = {
-        "tracks": tmp_path,
-        "template": checkout,
-        "work": tmp_path / "work",
-        "words": words,
-        "step": step,
-    }
+    asked = {"tracks": tmp_path, "template": checkout, "work": tmp_path / "work"}
+    asked |= {"words": words, "step": step}
     complaints, blows = answer(failing_disk, asked, tmp_path)
     assert blows >= 3  # a submission is two files
     assert not complaints, "\n".join(complaints)
@@ -112,9 +107,8 @@ def answer(failing_disk: Path, asked: dict[str, Any], tmp_path: Path) -> Any:
 def tiny() -> str:
     """A track that twelve small steps reach: smoke-cpu with fewer tokens, without digests."""
     text = (track.TRACKS_DIR / "smoke-cpu.toml").read_text()
-    text = (
-        re.sub(r"\[data.sha256\]\n(.+\n)*", "", text).replace("smoke_", "tiny_").replace("smoke-cpu", "tiny")
-    )
+    text = re.sub(r"\[data.sha256\]\n(.+\n)*", "", text)
+    text = text.replace("smoke_", "tiny_").replace("smoke-cpu", "tiny")
     changes = {"folder": '"tiny"', "val_tokens": 8192, "loss": 8.0, "num_devices": 2, "min_runs": 2}
     for name, value in (changes | {"val_lines": 600, "shard_lines": 2000, "num_shards": 1}).items():
         text = re.sub(rf"^{name} = .*", f"{name} = {value}", text, flags=re.MULTILINE)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typed import program
 
 from speedrun.ground import provenance
 
@@ -23,9 +24,9 @@ COMMITTED = "records/smoke-cpu/2026-11-21-first"
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
     """A `docker` that writes down its words and has the images that it is told of. All calls."""
-    fake, log, images = tmp_path / "bin" / "docker", tmp_path / "calls", tmp_path / "images"
-    fake.parent.mkdir()
-    fake.write_text(
+    log, images = tmp_path / "calls", tmp_path / "images"
+    program(
+        tmp_path / "bin" / "docker",
         f"""#!/usr/bin/env bash
 printf '%s\\0' "$@" >>{log}; printf '\\n' >>{log}
 case "$1 $2" in
@@ -34,12 +35,10 @@ case "$1 $2" in
     echo "Error: No such image: ${{@: -1}}" >&2 && exit 1 ;;
 esac
 exit 0
-"""
+""",
     )
-    fake.chmod(0o755)
     images.write_text("")
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 9\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in provenance.VARIABLES:
@@ -71,11 +70,8 @@ def test_the_script_hands_on_what_it_is_given(docker, tmp_path, monkeypatch):
     call = docker()[-1]
     assert call[0] == "run"
     assert call[call.index("--") + 1 :] == ["speedrun:cpu", "run", "--track", "smoke-cpu", "--set", "a=b c"]
-    for option, value in (
-        ("--shm-size", "16g"),
-        ("--ulimit", "memlock=-1"),
-        ("--user", f"{os.getuid()}:{os.getgid()}"),
-    ):
+    user = f"{os.getuid()}:{os.getgid()}"
+    for option, value in (("--shm-size", "16g"), ("--ulimit", "memlock=-1"), ("--user", user)):
         assert call[call.index(option) + 1] == value
     assert {"stack=67108864", "--no-healthcheck", "--rm"} <= set(call)
     assert f"SPEEDRUN_IMAGE={IMAGE}" in call

@@ -3,18 +3,16 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from click.testing import CliRunner, Result
 from hub_server import serve
+from typed import invoke, program, speedrun
 
-from speedrun import cli
 from speedrun.bench import machine as bench
 from speedrun.cli.doctor import _print
 from speedrun.data import overview
@@ -29,38 +27,29 @@ from speedrun.ground.console import clean
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"
 CPUS = Machine("cpu", "cpu", 8)
-NODE = Machine("gpu", H100, 8)
+NODE, HALF = (Machine("gpu", H100, number) for number in (8, 4))
 GPU = gpus.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
 LOAD = gpus.Load(1755, 1980, 65, ())
-WHOLE = {
-    "jax-cuda13-plugin": "0.10.2",
-    "jax-cuda13-pjrt": "0.10.2",
-    "jaxlib": "0.10.2",
-    "nvidia-cudnn-cu13": "9",
+WHOLE = dict.fromkeys(("jax-cuda13-plugin", "jax-cuda13-pjrt", "jaxlib"), "0.10.2") | {
+    "nvidia-cudnn-cu13": "9"
 }
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, ["doctor", *args], prog_name="speedrun")
 
 
 # --- machines that are not here -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def driver(tmp_path: Path, monkeypatch) -> Path:
     """A folder of answers that a `nvidia-smi` on the PATH gives: those of a sound node of eight H100."""
     answers = tmp_path / "answers"
     answers.mkdir()
     gpu = f"{H100}, 580.95.05, 81559, 16, 16, Disabled\n"
     (answers / "name").write_text(8 * gpu)
-    (answers / "clocks.sm").write_text(
-        "".join(f"1755, 1980, {60 + i}, 0x0000000000000004\n" for i in range(8))
-    )
+    loads = (f"1755, 1980, {60 + i}, 0x0000000000000004\n" for i in range(8))
+    (answers / "clocks.sm").write_text("".join(loads))
     (answers / "counters").write_text(8 * "0, 0, 0\n")
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(
+    tool = program(
+        tmp_path / "bin" / "nvidia-smi",
         f"""#!/bin/sh
 cd {answers} || exit 1
 case "$*" in
@@ -69,24 +58,21 @@ case "$*" in
   --query-gpu=*counters*) cat counters ;;
   *) echo "Field is not a valid field to query." && exit 2 ;;
 esac
-"""
+""",
     )
-    tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
     return answers
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path: Path, monkeypatch) -> None:
     """No network and no data."""
-    monkeypatch.setattr(
-        data.hub, "reach", lambda _: (_ for _ in ()).throw(data.hub.HubError("no connection"))
-    )
+    monkeypatch.setattr(data.hub, "reach", Mock(side_effect=data.hub.HubError("no connection")))
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
 
 
 @pytest.fixture
-def node(driver: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def node(driver: Path, offline: None, monkeypatch) -> None:
     """Eight H100 that JAX sees, too."""
 
     def seen(found: list[gpus.Gpu], *, usable: bool, timed: bool) -> Iterator[Check]:
@@ -128,9 +114,7 @@ def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: P
         "",
     ],
 )
-def test_a_driver_that_gives_no_answer_says_so(
-    does: str, driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_driver_that_gives_no_answer_says_so(does: str, driver: Path, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(gpus, "_ANSWER_S", 0.2)
     (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
     if not does:
@@ -173,9 +157,7 @@ def test_the_installer_chooses_by_the_same_driver():
         ({"nvidia-cudnn-cu13": None}, "nvidia-cudnn-cu13 missing"),
     ],
 )
-def test_half_an_installation_is_told(
-    changes: dict[str, str | None], names: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_half_an_installation_is_told(changes: dict[str, str | None], names: str, monkeypatch):
     monkeypatch.setattr(cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
     installed = {name: version for name, version in {**WHOLE, **changes}.items() if version is not None}
     problem = cuda.wheels_problem(installed)
@@ -183,7 +165,7 @@ def test_half_an_installation_is_told(
     assert bool(problem) == bool(names)
 
 
-def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch):
     monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("simulated devices were measured"))
     found = {check.name: check.mark for check in seen_devices.checks([GPU], usable=True)}
     assert found == {"devices": "ok", "visible": "note", "rates": "note"}
@@ -223,10 +205,8 @@ def test_gpus_are_sound_or_it_is_said_what_is_not(check: Check, names: str):
 
 def of_vendor(share: float) -> bench.Rates:
     h100 = devices.load("h100")
-    links = 3 * (h100.link_rate / 1e9,)
-    return bench.Rates(
-        *(8 * share * rate for rate in (h100.bf16_flops / 1e9, h100.memory_rate / 1e9, *links, 60.0))
-    )
+    rates = h100.bf16_flops, h100.memory_rate, *3 * (h100.link_rate,), 60e9
+    return bench.Rates(*(8 * share * rate / 1e9 for rate in rates))
 
 
 @pytest.mark.parametrize(("share", "ok"), [(0.75, True), (0.45, False)])
@@ -252,9 +232,7 @@ def test_every_rate_is_measured_and_no_collective_of_one_device():
 
 
 @pytest.mark.parametrize(("free", "writable"), [(10**9, True), (10**12, False)])
-def test_a_full_or_forbidden_disk_is_in_the_way(
-    free: int, writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_or_forbidden_disk_is_in_the_way(free: int, writable: bool, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "not" / "yet"))
     monkeypatch.setattr(data.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setattr(data.os, "access", lambda *_: writable)  # root may write anywhere
@@ -272,7 +250,7 @@ def test_what_is_still_to_fetch_is_what_is_not_here(tmp_path: Path):
     assert overview.to_fetch_bytes(webmini, tmp_path) == 0
 
 
-def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_answers_and_one_that_does_not(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve("owner/name", {}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
@@ -299,11 +277,7 @@ def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> s
     [
         (CPUS, "speedrun data synth --track smoke-cpu", "speedrun run --track smoke-cpu"),
         (NODE, "speedrun data get --track main-8xh100", "speedrun batch --track main-8xh100 --runs 4"),
-        (
-            NODE._replace(num_devices=4),
-            "speedrun data get --track single-gpu",
-            "speedrun batch --track single-gpu --runs 3",
-        ),
+        (HALF, "speedrun data get --track single-gpu", "speedrun batch --track single-gpu --runs 3"),
     ],
 )
 def test_the_hardest_track_that_fits_is_next(machine: Machine, without: str, with_data: str):
@@ -320,9 +294,8 @@ def test_the_hardest_track_that_fits_is_next(machine: Machine, without: str, wit
 @pytest.mark.compile
 def test_this_machine_is_fit(tmp_path: Path):
     # A process of its own: it wants eight devices, and JAX may have started here with another number.
-    args = [sys.executable, "-m", "speedrun", "doctor", "--json"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "SPEEDRUN_DATA": str(tmp_path)}
-    done = subprocess.run(args, check=False, capture_output=True, text=True, env=env)
+    done = speedrun("doctor", "--json", env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     found = {check["name"]: check for check in report["checks"]}
@@ -336,7 +309,7 @@ def test_this_machine_is_fit(tmp_path: Path):
     assert (report["ready"], report["track"], found["hub"]["mark"]) == (True, "smoke-cpu", "note")
 
 
-def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch):
     """The smoke track, as for the quickstart, needs neither rates nor a network."""
     monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("rates were measured"))
     monkeypatch.setattr(data, "reachable", lambda: pytest.fail("the network was asked"))
@@ -348,15 +321,13 @@ def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch:
 
 
 def test_a_node_of_eight_is_told_what_to_do(node: None):
-    assert invoke().stdout.splitlines()[-1] == "next: speedrun data get --track main-8xh100"
+    assert invoke("doctor").stdout.splitlines()[-1] == "next: speedrun data get --track main-8xh100"
 
 
 @pytest.mark.parametrize(("asked", "code", "mark"), [((), 0, "note"), (("--track", "main-8xh100"), 1, "bad")])
-def test_an_old_driver_is_in_the_way_of_gpus_only(
-    node: None, driver: Path, asked: tuple[str, ...], code: int, mark: str
-):
+def test_an_old_driver_is_in_the_way_of_gpus_only(node, driver: Path, asked, code: int, mark: str):
     (driver / "name").write_text(8 * f"{H100}, 470.82.01, 81559, 16, 16, Disabled\n")
-    result = invoke(*asked)
+    result = invoke("doctor", *asked)
     assert result.exit_code == code
     assert f"\n{mark:<4}  driver: 470.82.01 is too old" in result.stdout
     again = " ".join(["speedrun doctor", *asked])
@@ -368,12 +339,7 @@ def test_an_old_driver_is_in_the_way_of_gpus_only(
     [(8, True, ["bad"]), (8, False, ["bad"]), (0, True, ["bad"]), (0, False, [])],
 )
 def test_a_driver_that_fails_is_told_where_there_is_one(
-    num_gpus: int,
-    installed: bool,
-    marks: list[str],
-    driver: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    num_gpus, installed, marks, driver, monkeypatch, tmp_path
 ):
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     if not installed:
@@ -392,7 +358,7 @@ def test_versions_compare_as_numbers(version: str, ok: bool):
     assert software.floor("jax", version, "jax>=0.10.2").ok == ok
 
 
-def test_packages_that_no_lock_has_are_a_note(monkeypatch: pytest.MonkeyPatch):
+def test_packages_that_no_lock_has_are_a_note(monkeypatch):
     # Not what is installed here: that may be another JAX, laid over the lock.
     pins = software.provenance.pinned((ROOT / "requirements" / "run.lock").read_text())
     here = {name: max(filter(None, versions)) for name, versions in pins.items()}
@@ -402,16 +368,16 @@ def test_packages_that_no_lock_has_are_a_note(monkeypatch: pytest.MonkeyPatch):
     assert software.lock().mark == "note"
 
 
-def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_that_is_not_fit(offline: None, monkeypatch):
     def broken(*_: object, **__: object):
         raise RuntimeError("no CUDA\nand a long tale")
 
     monkeypatch.setattr(examine.devices, "checks", broken)
-    result = invoke()
+    result = invoke("doctor")
     assert result.exit_code == 1
     assert "bad   devices: no CUDA; " in result.stdout
     monkeypatch.setattr(software, "checks", lambda: [Check("python", "2.7; need python>=3.11", ok=False)])
-    result = invoke()
+    result = invoke("doctor")
     assert result.exit_code == 1
     assert "bad   python: 2.7; need python>=3.11\n" in result.stdout
     assert "note  data smoke-cpu: " in result.stdout

@@ -10,8 +10,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +19,12 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from forgeries import BROKE
 from record_forge import CONFIG, Spec, change, digest, install_track, source_text, write_run
 from scipy import stats
+from small_run import SMALL
+from typed import as_words, invoke, speedrun
 
-from speedrun import cli
-from speedrun.data import synthetic
 from speedrun.ground import children, provenance, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import format
@@ -43,14 +40,8 @@ from speedrun.study.features import FEATURES
 from speedrun.study.forest import forest
 from speedrun.study.space import Range
 from speedrun.study.trials import BASELINE, Arm, Experiment, Request
-from speedrun.training import child
 from speedrun.training.request import RunConfig
 from speedrun.training.train import train
-
-
-def invoke(*args: str):
-    return CliRunner().invoke(cli.command, list(args), prog_name="speedrun")
-
 
 # --- features ----------------------------------------------------------------------------------------------
 
@@ -91,23 +82,19 @@ def test_what_is_off_is_what_the_name_says():
     for name in ("smoke", "record21"):
         whole = without("windows", name)
         seen = int(whole.inputs_at(1)["window_blocks"]) * whole.config.block_tokens
-        assert seen >= max(whole.eval_seq_len, *(stage.seq_len for stage in whole.stages)), (
-            "from the second step on"
-        )
+        assert seen >= max(whole.eval_seq_len, *(stage.seq_len for stage in whole.stages)), "from step 2 on"
 
 
 def test_what_is_off_in_record_89_is_what_the_name_says():
     full = recipes.load("record89")
     less = without("other-values", "record89").config.layers
-    assert [layer.extras for layer in less[:10]] == [
-        tuple(extra for extra in layer.extras if extra != "value") for layer in full.config.layers[:10]
-    ]
+    for layer, other in zip(full.config.layers[:10], less[:10], strict=True):
+        assert other.extras == tuple(extra for extra in layer.extras if extra != "value")
     assert less[10] == full.config.layers[10]
     single, whole = without("future-tokens", "record89"), without("growing-windows", "record89")
     assert {int(single.inputs_at(step)["targets"]) for step in range(1286)} == {1}
-    assert {whole.inputs_at(step)[f"{kind}_keys"] for step in range(1286) for kind in ("short", "long")} == {
-        2561
-    }
+    kinds = ("short_keys", "long_keys")
+    assert {whole.inputs_at(step)[kind] for step in range(1286) for kind in kinds} == {2561}
     last = full.inputs_at(full.num_steps)["attention_scale"]
     for step in (0, 600, 1285):
         assert whole.inputs_at(step)["attention_scale"] == pytest.approx(last, rel=1e-5)
@@ -144,16 +131,10 @@ def designed(tmp_path, monkeypatch):
 
 
 def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed, tmp_path):
-    found = designed(
-        "features",
-        features=("cooldown", "short-windows", "bfloat16-muon"),
-        overrides={"stages.0.num_steps": "9"},
-    )
-    assert [(arm.name, arm.against) for arm in found.arms] == [
-        (BASELINE, None),
-        ("no cooldown", BASELINE),
-        ("no short-windows", BASELINE),
-    ]
+    chosen = ("cooldown", "short-windows", "bfloat16-muon")
+    found = designed("features", features=chosen, overrides={"stages.0.num_steps": "9"})
+    off = [("no cooldown", BASELINE), ("no short-windows", BASELINE)]
+    assert [(arm.name, arm.against) for arm in found.arms] == [(BASELINE, None), *off]
     assert found.arms[1].overrides == {"stages.0.num_steps": "9", "schedule.final_lr_scale": "1.0"}
     assert found.left_out == ("bfloat16-muon: smoke does not have it",)
     assert found.standing == "research, not ranked"
@@ -162,10 +143,8 @@ def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed
 
 def test_a_ladder_is_each_recipe_against_its_parent(designed):
     found = designed("ladder", recipe="docs")
-    assert [(arm.name, arm.recipe, arm.against) for arm in found.arms] == [
-        ("smoke", "smoke", None),
-        ("docs", "docs", "smoke"),
-    ]
+    rungs = [(arm.name, arm.recipe, arm.against) for arm in found.arms]
+    assert rungs == [("smoke", "smoke", None), ("docs", "docs", "smoke")]
     assert found.arms[0].source_sha256 != found.arms[1].source_sha256
 
 
@@ -194,16 +173,7 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 def arms(*names: str) -> tuple[Arm, ...]:
     """Forged runs all have one config."""
     sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(source_text())}
-    return tuple(
-        Arm(
-            name=name,
-            recipe="tiny",
-            overrides={},
-            against=None if name == names[0] else names[0],
-            **sums,
-        )
-        for name in names
-    )
+    return tuple(Arm(name, "tiny", {}, None if name == names[0] else names[0], **sums) for name in names)
 
 
 def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
@@ -247,9 +217,8 @@ def test_a_range_needs_two_numbers_above_zero(text):
 
 
 def test_a_grid_is_every_combination():
-    assert space.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == [
-        {"a": a, "b": b} for a in "12" for b in "xyz"
-    ]
+    every = [{"a": a, "b": b} for a in "12" for b in "xyz"]
+    assert space.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
     with pytest.raises(UsageError, match="add --trials"):
         space.grid({"a": Range("1", "2")})
     with pytest.raises(UsageError, match="at most 200"):
@@ -285,12 +254,6 @@ def test_holm_is_the_closure_of_bonferroni():
     assert effects.holm([]) == []
 
 
-def test_p_is_that_of_students_t():
-    differences = [0.3, -0.1, 0.25, 0.4]
-    assert effects.p_of_zero(differences) == pytest.approx(stats.ttest_1samp(differences, 0)[1])
-    assert effects.p_of_zero([0.1, 0.1, 0.1]) == 1.0, "copies of one run prove nothing"
-
-
 @pytest.fixture
 def forged(tmp_path, monkeypatch):
     """A run of the forger, by its loss and its time a step."""
@@ -324,11 +287,8 @@ def test_differences_are_taken_inside_pairs_and_loss_counts_as_time(forged):
     runs = {("a", seed): forged(loss, 0.1) for seed, loss in zip((1, 2, 3), base, strict=True)}
     runs |= {("b", seed): forged(loss, 0.11) for seed, loss in zip((1, 2), arm, strict=False)}
     runs["b", 3] = forged(**blown_up(3))
-    found = found_of("ab", (1, 2, 3), runs)["b"]
+    found: Any = found_of("ab", (1, 2, 3), runs)["b"]
     assert (found.seeds, found.num_non_finite, found.verdict) == ((1, 2), 1, "non-finite")
-    assert found.loss
-    assert found.log_time
-    assert found.together_s
     assert found.loss.mean == pytest.approx(0.0225)
     assert found.log_time.mean == pytest.approx(math.log(1.1))
     assert found.s_per_nat == pytest.approx(100 / 1770 / 0.0045)
@@ -350,42 +310,35 @@ def judged(forged, differences_s: dict[str, Sequence[float]]) -> dict[str, effec
 
 
 def test_verdicts(forged):
-    found = judged(
-        forged,
-        {
-            "slower": (0.1, 0.101, 0.102),
-            "faster": (-0.1, -0.101, -0.102),
-            "as fast": (0.001, -0.001, 0.0),
-            "noisy": (0.2, -0.2, 0.1),
-        },
-    )
-    assert {name: one.verdict for name, one in found.items()} == {
-        "slower": "worse",
-        "faster": "better",
-        "as fast": "equal",
-        "noisy": "unresolved",
+    wanted: dict[str, Sequence[float]] = {
+        "worse": (0.1, 0.101, 0.102),
+        "better": (-0.1, -0.101, -0.102),
+        "equal": (0.001, -0.001, 0.0),
+        "unresolved": (0.2, -0.2, 0.1),
     }
+    found = judged(forged, wanted)
+    assert all(one.verdict == name for name, one in found.items()), found
     best = effects.winner(list(found.values()))
-    assert best is not None
-    assert best.arm == "faster"
+    assert best is found["better"]
+    assert all(one.loss and one.loss.p == 1.0 for one in found.values()), "copies of one run prove nothing"
 
 
 def test_more_arms_ask_for_more(forged):
     """p = 0.03 by itself; among ten that are noise it says nothing."""
     row, noise = (0.05, 0.08, 0.06, 0.02), (0.1, -0.1, 0.2, -0.2)
-    alone = judged(forged, {"b": row})["b"]
+    alone: Any = judged(forged, {"b": row})["b"]
     assert (alone.verdict, alone.together_s and alone.together_s.p < 0.05) == ("worse", True)
-    among = judged(forged, {"b": row, **{f"c{i}": noise for i in range(9)}})["b"]
+    among: Any = judged(forged, {"b": row, **{f"c{i}": noise for i in range(9)}})["b"]
     assert among.verdict == "unresolved"
-    assert among.together_s
-    assert alone.together_s
     assert among.together_s.p == pytest.approx(alone.together_s.p)
     assert among.together_s.adjusted_p == pytest.approx(10 * alone.together_s.p)
 
 
-def test_one_seed_tells_nothing(forged):
+def test_one_seed_tells_nothing_and_there_is_no_forest_of_it(forged, tmp_path):
     found = judged(forged, {"b": (0.5,)})["b"]
     assert (found.verdict, found.loss, found.together_s) == ("unresolved", None, None)
+    written = effects.Summary("research, not ranked", "", "sweep", "forged@1", 2, (found,), None, None)
+    assert forest(written, tmp_path, "") == []
 
 
 # --- the commands ------------------------------------------------------------------------------------------
@@ -401,9 +354,7 @@ def performed(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "closure", lambda *_: source_text())
     folder = tmp_path / "out"
     asked: list[tuple[str, int]] = []
-    codes: list[
-        int | None
-    ] = []  # of the next runs, 0 when there are no more; None: it ends well and leaves nothing
+    codes: list[int | None] = []  # of the next runs, else 0; None: it ends well and leaves nothing
     drawn: list[Path] = []
 
     def plan(num_confirming: int = 2) -> Experiment:
@@ -447,7 +398,7 @@ def performed(tmp_path, monkeypatch):
         return code, ""
 
     monkeypatch.setattr(children, "run_module", designed)
-    monkeypatch.setattr(child, "trained", trained)
+    monkeypatch.setattr(children, "trained", trained)
     monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 
@@ -461,9 +412,9 @@ def test_an_ablation_runs_confirms_and_tells(performed):
     result = ablate(performed)
     assert result.exit_code == 0, result.exception or result.output
     plan = experiment.read(performed.folder)
-    assert [seed for _, seed in performed.asked] == [s for seed in plan.seeds for s in [seed] * 3] + [
-        s for seed in plan.confirming for s in [seed] * 2
-    ]
+    seeds = [seed for seed in plan.seeds for _ in range(3)]
+    seeds += [seed for seed in plan.confirming for _ in range(2)]
+    assert [seed for _, seed in performed.asked] == seeds
     assert [arm for arm, _ in performed.asked[6:]] == ["as-it-is", "no-brake", "no-brake", "as-it-is"]
     for said in ("left out  cannon: tiny does not have it", "run 4 of 6", "eta ", "research, not ranked"):
         assert said in result.stderr
@@ -555,53 +506,26 @@ def test_the_forest_shows_every_arm_and_its_bytes_do_not_change(performed):
     assert all(f"<!-- {said} -->" in comments for said in ("no brake", "no anchor", "no brake, fresh seeds"))
 
 
-def test_there_is_no_forest_of_one_seed(forged, tmp_path):
-    found = tuple(judged(forged, {"b": (0.5,)}).values())
-    written = effects.Summary("research, not ranked", "", "sweep", "forged@1", 2, found, None, None)
-    assert forest(written, tmp_path, "") == []
-
-
 # --- real runs ---------------------------------------------------------------------------------------------
 
-SMALL = {
-    "stages.0.num_steps": "4",
-    "stages.0.seq_len": "64",
-    "config.model_dim": "16",
-    "config.num_heads": "2",
-    "config.head_dim": "8",
-    "config.mlp_dim": "32",
-}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """A folder of data with the shards of the smoke track."""
-    folder = tmp_path_factory.mktemp("data")
-    synthetic.write(track.load("smoke-cpu"), folder / "smoke")
-    return folder
+#: With the smoke recipe's own layers.
+FEW = {key: value for key, value in SMALL.items() if key != "config.mixing"} | {"stages.0.num_steps": "4"}
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("feature", [feature for recipe, feature in HAD if recipe == "smoke"])
-def test_a_recipe_without_a_feature_trains(feature: str, data, tmp_path):
+def test_a_recipe_without_a_feature_trains(feature: str, smoke_data, tmp_path):
     """A value that the kernels cannot take would look like a feature of great worth."""
-    off = features.without(recipes.load("smoke").override(SMALL), FEATURES[feature])
-    done = train(RunConfig("smoke-cpu", tmp_path / "run", overrides=SMALL | off, data=data / "smoke"))
+    off = features.without(recipes.load("smoke").override(FEW), FEATURES[feature])
+    done = train(RunConfig("smoke-cpu", tmp_path / "run", overrides=FEW | off, data=smoke_data))
     assert done.status == "finished"
 
 
 @pytest.mark.compile
-def test_real_runs_from_the_command_to_the_forest(tmp_path, data):
-    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    env = os.environ | {"SPEEDRUN_DATA": str(data)}
-
-    def speedrun(*words: str):
-        argv = [sys.executable, "-m", "speedrun", *words]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-
-    out = tmp_path / "out"
+def test_real_runs_from_the_command_to_the_forest(tmp_path, smoke_data):
+    env, out = os.environ | {"SPEEDRUN_DATA": str(smoke_data.parent)}, tmp_path / "out"
     words = ["--features", "windows", "--runs", "2", "--confirm", "1", "--out", str(out), "--json"]
-    first = speedrun("sweep", *words, *settings)
+    first = speedrun("sweep", *words, *as_words(FEW), env=env)
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     assert [found["arm"] for found in told["summary"]["findings"]] == ["no windows"]
@@ -610,5 +534,4 @@ def test_real_runs_from_the_command_to_the_forest(tmp_path, data):
     records = [*out.glob("0*/*-1")]
     assert len(records) == told["summary"]["num_runs"]
     assert all(not validate(record).having("failed") for record in records)
-    second = speedrun("sweep", "--resume", str(out), "--json")
-    assert json.loads(second.stdout) == told
+    assert json.loads(speedrun("sweep", "--resume", str(out), "--json", env=env).stdout) == told

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hub_server import COMMIT, FakeHub, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from speedrun.ground import mesh, track
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ledger.record import load
 from speedrun.science import recipes
-from speedrun.science.params import Params
+from speedrun.science.params import Params, Table
 from speedrun.trained import exported, sources, tensors, transformers_gpt2
 from speedrun.trained.weights import Trained
 from speedrun.training.program import Program
@@ -36,15 +37,23 @@ OVERRIDES = {name: value for name, value in SMALL.items() if name != "stages.0.n
 GOLDEN = Path(__file__).parent / "golden" / "gpt2_transformers.npz"
 
 
+def drawn(table: Table) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {k: rng.standard_normal(x.shape).astype(jax.numpy.dtype(x.dtype)) for k, x in table.items()}
+
+
+def arbitrary(name: str, overrides: dict[str, str], step: int, data: Path, **more: Any) -> Trained:
+    """A recipe with arbitrary weights."""
+    program = Program(recipes.load(name).override(overrides), mesh.make_mesh(1))
+    packed = jax.jit(program.layout.pack)(drawn(program.layout.table))
+    return Trained(program, track.load("smoke-cpu"), data, step, packed, overrides, **more)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
-    """Arbitrary weights, as if a run of a record in this repository had trained them."""
-    recipe, data = recipes.load("smoke").override(OVERRIDES), tmp_path_factory.mktemp("data")
-    program, rng = Program(recipe, mesh.make_mesh(1)), np.random.default_rng(0)
-    named = {k: rng.standard_normal(x.shape).astype(x.dtype) for k, x in program.layout.table.items()}
-    packed, run = jax.jit(program.layout.pack)(named), load(RECORD).runs[0]
-    origin = (RECORD, run.folder)
-    return Trained(program, track.load("smoke-cpu"), data, run.start.num_steps, packed, OVERRIDES, origin)
+    """As if a run of a record in this repository had trained it."""
+    run, data = load(RECORD).runs[0], tmp_path_factory.mktemp("data")
+    return arbitrary("smoke", OVERRIDES, run.start.num_steps, data, run=(RECORD, run.folder))
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +67,7 @@ def folder(trained: Trained, tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
     """The export, to be damaged."""
-    (tmp_path / "model").mkdir()
-    for path in folder.iterdir():
-        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    return tmp_path / "model"
-
-
-def speedrun(*words: object) -> Result:
-    return CliRunner().invoke(cli.command, [*map(str, words)])
+    return shutil.copytree(folder, tmp_path / "model")
 
 
 def same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
@@ -95,25 +97,17 @@ def test_an_export_gives_the_packed_weights_back_bit_for_bit(trained: Trained, f
 @pytest.mark.parametrize("name", ["gpt2", "record89", "muon"])
 def test_every_layout_comes_back(name: str, tmp_path: Path) -> None:
     """Banks with padding and transposed members, tables, vectors, and parameters in bfloat16."""
-    overrides = {"size": "smoke"}
-    recipe, rng = recipes.load(name).override(overrides), np.random.default_rng(0)
-    program, smoke = Program(recipe, mesh.make_mesh(1)), track.load("smoke-cpu")
-    named = {
-        key: rng.standard_normal(spec.shape).astype(jax.numpy.dtype(spec.dtype))
-        for key, spec in program.layout.table.items()
-    }
-    packed = jax.jit(program.layout.pack)(named)
-    written = exported.write(Trained(program, smoke, tmp_path, 3, packed, overrides), tmp_path / "model")
+    trained = arbitrary(name, {"size": "smoke"}, 3, tmp_path)
+    written = exported.write(trained, tmp_path / "model")
     assert [path.name for path in written] == ["model.safetensors", "model.json", "README.md"]
-    same(sources.load(tmp_path / "model").packed, packed)
-    same(load_file(tmp_path / "model" / "model.safetensors"), named)
+    same(sources.load(tmp_path / "model").packed, trained.packed)
+    same(load_file(tmp_path / "model" / "model.safetensors"), drawn(trained.program.layout.table))
 
 
 def test_the_card_has_the_loss_with_its_context(folder: Path) -> None:
     card, run = (folder / "README.md").read_text(), load(RECORD).runs[0]
-    assert (
-        f"| {run.val_loss:.4f} nats per token, on {run.vals[-1].tokens:,} tokens in sequences of 64" in card
-    )
+    tokens = f"on {run.vals[-1].tokens:,} tokens in sequences of 64"
+    assert f"| {run.val_loss:.4f} nats per token, {tokens}" in card
     assert f"| date | {run.begun:%Y-%m-%d} |" in card
     assert card.startswith('---\nlibrary_name: "speedrun"\n')
     front = card.split("---\n")[1]
@@ -121,11 +115,8 @@ def test_the_card_has_the_loss_with_its_context(folder: Path) -> None:
 
 
 def test_an_export_names_nothing_of_this_machine(folder: Path) -> None:
-    for path in folder.iterdir():
-        raw = path.read_bytes()
-        assert not [
-            word for word in (str(folder.parent), str(ROOT), str(Path.home())) if word.encode() in raw
-        ]
+    raw = b"".join(path.read_bytes() for path in folder.iterdir())
+    assert not [word for word in (folder.parent, ROOT, Path.home()) if str(word).encode() in raw]
 
 
 # --- transformers
@@ -153,19 +144,15 @@ def golden() -> Golden:
     return Golden()
 
 
-def logits_of(trained: Trained, tokens_BT: np.ndarray) -> np.ndarray:
+def agree(trained: Trained, golden: Golden) -> None:
     program = trained.program
 
     def compute(params: Params, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = program.forward(params, tokens_BT, trained.inputs)
         return program.logits(params, x_BTD.reshape(-1, x_BTD.shape[-1]))
 
-    found = jax.jit(compute)(trained.params, tokens_BT)
-    return np.asarray(found).reshape(*tokens_BT.shape, -1)
-
-
-def agree(trained: Trained, golden: Golden) -> None:
-    np.testing.assert_allclose(logits_of(trained, golden.tokens_BT), golden.logits_BTV, atol=2e-4)
+    found_NV = jax.jit(compute)(trained.params, golden.tokens_BT)
+    np.testing.assert_allclose(found_NV.reshape(golden.logits_BTV.shape), golden.logits_BTV, atol=2e-4)
 
 
 def test_logits_of_its_weights_are_those_of_transformers(golden: Golden, tmp_path: Path) -> None:
@@ -210,9 +197,7 @@ def ours(golden: Golden, tmp_path: Path) -> Trained:
     return replace(trained, is_ours=True, step=5, origin={})
 
 
-def test_what_is_written_for_transformers_is_what_was_read(
-    golden: Golden, ours: Trained, tmp_path: Path
-) -> None:
+def test_what_is_written_for_transformers_is_what_was_read(golden: Golden, ours: Trained, tmp_path) -> None:
     files = transformers_gpt2.write(ours, tmp_path / "out")
     assert [path.name for path in files] == ["model.safetensors", "config.json", "README.md"]
     same(load_file(tmp_path / "out" / "model.safetensors"), golden.weights)
@@ -246,9 +231,8 @@ def hub(golden: Golden, tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
     from huggingface_hub import constants
 
     config = golden.config | {"vocab_size": 50257, "bos_token_id": 50256, "n_embd": 4}
-    shapes = {"wte.weight": (50257, 4)}
     there = runpy.run_path(str(GOLDEN.with_suffix(".py")))["drawn"](config, 0)
-    assert there["wte.weight"].shape == shapes["wte.weight"]
+    assert there["wte.weight"].shape == (50257, 4)
     files = {"config.json": json.dumps(config).encode(), "model.safetensors": save(there)}
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with serve("openai-community/gpt2-xl", files) as hub:
@@ -282,7 +266,7 @@ def test_without_a_network_it_names_the_way_out(tmp_path: Path, monkeypatch) -> 
 
 def refused(*words: object, exit_code: int) -> None:
     """In one line."""
-    found = speedrun(*words)
+    found = CliRunner().invoke(cli.command, [*map(str, words)])
     assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.output
 
 
@@ -301,9 +285,8 @@ def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.Da
         found = dict(tensors.Tensors(folder).read({"a": (form,), "b": (form,)}))
     except DataError:
         return
-    assert {name: (x.shape, x.dtype.name) for name, x in found.items()} == dict.fromkeys(
-        "ab", ((2, 3), "float32")
-    )
+    forms = {name: (x.shape, x.dtype.name) for name, x in found.items()}
+    assert forms == dict.fromkeys("ab", ((2, 3), "float32"))
     assert all(np.isfinite(x).all() for x in found.values())
 
 
@@ -373,9 +356,8 @@ def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> N
 )
 def test_a_model_json_that_does_not_fit_is_refused(copy: Path, change: Any, error: type[Exception]) -> None:
     path = copy / "model.json"
-    path.write_bytes(
-        change if isinstance(change, bytes) else json.dumps(json.loads(path.read_bytes()) | change).encode()
-    )
+    facts = json.loads(path.read_bytes())
+    path.write_bytes(change if isinstance(change, bytes) else json.dumps(facts | change).encode())
     with pytest.raises(error):
         sources.load(copy)
 

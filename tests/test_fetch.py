@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -35,30 +36,8 @@ from speedrun.science.recipes import load as load_recipe
 REPO = "someone/tokens"
 VAL = "t_val_000000.bin"
 NAMES = [VAL, *(f"t_train_{i:06d}.bin" for i in (1, 2, 3))]
-DATA = track.Data(
-    folder="t",
-    train="t_train_*.bin",
-    val="t_val_*.bin",
-    val_tokens=1000,
-    vocab_size=50257,
-    document_token=50256,
-    get="get it!",
-)
+DATA = track.Data("t", "t_train_*.bin", "t_val_*.bin", 1000, 50257, 50256, "get it!")
 SOURCE = track.Hub(repo=REPO, revision="main", train_shards=2)
-
-
-class Recorder:
-    """Records progress."""
-
-    def __init__(self) -> None:
-        self.updates: list[tuple[int, int]] = []
-        self.lines: list[str] = []
-
-    def update(self, done: int, total: int) -> None:
-        self.updates.append((done, total))
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +76,10 @@ def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator
         join_transfers(before)
 
 
-def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA) -> Recorder:
-    progress = Recorder()
-    fetch.fetch(folder, data, source, progress)
-    return progress
+def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA, **progress: Any) -> Any:
+    shown: Any = Mock(**progress)
+    fetch.fetch(folder, data, source, shown)
+    return shown
 
 
 def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
@@ -111,9 +90,8 @@ def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
     manifest = read_manifest(folder)
     assert manifest is not None
     assert (manifest.source, manifest.settings) == (REPO, {"revision": COMMIT})
-    assert {name: (e.tokens, e.documents) for name, e in manifest.shards.items()} == dict.fromkeys(
-        sorted(names), (100_000, 7)
-    )
+    assert {(entry.tokens, entry.documents) for entry in manifest.shards.values()} == {(100_000, 7)}
+    assert [*manifest.shards] == sorted(names)
     verify(folder, DATA, full=True)
 
 
@@ -128,7 +106,7 @@ def test_each_shard_is_downloaded_once(tmp_path: Path, server: FakeHub):
     progress = get(tmp_path / "new")
     assert_sound(tmp_path / "new", server.files)
     assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3])
-    assert progress.updates[-1] == (total := 3 * len(server.files[VAL]), total)
+    assert progress.update.call_args.args == (total := 3 * len(server.files[VAL]), total)
     server.shutdown()  # a complete folder needs no network
     get(tmp_path / "new")
     get(tmp_path / "new", msgspec.structs.replace(SOURCE, train_shards=1))
@@ -143,9 +121,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_temporary_faults(
-    tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_temporary_faults(tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults = {name: list(faults) for name in NAMES[:3]}
     get(tmp_path)
@@ -206,9 +182,7 @@ def test_the_page_of_a_network_that_wants_a_login_is_one_line(tmp_path: Path, se
 
 
 @pytest.mark.parametrize("left", ["a closed session", "no session"])
-def test_a_session_that_another_transfer_closes(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, left: str
-):
+def test_a_session_that_another_transfer_closes(tmp_path: Path, server: FakeHub, monkeypatch, left: str):
     """The client closes it whenever one of its threads cannot connect."""
     honest, closed = httpx.Client.request, threading.Event()
 
@@ -317,23 +291,17 @@ def test_disk_space_is_checked_first(tmp_path: Path, server: FakeHub, monkeypatc
 
 def test_two_downloads_into_one_folder_take_turns(tmp_path: Path, server: FakeHub):
     server.faults = {VAL: ["hold"]}
-    waits = threading.Event()
-
-    class Second(Recorder):
-        def say(self, line: str) -> None:
-            super().say(line)
-            waits.set()
-
+    lines, waits = list[str](), threading.Event()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(get, tmp_path)
         server.await_stall(lambda: first.result() if first.done() else None)
-        second = threads.submit(fetch.fetch, tmp_path, DATA, SOURCE, progress := Second())
+        second = threads.submit(get, tmp_path, say=lambda line: (lines.append(line), waits.set()))
         while not waits.wait(0.01) and not second.done():
             pass
         server.over.set()
         first.result()
         second.result()
-    assert "another program writes into it" in progress.lines[0]
+    assert "another program writes into it" in lines[0]
     assert_sound(tmp_path, server.files)
     assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3]), "the second downloads nothing"
 
@@ -363,12 +331,9 @@ def invoke(out: Path, *more: str) -> Result:
 def stalling(out: Path, big: FakeHub, name: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process that waits for the rest of a shard; those before it are whole."""
     big.always = {name: "stall"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "600"},
-    )
+    argv = [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out)]
+    env = os.environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=env)
     with process:
         wait = lambda: process.communicate() if process.poll() is not None else None  # noqa: E731
         big.await_stall(wait)
@@ -385,9 +350,8 @@ def test_the_command(tmp_path: Path, big: FakeHub, monkeypatch: pytest.MonkeyPat
     result = msgspec.json.decode(done.stdout)
     assert result["track"] == "webmini@1"
     assert result["manifest"]["settings"] == {"revision": COMMIT}
-    assert {name: e["sha256"] for name, e in result["manifest"]["shards"].items()} == {
-        name: sha256(tmp_path / "d" / name) for name in NAMES[:3]
-    }
+    digests = {name: entry["sha256"] for name, entry in result["manifest"]["shards"].items()}
+    assert digests == {name: sha256(tmp_path / "d" / name) for name in NAMES[:3]}
     assert big.tokens == {"Bearer hf_secretsecret"}
     assert "hf_secret" not in done.output
 

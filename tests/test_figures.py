@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_leaderboard import CONTEXT as RESULT
 
 from speedrun.board import figures
 from speedrun.board.figures import Context
@@ -27,7 +28,7 @@ def script(name: str) -> Any:
 
 
 pictures = script("pictures")
-CONTEXT = pictures.read()
+CONTEXT = figures.read(ROOT / "records")
 
 
 def test_pages_and_pictures_are_those_of_the_file() -> None:
@@ -42,16 +43,6 @@ def test_a_wrong_mark_is_refused() -> None:
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
         with pytest.raises(UsageError, match="has no <!-- end -->"):
             figures.filled(page, {"a": "1"})
-
-
-RESULT = """[[published]]
-name = "theirs"
-track = "forged"
-hardware = "8 X"
-minutes = 3.0
-link = "https://example.org/a"
-caveat = "another clock"
-"""
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,7 @@ def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
 
 def test_the_error_of_a_plan_is_the_farthest_rung() -> None:
     """Of the published minutes from the predicted ones, rounded up to 5 %."""
-    farthest = max(abs(published / predicted - 1) for _, published, predicted in CONTEXT.rungs)
+    farthest = max(abs(published / predicted - 1) for _, published, predicted in pictures.rungs(CONTEXT))
     assert planning.ERROR - 0.05 < farthest <= planning.ERROR
 
 

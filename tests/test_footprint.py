@@ -32,9 +32,8 @@ def test_more_parts_and_shorter_validation_need_less():
     whole, parts = (footprint.most_bytes(Program(recipe, over, n)) for n in (8, 1))
     assert whole < parts
     shorter = recipe.override({"eval_sequences": "80", "eval_seq_len": "131072"})
-    assert footprint.validation_bytes(Program(shorter, over)) < footprint.validation_bytes(
-        Program(recipe, over)
-    )
+    few, many = (footprint.validation_bytes(Program(one, over)) for one in (shorter, recipe))
+    assert few < many
 
 
 def test_a_head_of_another_group_needs_as_much():
@@ -53,15 +52,12 @@ def a_device_of(monkeypatch: pytest.MonkeyPatch):
     return lambda num_bytes: monkeypatch.setattr(mesh, "memory_bytes", lambda _: num_bytes)
 
 
-def test_a_run_that_does_not_fit_is_refused_before_it_is_compiled_with_advice_that_helps(
-    a_device_of, tmp_path
-):
+def test_a_run_that_does_not_fit_is_refused_with_advice_that_helps(a_device_of, tmp_path):
     need = footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8)))
     a_device_of(need - 1)
     config = RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path)
-    with pytest.raises(
-        UsageError, match=r"smoke needs about 0\.\d\d GB on each device, this cpu gives"
-    ) as refused:
+    said = r"smoke needs about 0\.\d\d GB on each device, this cpu gives"
+    with pytest.raises(UsageError, match=said) as refused:
         prepare(config)
     said = str(refused.value)
     words = shlex.split(re.sub(".*; try ", "", said).replace("--set ", "--set="))

@@ -4,12 +4,10 @@ import io
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
-from click.testing import CliRunner
-from record_forge import Spec, chain, forge, install_track, moments
+from record_forge import Spec, chain, change, forge, moments
+from typed import invoke
 
-from speedrun import cli
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
 from speedrun.ground import runlog, track
@@ -20,11 +18,9 @@ from speedrun.study import race
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def folder(forged, monkeypatch) -> Path:
+    monkeypatch.chdir(forged)
+    return forged
 
 
 def step(tokens: int, time_s: float, loss: float, batch_tokens: int = 100) -> Step:
@@ -102,7 +98,7 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     (folder / "records" / "forged").mkdir(parents=True)
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
     forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
-    assert CliRunner().invoke(cli.command, ["leaderboard", "build"], prog_name="speedrun").exit_code == 0
+    assert invoke("leaderboard", "build").exit_code == 0
     rival = race.find("best", "forged@1")
     assert rival is not None
     assert rival.record == Path("records/forged/fast")
@@ -129,25 +125,12 @@ def broken(record: Path, what: str) -> Path:
         case "of another track":
             rules = track.TRACKS_DIR / "forged.toml"
             rules.with_name("other.toml").write_text(rules.read_text().replace('"forged"', '"other"'))
-            return forge(record.parent / "other", seeds=(1,), edit_log=foreign)
+            return forge(
+                record.parent / "other", seeds=(1,), edit_log=change(runlog.RunStart, track="other@1")
+            )
         case "standing still":
-            return forge(record.parent / "still", seeds=(1,), edit_log=still)
+            return forge(record.parent / "still", seeds=(1,), edit_log=change(Step, tokens_seen=100))
     return record
-
-
-def edited(log, kind, change):
-    return [
-        m._replace(event=msgspec.structs.replace(m.event, **change)) if isinstance(m.event, kind) else m
-        for m in log
-    ]
-
-
-def foreign(log):
-    return edited(log, runlog.RunStart, {"track": "other@1"})
-
-
-def still(log):
-    return edited(log, Step, {"tokens_seen": 100})
 
 
 @pytest.mark.parametrize(

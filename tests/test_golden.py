@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hopper import OPTIMISED
 
 from speedrun.ground import mesh
 from speedrun.science import recipes
@@ -25,9 +26,6 @@ from speedrun.training.program import Program
 
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 FILES = sorted(FOLDER.glob("record21_*.npz"))
-
-#: What conftest.py switches off. Worth its compile time from the third step on.
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 pytestmark = pytest.mark.skipif(
     not FILES, reason=f"no record21_*.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"

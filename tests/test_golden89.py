@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import OPTIMISED
 
 from speedrun.ground import mesh
 from speedrun.science import recipes
@@ -33,9 +34,6 @@ FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"
 FILES = sorted(FOLDER.glob("record2026_*.npz"))
 LAYERS = [i for i in range(11) if i != 6]  #: with attention
 VALUES = (1, 2, 8, 9, 10)  #: layers with value embeddings
-
-#: What conftest.py switches off. Worth its compile time from the third step on.
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 pytestmark = pytest.mark.skipif(
     not FILES, reason=f"no record2026_*.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"
@@ -101,10 +99,8 @@ def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.nd
         adam_eps=config["adam_eps"],
         adam_decay=config["adam_weight_decay"],
     )
-    given = {
-        "bigram_signs": starts["bigram_signs"].astype(np.int8),
-        "prefixes": prefix_table.astype(np.int32),
-    }
+    signs = starts["bigram_signs"].astype(np.int8)
+    given = {"bigram_signs": signs, "prefixes": prefix_table.astype(np.int32)}
     return dataclasses.replace(
         record,
         config=sizes,
@@ -151,9 +147,8 @@ class Names:
                 named[name] = x.reshape(self.heads, 2 * self.width, self.dim)
         named |= {"head": file["head"].T, "value_gates": file["ve_gate_bank"]}
         same = ("embed", "bigram_embed", "smear_gate", "scalars", "resid_lambdas", "post_lambdas")
-        return {k: jnp.asarray(x) for k, x in named.items()} | {
-            k: jnp.asarray(file[k]) for k in file if k in same or k.startswith("mudd")
-        }
+        named |= {k: file[k] for k in file if k in same or k.startswith("mudd")}
+        return {k: jnp.asarray(x) for k, x in named.items()}
 
     def of_file(self, ours: Arrays) -> dict[str, np.ndarray]:
         """Return our arrays under a file's names."""
@@ -208,9 +203,8 @@ class File:
             x64 = np.asarray(x, np.float64)
             np.testing.assert_allclose(np.linalg.norm(x64), norms[name], rtol=norm, err_msg=name)
             unit = max(float(norms[name]) / np.sqrt(x64.size), 1e-30)
-            np.testing.assert_allclose(
-                self.probe(x64) / unit, probes[name] / unit, rtol=own, atol=probe, err_msg=name
-            )
+            pair = self.probe(x64) / unit, probes[name] / unit
+            np.testing.assert_allclose(*pair, rtol=own, atol=probe, err_msg=name)
 
 
 @pytest.fixture(
@@ -230,11 +224,8 @@ def test_golden89_schedules_agree(golden):
     for step, want in enumerate(golden.schedule):
         got, rotary = recipe.inputs_at(step), golden.arrays.get(f"rope/{step}", rotary)
         assert (got["short_keys"], got["long_keys"]) == (want["short"] + 1, want["long"] + 1)
-        assert (got["adam"], bool(got["tied"]), got["targets"]) == (
-            want["adam"],
-            want["tied"],
-            len(want["mtp"]),
-        )
+        assert (got["adam"], bool(got["tied"])) == (want["adam"], want["tied"])
+        assert got["targets"] == len(want["mtp"])
         close = partial(np.testing.assert_allclose, rtol=1e-6, err_msg=f"step {step}")
         close(got["lr_scale"], want["lr"])
         close(got["momentum"], want["momentum"])
@@ -331,9 +322,8 @@ def assert_run_agrees(run: Run, num_steps: int) -> tuple[Any, dict[str, np.ndarr
     before = run.named(state.params)
     for step in range(num_steps):
         if f"val/{step}" in golden.arrays:
-            assert run.validate(state, step) == pytest.approx(
-                golden.arrays[f"val/{step}"], rel=later if step else 2e-6
-            )
+            want = pytest.approx(golden.arrays[f"val/{step}"], rel=later if step else 2e-6)
+            assert run.validate(state, step) == want
         state, objective, ce = run.step(state, step)
         rel = later if step else tolerance["losses[0], ce[0], val/0"]
         assert objective == pytest.approx(golden.arrays["losses"][step], rel=rel), step
@@ -341,12 +331,8 @@ def assert_run_agrees(run: Run, num_steps: int) -> tuple[Any, dict[str, np.ndarr
             assert objective == pytest.approx(golden.arrays["losses_f64"][step], rel=2 * later), step
         assert ce == pytest.approx(golden.arrays["ce"][step], rel=rel), step
         if step == 0:
-            golden.assert_agrees(
-                first_gradients(run, state),
-                "grad0",
-                tolerance["grad0_norm"],
-                tolerance["grad0_probe / (norm / sqrt(size))"],
-            )
+            most = tolerance["grad0_norm"], tolerance["grad0_probe / (norm / sqrt(size))"]
+            golden.assert_agrees(first_gradients(run, state), "grad0", *most)
         after = run.named(state.params)
         assert {*after} == {*norms} == {*updates}
         for name, x in after.items():
@@ -375,15 +361,12 @@ def assert_state_agrees(run: Run, state: Any) -> None:
     golden, norm = run.golden, script()["TOLERANCE"]["state_norm"]
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     fields = {"m": "mean", "v": "square", "momentum": "momentum"}
-    found = {
-        f"{name}/{key}": x
-        for key, field in fields.items()
-        for name, x in run.named(zeros | leaves(state.opt_state, field)).items()
-    }
-    matrices = {"qk_bank", "vo_bank", "mlp_bank"}
-    found = {
-        key: x for key, x in found.items() if key.endswith("/momentum") == (key.partition("/")[0] in matrices)
-    }
+    found = {}
+    for key, field in fields.items():
+        own = run.named(zeros | leaves(state.opt_state, field))
+        found |= {f"{name}/{key}": x for name, x in own.items()}
+    matrices = ("qk_bank/", "vo_bank/", "mlp_bank/")
+    found = {k: x for k, x in found.items() if k.endswith("/momentum") == k.startswith(matrices)}
     found |= {f"{name}/second": x for name, x in seconds(run, leaves(state.opt_state, "second")).items()}
     # In a chaotic run single moments at the end are noise: our own on 1 and on 8 devices differ by 0.01.
     golden.assert_agrees(found, "state", norm, 0.1 if golden.is_chaotic else norm, norm)
@@ -391,11 +374,9 @@ def assert_state_agrees(run: Run, state: Any) -> None:
 
 def leaves(opt_state: Any, field: str) -> dict[str, Any]:
     """The arrays of a field of an optimiser's state, by packed name."""
-    return {
-        path[-1].key: leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
-        if field in {getattr(key, "name", "") for key in path}
-    }
+    paths = jax.tree_util.tree_leaves_with_path(opt_state)
+    is_in = lambda path: field in {getattr(key, "name", "") for key in path}  # noqa: E731
+    return {path[-1].key: leaf for path, leaf in paths if is_in(path)}
 
 
 def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
@@ -403,10 +384,8 @@ def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
     vectors: dict[str, list[np.ndarray]] = {}
     for name, members in run.program.layout.banks.items():
         for member, second in zip(members, jax.device_get(banks[name]), strict=False):
-            kind = member.name.rpartition(".")[2]
-            vectors.setdefault({"qk": "qk_bank", "vo": "vo_bank"}.get(kind, "mlp_bank"), []).append(
-                second.ravel()
-            )
+            bank = {"qk": "qk_bank", "vo": "vo_bank"}.get(member.name.rpartition(".")[2], "mlp_bank")
+            vectors.setdefault(bank, []).append(second.ravel())
     return {name: np.stack(rows) for name, rows in vectors.items()}
 
 
@@ -435,12 +414,8 @@ def test_golden89_all_steps_agree_with_the_derivative_of_the_loss(golden, monkey
         return own._replace(softmax_N=jnp.sum(own.weights_NM, axis=1))
 
     monkeypatch.setattr(model, "targets_of", exact)
-    other = copy.copy(golden)
-    own = {
-        k: x
-        for k, x in golden.arrays.items()
-        if k in ("val_stream", "prefix_table") or k.startswith("batch/")
-    }
+    other, same = copy.copy(golden), ("val_stream", "prefix_table", "batch/")
+    own = {k: x for k, x in golden.arrays.items() if k.startswith(same)}
     other.arrays = own | golden.below("exact/")
     _, final = assert_run_agrees(Run(other, 1, OPTIMISED), len(golden.schedule))
     assert_weights_agree(other, final)

@@ -14,18 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.data import imitation
+from speedrun.data import synthetic
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
-from speedrun.science.kernels import (
-    attention_triton,
-    choose,
-    cross_entropy_gpu,
-    cross_entropy_mosaic,
-    forms,
-    qk_norm_triton,
-)
+from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, qk_norm_triton
+from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.mlp import mlp
@@ -61,12 +55,12 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     interpreted = name == "triton" and platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     shape_BTHK = (1, size.tokens, size.heads, size.head_dim)
-    ids = imitation.tokens(size.tokens, vocab_size=2, document_token=1, seed=0)
+    ids = synthetic.imitated(size.tokens, vocab_size=2, document_token=1, seed=0)
     short_T = np.random.default_rng(0).random(size.tokens) < 0.02  # and one-token documents
     short_T[size.tokens // 20 : size.tokens // 15] = True
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
-        call = forms.AttentionCall(
+        call = choose.AttentionCall(
             shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks, window_blocks, 256
         )
         form = _interpreted if interpreted else choose.choose_attention(name, call).function
@@ -89,12 +83,9 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
     platform, capability = meshes.accelerator(meshes.make_mesh(1))
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
-        call = forms.QkNormCall(size.head_dim, dtype, platform, capability)
-        fast = (
-            partial(qk_norm_triton.qk_norm, interpret=True)
-            if platform == "cpu"
-            else choose.choose_qk_norm("triton", call).function
-        )
+        call = choose.QkNormCall(size.head_dim, dtype, platform, capability)
+        fast = partial(qk_norm_triton.qk_norm, interpret=True)
+        fast = fast if platform == "cpu" else choose.choose_qk_norm("triton", call).function
         qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), dtype)
         angles = tuple(0.36 * a for a in nn.rotary_angles(tokens, size.head_dim))  # with record 89's length
 
@@ -102,13 +93,8 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
             y, pull = jax.vjp(lambda *qk: form(*qk, angles), *qk)
             return dict(zip(("q", "k", "dq", "dk"), (*y, *pull(tuple(dy))), strict=True))
 
-        yield (
-            f"{name}, {tokens} tokens",
-            partial(results, fast),
-            partial(results, qk_norm),
-            (angles, dy, *qk),
-            0.004,
-        )
+        both = partial(results, fast), partial(results, qk_norm)
+        yield f"{name}, {tokens} tokens", *both, (angles, dy, *qk), 0.004
 
 
 def _mlp(name: str, size: Size) -> Iterator[_Case]:
@@ -121,10 +107,9 @@ def _mlp(name: str, size: Size) -> Iterator[_Case]:
         return dict(zip(("y", "dx", "dup", "ddown"), (y, *pull(dy)), strict=True))
 
     for tokens in (size.tokens, 8 * size.tokens):
-        call = forms.MlpCall(
-            tokens, dim, wide, jnp.dtype(jnp.bfloat16), *meshes.accelerator(meshes.make_mesh(1))
-        )
-        if (choice := forms.mlp_form(call)).name != "mosaic":
+        here = jnp.dtype(jnp.bfloat16), *meshes.accelerator(meshes.make_mesh(1))
+        call = choose.MlpCall(tokens, dim, wide, *here)
+        if (choice := choose.mlp_form(call)).name != "mosaic":
             raise UsageError(f"no kernel of the MLP can run: {choice.reason}")
         shapes = (tokens, dim), (tokens, dim), (wide, dim), (dim, wide)
         drawn = (jax.random.normal(jax.random.key(i), shape, call.dtype) for i, shape in enumerate(shapes))
@@ -148,7 +133,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
     kinds = zip((as_cap(15.0), record89.CAP), scales, (single_targets(ids_N4[:, 0]), four), strict=True)
     passes = {"XLA's passes": cross_entropy_gpu.PASSES}
     if meshes.accelerator(meshes.make_mesh(1)) == ("gpu", "9.0"):
-        passes["mosaic's passes"] = cross_entropy_mosaic.PASSES
+        passes["mosaic's passes"] = mosaic.PASSES
 
     def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:
         loss, grads = jax.value_and_grad(lambda *args: form(*args, targets).weighted, (0, 1))(x_ND, head_VD)
@@ -156,7 +141,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
 
     for (cap, fp8, targets), by, num_chunks in product(kinds, passes, (1, 4)):
         chunk = len(x_ND) // num_chunks, len(head_VD), x_ND.dtype
-        if passes[by] is cross_entropy_mosaic.PASSES and cross_entropy_mosaic.refusals(*chunk):
+        if passes[by] is mosaic.PASSES and mosaic.refusals(*chunk):
             continue
         fast = partial(
             cross_entropy_gpu.weighted_cross_entropy,

@@ -78,14 +78,42 @@ def names(program: Anatomy) -> str:
     return "\n".join(map(str, program.collectives))
 
 
-def test_a_step_gathers_and_scatters_every_parameter_once(step, program):
+def check_traffic(found: Anatomy, program: Program, least_bytes: int, most_summed_bytes: int) -> Counter[str]:
+    """Every parameter is gathered and scattered once, in 16 bits, and the state is donated; how often what is sent."""
     arrays = len(program.layout.banks) + len(program.layout.tables)
-    kinds = Counter(one.kind for one in step.collectives)
-    assert kinds == {"all-gather": arrays, "reduce-scatter": arrays, "all-reduce": 1}, names(step)
+    kinds = Counter(one.kind for one in found.collectives)
+    assert (kinds["all-gather"], kinds["reduce-scatter"]) == (arrays, arrays), names(found)
+    assert {*kinds} == {"all-gather", "reduce-scatter", "all-reduce"}
     for kind in ("all-gather", "reduce-scatter"):
-        assert LEAST_BYTES <= step.sent_bytes(kind) <= 1.02 * LEAST_BYTES, names(step)
-    assert {one.dtype for one in step.collectives if one.kind != "all-reduce"} == {"bf16"}, names(step)
-    assert step.sent_bytes("all-reduce") < 1024, names(step)
+        assert least_bytes <= found.sent_bytes(kind) <= 1.02 * least_bytes, names(found)
+    assert {one.dtype for one in found.collectives if one.kind != "all-reduce"} == {"bf16"}, names(found)
+    assert found.sent_bytes("all-reduce") < most_summed_bytes, names(found)
+    state = jax.tree.leaves(deviceless.state_shape(program))
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
+    assert found.memory.alias_size_in_bytes == pytest.approx(whole / DEVICES, rel=0.01)
+    return kinds
+
+
+def flops(compiled: Any) -> dict[str, float]:
+    """Of the model's products, in GEMMs and fusions, by their unit. Muon's do not grow with the tokens."""
+    module, found = hlo.parse(compiled.as_text()), {"fp8": 0.0, "bf16": 0.0, "f32": 0.0}
+    for one, computation, times in module.executed():
+        if "muon" not in (one.attribute(r'op_name="([^"]*)"') or ""):
+            for product in module.products(one, computation):
+                found[product.unit] += times * product.flops
+    return found
+
+
+def check_memory(found: Anatomy, program: Program, peak_bytes: float) -> None:
+    """Arithmetic is too careful: it does not know that an H100 keeps only the squares in an MLP."""
+    assert found.memory.peak_memory_in_bytes == pytest.approx(peak_bytes, rel=0.03)
+    kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
+    estimated = footprint.step_bytes(program, RECORD.stages[0]) - kept
+    assert estimated == pytest.approx(found.memory.peak_memory_in_bytes, rel=0.1)
+
+
+def test_a_step_gathers_and_scatters_every_parameter_once_and_its_state_is_donated(step, program):
+    assert check_traffic(step, program, LEAST_BYTES, 1024)["all-reduce"] == 1, names(step)
 
 
 def test_nothing_waits_for_a_collective_but_at_the_start(step):
@@ -94,14 +122,9 @@ def test_nothing_waits_for_a_collective_but_at_the_start(step):
     assert [one.num_bytes for one in waiting] in WAITS_FOR, waiting
 
 
-def test_the_whole_state_is_donated(step, program):
-    state = deviceless.state_shape(program)
-    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert step.memory.donated_bytes == pytest.approx(whole / DEVICES, rel=0.01)
-
-
-def test_a_step_fits_and_moves_no_more_than_it_did(step):
-    assert step.memory.peak_bytes == pytest.approx(22.9e9, rel=0.03)
+def test_a_step_fits_as_arithmetic_knew_and_moves_no_more_than_it_did(step, evaluation, program):
+    check_memory(step, program, 22.9e9)
+    assert 1 < footprint.validation_bytes(program) / evaluation.memory.peak_memory_in_bytes < 1.25
     assert step.traffic_bytes == pytest.approx(130.8e9, rel=0.01)
     assert step.unknown_loops == 0
 
@@ -119,27 +142,12 @@ def test_it_compiles_while_one_waits(timed):
     assert timed[1] < 300
 
 
-def test_arithmetic_knows_the_memory_before_the_compiler(step, evaluation, program):
-    """It is too careful: it does not know that an H100 keeps only the squares in an MLP."""
-    (stage,) = RECORD.stages
-    kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
-    assert footprint.step_bytes(program, stage) - kept == pytest.approx(step.memory.peak_bytes, rel=0.1)
-    assert 1 < footprint.validation_bytes(program) / evaluation.memory.peak_bytes < 1.25
-
-
 def test_every_product_of_the_mathematics_is_counted(compiled, program):
-    """Six for each weight and token; fused GEMMs, too. Attention is counted apart; Muon is too small to matter."""
-    module = hlo.parse(compiled.as_text())
-    flops = {"fp8": 0.0, "bf16": 0.0}
-    for one, computation, times in module.executed():
-        for product in module.products(one, computation):
-            flops[product.unit] += times * product.flops
-    sizes = dict.fromkeys(("matrix", "head"), 0)
-    for spec in program.layout.table.values():
-        if spec.group in sizes:
-            sizes[spec.group] += spec.size
-    assert flops["fp8"] == 6 * sizes["head"] * TOKENS
-    assert flops["bf16"] == pytest.approx(6 * sizes["matrix"] * TOKENS, rel=0.01)
+    """Six for each weight and token; fused GEMMs, too. Attention is counted apart."""
+    table, found = program.layout.table.values(), flops(compiled)
+    of = {group: sum(spec.size for spec in table if spec.group == group) for group in ("matrix", "head")}
+    assert found["fp8"] == 6 * of["head"] * TOKENS
+    assert found["bf16"] == pytest.approx(6 * of["matrix"] * TOKENS, rel=0.01)
 
 
 @pytest.mark.compile
@@ -156,15 +164,11 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
     assert 0.77 * 0.1016 < plan.step_s < 0.1016
     assert plan.narrow_s < plan.step_s < plan.wide_s
     kinds = {line.kind: line for line in plan.lines}
-    assert {kind: line.bound for kind, line in kinds.items()} == {
-        "GEMM bf16": "tensor cores",
-        "GEMM FP8": "tensor cores",
-        "attention": "tensor cores",
-        "head passes": "memory",
-        "elementwise": "memory",
-        "Muon": "memory",
-        "communication": "links",
+    bounds = dict.fromkeys(("GEMM bf16", "GEMM FP8", "attention"), "tensor cores") | {
+        "communication": "links"
     }
+    bounds |= dict.fromkeys(("head passes", "elementwise", "Muon"), "memory")
+    assert {kind: line.bound for kind, line in kinds.items()} == bounds
     assert kinds["head passes"].instructions == pytest.approx(2 * cost.HEAD_SLOTS * LOGITS, rel=0.05)
 
 
@@ -172,11 +176,8 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
 @pytest.mark.parametrize(("devices", "peak_bytes"), [(1, 26.0e9), (2, 24.9e9), (4, 24.4e9)])
 def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
     program = Program(RECORD, h100(devices))
-    (stage,) = RECORD.stages
     found = anatomy.dissect(deviceless.compiled_step(program, 0))
-    assert found.memory.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
-    kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
-    assert footprint.step_bytes(program, stage) - kept == pytest.approx(found.memory.peak_bytes, rel=0.1)
+    check_memory(found, program, peak_bytes)
     assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 * program.microbatches // devices
     sent = {kind: found.sent_bytes(kind) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
     assert sent["all-to-all"] == 0
@@ -203,15 +204,14 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
     assert {one.dtype for one in exchanged} == {"bf16"}
     assert sum(one.num_bytes for one in exchanged) * DEVICES == step.sent_bytes("reduce-scatter")
     assert sum(one.num_bytes for one in sums if one.groups != between) < 1024
-    assert found.memory.peak_bytes == pytest.approx(step.memory.peak_bytes, rel=0.02)
-    assert found.memory.donated_bytes == pytest.approx(step.memory.donated_bytes, rel=0.01)
+    assert found.memory.peak_memory_in_bytes == pytest.approx(step.memory.peak_memory_in_bytes, rel=0.02)
+    assert found.memory.alias_size_in_bytes == pytest.approx(step.memory.alias_size_in_bytes, rel=0.01)
 
 
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, compiled, program):
     """Three of them are attention's own; one normalises and turns queries and keys, one does so with gradients."""
-    of_mosaic = compiled.as_text().count(
-        'custom_call_target="mosaic_gpu'
-    )  # some in fusions, which slice for them
+    # Some in fusions, which slice for them.
+    of_mosaic = compiled.as_text().count('custom_call_target="mosaic_gpu')
     assert of_mosaic == 2 + 2 * RECORD.config.num_layers, "of the head, and of each MLP"
     assert step.custom_calls["__cublas$lt$matmul$f8"] == 3
     assert step.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
@@ -220,16 +220,15 @@ def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, compiled, pr
 
 def test_no_scores_and_no_float32_logits_lie_in_memory(step):
     """No [T, T] of any type, and nothing in float32 as large as the logits."""
-    arrays = {name: (name.partition("[")[0], dims(name)) for name in step.arrays}
-    assert not [name for name, (_, sizes) in arrays.items() if sizes.count(TOKENS) > 1]
-    assert not [
-        name for name, (kind, sizes) in arrays.items() if kind == "f32" and math.prod(sizes) >= LOGITS
-    ]
+    arrays = [parsed(name) for name in step.arrays]
+    assert not [sizes for _, sizes in arrays if sizes.count(TOKENS) > 1]
+    assert not [sizes for kind, sizes in arrays if kind == "f32" and math.prod(sizes) >= LOGITS]
 
 
-def dims(array: str) -> list[int]:
-    """Of a type as XLA writes it: "bf16[49152,768]"."""
-    return [int(size) for size in array.partition("[")[2].rstrip("]").split(",") if size]
+def parsed(array: str) -> tuple[str, list[int]]:
+    """Of a type as XLA writes it, "bf16[49152,768]": that of the elements, and its size."""
+    kind, _, sizes = array.rstrip("]").partition("[")
+    return kind, [int(size) for size in sizes.split(",") if size]
 
 
 def test_gradients_of_tables_are_summed_in_float32(compiled):
@@ -242,7 +241,7 @@ def test_gradients_of_tables_are_summed_in_float32(compiled):
 
 def test_evaluation_fits_beside_the_state(evaluation):
     """262,144 tokens a device: their logits exist a chunk at a time, and in 16 bits."""
-    assert evaluation.memory.peak_bytes < 40e9
+    assert evaluation.memory.peak_memory_in_bytes < 40e9
     assert not [one for one in evaluation.collectives if one.kind != "all-gather"], names(evaluation)
     assert evaluation.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(evaluation)
     assert "__cublas$lt$matmul$f8" not in evaluation.custom_calls

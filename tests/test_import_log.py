@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typed import invoke
 
-from speedrun.cli.import_log import command
-from speedrun.exchange import curves, foreign
-from speedrun.exchange.curves import Context, Point
+from speedrun.exchange import foreign
+from speedrun.exchange.foreign import Context, Point
 from speedrun.ground.errors import UsageError
 from speedrun.study import noise
 
@@ -58,13 +57,7 @@ def curve(*points: tuple[int, float | None, float | None]) -> tuple[Point, ...]:
         ("\x1b[32mstep:125/1770 val_loss:4.6539 train_time:12051ms\x1b[0m\r", 125, 1770, 4.6539, 12.051),
         ("step: 125/1770 val_loss: 4.6539 train_time: 12051ms", 125, 1770, 4.6539, 12.051),
         ("step:5/9 val_loss:4.5 train_time:4s step_avg:800ms tokens/sec:1234567.8", 5, 9, 4.5, 4.0),
-        (
-            "[METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747",
-            1674,
-            None,
-            3.275080919265747,
-            None,
-        ),
+        ("[METRICS (latest)] step: 1674  |  val_loss: 3.2750809192657", 1674, None, 3.2750809192657, None),
         ("[METRICS] step: 7  |  val_loss: 4.5  |  tokens/sec: 1.2e6", 7, None, 4.5, None),
         ("step: 7  |  val_loss: 4.5  |  note: two words", 7, None, 4.5, None),
     ],
@@ -92,16 +85,14 @@ def test_what_is_no_validation_is_left_out():
 
 
 def test_the_first_scripts_restarted_their_clock_at_step_11():
-    (run,) = read(
-        "step:1/20 val_loss:10.5 train_time:35679ms\nstep:11/20 val_loss:9.5 train_time:100ms\n"
-    ).runs
+    first, eleventh = "step:1/20 val_loss:10.5 train_time:35679ms", "step:11/20 val_loss:9.5 train_time:100ms"
+    (run,) = read(f"{first}\n{eleventh}\n").runs
     assert run.validations == curve((1, 10.5, 35.679), (11, 9.5, 0.1))
 
 
 def test_one_file_may_hold_several_runs():
-    one = "".join(
-        f"step:{step}/20 val_loss:{loss} train_time:{step}ms\n" for step, loss in ((0, 9), (10, 5), (20, 4))
-    )
+    curve = {0: 9, 10: 5, 20: 4}
+    one = "".join(f"step:{at}/20 val_loss:{loss} train_time:{at}ms\n" for at, loss in curve.items())
     found = read(one + one.replace(":4 ", ":3 ") + one)
     assert [(run.name, run.final_loss) for run in found.runs] == [("a/b.txt", 4.0), ("a/b.txt#2", 3.0)]
     assert [problem.line for problem in found.problems] == [7]
@@ -196,8 +187,8 @@ def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
 
 
 def run_cli(*args: object) -> str:
-    result = CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
-    assert result.exit_code == 0
+    result = invoke("import-log", *map(str, args))
+    assert result.exit_code == 0, result.output
     return result.stdout
 
 
@@ -205,16 +196,13 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     for folder, name, loss in [("x", "a", 3.0), ("x", "b", 3.2), ("y", "c", 5.0), ("y", "copy of a", 3.0)]:
         path = tmp_path / folder / f"{name}.txt"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            f"{HEAD}step:0/9 val_loss:9.0 train_time:1ms\nstep:9/9 val_loss:{loss} train_time:50ms\n"
-        )
+        first = f"{HEAD}step:0/9 val_loss:9.0 train_time:1ms\n"
+        path.write_text(f"{first}step:9/9 val_loss:{loss} train_time:50ms\n")
     files = sorted(tmp_path.rglob("*.txt"))
     found = json.loads(run_cli(*files, "--json"))
     top = tmp_path.name
-    assert [(group["folder"], group["losses"]) for group in found["groups"]] == [
-        (f"{top}/x", [3.0, 3.2]),
-        (f"{top}/y", [5.0]),
-    ], "a copy counts once"
+    groups = {group["folder"]: group["losses"] for group in found["groups"]}
+    assert groups == {f"{top}/x": [3.0, 3.2], f"{top}/y": [5.0]}, "a copy counts once"
     assert found["groups"][0]["step_ms"] == pytest.approx(50 / 9)
     assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
     assert len([msgspec.convert(one, Context) for one in found["files"]]) == 4
@@ -224,8 +212,8 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
 
 
 def test_the_runs_of_a_file_are_limited():
-    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(curves.MOST_RUNS + 2)))
-    assert len(found.runs) == curves.MOST_RUNS
+    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(foreign.MOST_RUNS + 2)))
+    assert len(found.runs) == foreign.MOST_RUNS
     assert "more than 20,000 runs" in found.problems[0].message
 
 
@@ -250,9 +238,8 @@ def test_every_public_line_is_read_or_reported(public_runs):
     found = foreign.import_file(PUBLIC, "")
     taken = sum(len(run.validations) for run in found.runs)
     assert (len(rows), taken, found.num_problems) == (33_982, 33_961, 21)
-    assert (
-        len({row["log"] for row in rows}) == len({run.name.partition("#")[0] for run in found.runs}) == 1504
-    )
+    names = {run.name.partition("#")[0] for run in found.runs}
+    assert len({row["log"] for row in rows}) == len(names) == 1504
     assert len(found.runs) == 1689, "some logs hold several runs"
 
 

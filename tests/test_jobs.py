@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from typed import program
 
 JOBS = Path(__file__).parent.parent / "jobs"
 NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh", "ssh.sh")
@@ -48,9 +49,8 @@ def job(name: str, num_nodes: int) -> Job:
         *bash, script, _ = container["command"]
         assert bash == ["bash", "-euo", "pipefail", "-c"]
         assert container["args"] == WORDS[1]
-        assert re.findall(r"args to one run, as in\n# \[(.*)\]\.", text)[0].replace('"', "") == ", ".join(
-            WORDS[2]
-        )
+        (proposed,) = re.findall(r"args to one run, as in\n# \[(.*)\]\.", text)
+        assert proposed.replace('"', "") == ", ".join(WORDS[2])
         env = {one["name"]: one["value"] for one in container["env"]}
         return Job(f"set -euo pipefail\n{script}", words, env | {"NODES": str(num_nodes)})
     if name == "skypilot.yaml":
@@ -69,11 +69,10 @@ def job(name: str, num_nodes: int) -> Job:
 def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], list[str]]:
     """Run a job below a folder; return its exit code, what `speedrun` was told, and what was kept."""
     programs = here / ".venv" / "bin"
-    for path in (programs, here / "tmp", here / "stage", here / "records", here / "shared" / "fineweb10B"):
-        path.mkdir(parents=True)
+    for path in ("tmp", "stage", "records", "shared/fineweb10B"):
+        (here / path).mkdir(parents=True)
     for name, text in STAND_INS.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+        program(programs / name, text)
 
     def moved(text: str) -> str:
         text = re.sub(r"(?<![\w/])/(tmp|stage|shared|records)\b", rf"{here}/\1", text)
@@ -82,7 +81,7 @@ def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], li
     env = {**os.environ, **{key: moved(value) for key, value in job.env.items()}}
     env |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(here / "calls"), "FAILS": fails}
     argv = ["bash", "-c", moved(job.script), "speedrun", *job.words]
-    code = subprocess.run(argv, env=env, cwd=here, timeout=60).returncode
+    code = subprocess.run(argv, env=env, cwd=here, timeout=600).returncode
     calls = [shlex.split(line) for line in (here / "calls").read_text().splitlines()]
     kept = [path.name for place in ("runs", "records", "shared/records") for path in (here / place).glob("*")]
     return code, calls, sorted(kept)
@@ -125,15 +124,13 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(
         assert [given["runs"] for given in trains] == [6]
         return
     met = sorted((given["coordinator"], given["processes"], given["process"]) for given in trains)
-    assert (
-        met
-        == {
-            "slurm.sh": [(None, None, None)],  # SLURM tells
-            "kubernetes.yaml": [("speedrun-0.speedrun:12355", 2, None)],  # $JOB_COMPLETION_INDEX tells
-            "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
-            "ssh.sh": [("one:12355", 2, 0), ("one:12355", 2, 1)],
-        }[name]
-    )
+    wanted = {
+        "slurm.sh": [(None, None, None)],  # SLURM tells
+        "kubernetes.yaml": [("speedrun-0.speedrun:12355", 2, None)],  # $JOB_COMPLETION_INDEX tells
+        "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
+        "ssh.sh": [("one:12355", 2, 0), ("one:12355", 2, 1)],
+    }
+    assert met == wanted[name]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner
 from forgeries import RECIPE, broken_off, went_on
 from msgspec.structs import replace
-from record_forge import CONFIG, Spec, change, forge, install_track, shard, source_text, write_run
+from record_forge import CONFIG, Spec, alone, change, edit_track, forge, rank, shard
 
 from speedrun import cli
 from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
 from speedrun.board.progress import _draw_history, progress
-from speedrun.ground import runlog, track
+from speedrun.ground import runlog
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import config_sha256
 from speedrun.referee.reproduce import Repetition
@@ -39,27 +39,20 @@ HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ***"
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch) -> Path:
+def records(forged, monkeypatch) -> Path:
     """A slow and a fast batch, an unproven one, a single run, an edited record, and one that was aborted."""
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "records"
-    (folder / "forged").mkdir(parents=True)
+    monkeypatch.chdir(forged)
+    folder = forged / "records"
+    home = folder / "forged"
+    home.mkdir(parents=True)
     (folder / "context.toml").write_text(CONTEXT)
-    forge(folder / "forged" / "slow", step_s=(0.2,) * 10)
-    forge(folder / "forged" / "fast", seeds=(3, 4))
-    forge(
-        folder / "forged" / "unproven", seeds=(5, 6), step_s=(0.05,) * 10, val_losses=(5.5, 4.0, 3.4, 3.279)
-    )
-    forge(folder / "forged" / "single", seeds=(7,), step_s=(0.01,) * 10)
-    edited = forge(folder / "forged" / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "source.txt"
+    forge(home / "slow", step_s=(0.2,) * 10)
+    forge(home / "fast", seeds=(3, 4))
+    forge(home / "unproven", seeds=(5, 6), step_s=(0.05,) * 10, val_losses=(5.5, 4.0, 3.4, 3.279))
+    forge(home / "single", seeds=(7,), step_s=(0.01,) * 10)
+    edited = forge(home / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "source.txt"
     edited.write_text(edited.read_text().replace("SIZE = 1", "SIZE = 2"))
-    broke = folder / "forged" / "broke"
-    broke.mkdir()
-    (broke / "source.txt").write_text(source_text())
-    write_run(broke, Spec(edit_log=broken_off))
-    assemble(broke)
+    alone(home / "broke", Spec(edit_log=broken_off))
     return folder
 
 
@@ -81,8 +74,7 @@ def test_only_qualified_batches_are_ranked_and_only_by_time(records):
 
 
 def test_a_track_may_rank_by_steps(records):
-    rules = track.TRACKS_DIR / "forged.toml"
-    rules.write_text(rules.read_text().replace("ranked = true", 'ranked = true\nrank_by = "steps"'))
+    edit_track("ranked = true", 'ranked = true\nrank_by = "steps"')
     shutil.rmtree(records / "forged")
     config = {**CONFIG, "recipe": {**CONFIG["recipe"], "stages": [{"num_steps": 9}]}}
     nine = change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
@@ -92,8 +84,8 @@ def test_a_track_may_rank_by_steps(records):
         (records / "forged" / name).mkdir(parents=True)
         forge(records / "forged" / name, seeds=seeds, **spec)
     found = board.read(records)
-    assert [(row.path, row.rank, row.cost) for row in found.rows] == [
-        ("forged/nine", 1, 9), ("forged/ten", 2, 10), ("forged/ten-later", 3, 10)]  # fmt: skip
+    costs = [(row.path.removeprefix("forged/"), row.rank, row.cost) for row in found.rows]
+    assert costs == [("nine", 1, 9), ("ten", 2, 10), ("ten-later", 3, 10)]
     nine, ten, _ = (row.train_time_s or 0.0 for row in found.rows)
     assert nine > 2 * ten > 0
     assert "| rank | steps | train time |" in board_pages.markdown(found)
@@ -117,11 +109,8 @@ def test_changed_lines_are_counted_against_the_parent(records):
     assemble(records / "forged" / "single", parent_record="../elsewhere")
     assemble(records / "forged" / "fast", parent_record="forged/fast")
     changed = {row.path: row.changed_lines for row in board.read(records).rows}
-    assert changed == {
-        "forged/child": 2,
-        "forged/slow": 0,
-        **dict.fromkeys(("forged/fast", "forged/single", "forged/unproven", "forged/broke", "forged/edited")),
-    }
+    others = {f"forged/{name}": None for name in ("fast", "single", "unproven", "broke", "edited")}
+    assert changed == {"forged/child": 2, "forged/slow": 0, **others}
     text = board_pages.markdown(board.read(records))
     (line,) = [line for line in text.splitlines() if "forged/child" in line]
     assert "| lines changed | record |" in text
@@ -138,9 +127,8 @@ def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
     assert "left out forged/single: V001: " in built.stderr
     assert "a number is out of range" in built.stderr
     assert built.stderr.splitlines()[-1].startswith("error: 1 records cannot be judged")
-    rows = {
-        row["path"]: row["standing"] for row in json.loads((records / "leaderboard.json").read_text())["rows"]
-    }
+    built_rows = json.loads((records / "leaderboard.json").read_text())["rows"]
+    rows = {row["path"]: row["standing"] for row in built_rows}
     assert rows["forged/fast"] == "qualified"
     assert rows["forged/slow"] == "refused"
     assert "forged/single" not in rows
@@ -151,8 +139,7 @@ FILES = ("batch.json", "runs/*/metrics.jsonl")
 
 
 @pytest.mark.parametrize(
-    "value",
-    [pytest.param(x, id=str(i), marks=pytest.mark.compile if i > 2 else ()) for i, x in enumerate(NUMBERS)],
+    "value", [*NUMBERS[:3], *(pytest.param(x, marks=pytest.mark.compile) for x in NUMBERS[3:])], ids=range(10)
 )
 def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     """Some numbers of each file in turn, under each command that reads a record."""
@@ -167,9 +154,8 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
         odd = shutil.copytree(fast, records / "forged" / "odd")
         file = draw.choice(sorted(odd.glob(pattern)))
         raw = file.read_bytes()
-        number = draw.choice(
-            list(re.finditer(rb"(?<=[:\[,] )-?\d[\d.e+-]*|(?<=[:\[,])-?\d[\d.e+-]*(?=[,}\]])", raw))
-        )
+        shape = rb"(?<=[:\[,] )-?\d[\d.e+-]*|(?<=[:\[,])-?\d[\d.e+-]*(?=[,}\]])"
+        number = draw.choice([*re.finditer(shape, raw)])
         file.write_bytes(raw[: number.start()] + value + raw[number.end() :])
         name = str(odd)
         for args in (
@@ -188,9 +174,8 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
 
 
 def test_a_mean_above_the_target_is_missed(records):
-    rules = track.TRACKS_DIR / "forged.toml"
-    for ranked in ("true", "false"):
-        rules.write_text(rules.read_text().replace("ranked = true", f"ranked = {ranked}"))
+    for ranked in (True, False):
+        rank(ranked)
         shutil.rmtree(records / "forged")
         (records / "forged").mkdir()
         forge(records / "forged" / "high", seeds=(1,), val_losses=(5.5, 4.0, 3.4, 3.3))
@@ -258,9 +243,8 @@ def test_times_have_intervals_and_published_times_are_marked(records):
     (theirs,) = [line for line in text.splitlines() if "theirs" in line]
     assert "| *published* |" in theirs
     assert "[theirs](https://example.org/a)" in theirs
-    assert text.index("forged/slow") < text.index("**Elsewhere") < text.index(theirs), (
-        "a table of their own, below ours"
-    )
+    places = [text.index(one) for one in ("forged/slow", "**Elsewhere", theirs)]
+    assert places == sorted(places), "a table of their own, below ours"
 
 
 def test_a_column_that_is_empty_on_a_track_is_left_out(records):
@@ -328,14 +312,11 @@ def test_the_page_loads_nothing_from_a_network(records):
     for tag, attrs in parser.tags:
         assert tag not in {"link", "iframe", "object", "embed"}
         assert (attrs.get("src") or "data:").startswith("data:")
-    assert [tag for tag, _ in parser.tags].count("img") == 2, (
-        "history and trade-off of the one track with results"
-    )
-    links = {attrs["href"] for tag, attrs in parser.tags if tag == "a"}
-    assert "https://example.org/a" in links
-    assert all(
-        link == "https://example.org/a" or re.fullmatch(r"forged/\w+/README\.md", str(link)) for link in links
-    )
+    num_pictures = [tag for tag, _ in parser.tags].count("img")
+    assert num_pictures == 2, "history and trade-off of the one track with results"
+    links = {str(attrs["href"]) for tag, attrs in parser.tags if tag == "a"}
+    strangers = [link for link in links if not re.fullmatch(r"forged/\w+/README\.md", link)]
+    assert strangers == ["https://example.org/a"]
 
 
 def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):

@@ -135,17 +135,9 @@ def test_the_environment_is_read_by_default(monkeypatch):
 
 def test_traces_of_a_person_or_a_machine_are_warnings():
     own = leaks.own_shapes({"HOME": "/data/people/jane"}, host="node17.cluster.example")
-    text = "\n".join(
-        [
-            "/home/jane/x",
-            "/Users/jane",
-            r"C:\Users\jane",
-            r"C:\\Users\\jane",
-            "/data/people/jane/y",
-            "on NODE17",
-        ]
-        + ["node17.cluster.example", "node171 has /data/people/janet, /home, example.org/home/x and anode17"]
-    )
+    homes = ["/home/jane/x", "/Users/jane", r"C:\Users\jane", r"C:\\Users\\jane", "/data/people/jane/y"]
+    none = "node171 has /data/people/janet, /home, example.org/home/x and anode17"
+    text = "\n".join([*homes, "on NODE17", "node17.cluster.example", none])
     found = leaks.find(text.encode(), own)
     assert not any(leak.secret for leak in found)
     kinds = ["a home folder"] * 4 + ["the own home folder"] + ["the name of this machine"] * 2

@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from speedrun.science import nn
 from speedrun.science.kernels import mlp_mosaic
-from speedrun.science.kernels.forms import MlpCall, mlp_form
+from speedrun.science.kernels.choose import MlpCall, mlp_form
 from speedrun.science.kernels.mlp import mlp
 
 #: Two tiles by two, which the interpreter's only program takes in turn.
@@ -35,10 +35,7 @@ def with_gradients(form: Any, x: jax.Array, up: jax.Array, down: jax.Array, dy: 
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("factors", "most"),
-    [("bfloat16", 0.003), ("float8_e4m3fn", 0.008)],
-)
+@pytest.mark.parametrize(("factors", "most"), [("bfloat16", 0.003), ("float8_e4m3fn", 0.008)])
 def test_it_is_the_definition(monkeypatch, factors, most):
     """Half of the products are negative: no slope there, which is 2 sqrt(h), computed with 1 / sqrt(h).
 
@@ -67,7 +64,7 @@ def test_hopper_has_it_and_others_are_told_why_not():
         "mlp_dim": (640, "an MLP of 640; the kernels need a multiple of 256"),
         "dtype": (jnp.dtype(jnp.float32), "float32 inputs; the kernels need bfloat16"),
     }.items():
-        value, reason = why if isinstance(why, tuple) else (None, why)
+        value, reason = why
         choice = mlp_form(call._replace(**{wrong: value}))
         assert choice.name == "definition"
         assert reason in choice.reason
@@ -75,9 +72,7 @@ def test_hopper_has_it_and_others_are_told_why_not():
 
 def test_a_shape_that_no_tile_fits_is_refused():
     with pytest.raises(ValueError, match=r"100 tokens.*640.*bfloat16"):
-        mlp_mosaic.mlp(
-            jnp.zeros((100, DIM)), jnp.zeros((640, DIM)), jnp.zeros((DIM, 640)), factors="bfloat16"
-        )
+        mlp_mosaic.mlp(*map(jnp.zeros, ((100, DIM), (640, DIM), (DIM, 640))), factors="bfloat16")
 
 
 @hopper.needs_compiler
@@ -91,9 +86,8 @@ def test_nothing_but_products_touches_the_activations(factors, eights):
         return dx.sum(0, keepdims=True) + (dup.sum() + ddown.sum())
 
     shapes = (8 * 1024, 768), (8, 3072, 768), (8, 768, 3072)
-    text = (
-        hopper.compiled(run, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).as_text() or ""
-    )
+    given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    text = hopper.compiled(run, *given).as_text() or ""
     wide = [line for line in text.splitlines() if "[1024,3072]" in line.partition("(")[0]]
     assert len(wide) >= 2
     assert not [line for line in wide if " fusion(" in line]

@@ -89,9 +89,8 @@ def test_adam_keeps_moments_in_16_bits_and_computes_in_float32():
     for g in (g1, g2):
         update, state = tx.update(jnp.asarray(g), state)
     kept = [leaf.dtype for leaf in jax.tree.leaves(state) if leaf.size > 1]
-    mean, square = (
-        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (0.2 * g1, np.float32(0.05) * g1 * g1)
-    )
+    moments = 0.2 * g1, np.float32(0.05) * g1 * g1
+    mean, square = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in moments)
     mean, square = 0.8 * mean + 0.2 * g2, 0.95 * square + 0.05 * g2 * g2
     want = -0.1 * (mean / (1 - 0.8**2)) / (np.sqrt(square / (1 - 0.95**2)) + 1e-10)
     np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-7)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from speedrun.science import nn
-from speedrun.science.gelu import gelu
 from speedrun.science.kernels.mlp import bounds, mlp, product
 from speedrun.science.models.record89_tokens import lookup_of_few
 
@@ -80,7 +79,7 @@ def test_gelu_is_x_times_the_normal_distribution_function(dtype, most):
     x = np.linspace(-6, 6, 49)  # multiples of a quarter are exact in 16 bits
     phi = np.array([statistics.NormalDist().cdf(a) for a in x])
     density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
-    y, slope = jax.jvp(gelu, (jnp.asarray(x, dtype),), (jnp.ones(49, dtype),))
+    y, slope = jax.jvp(nn.gelu, (jnp.asarray(x, dtype),), (jnp.ones(49, dtype),))
     assert (y.dtype, slope.dtype) == (dtype, dtype)
     np.testing.assert_allclose(np.asarray(y, np.float64), x * phi, rtol=most, atol=1e-6)
     np.testing.assert_allclose(np.asarray(slope, np.float64), phi + x * density, rtol=most, atol=1e-6)

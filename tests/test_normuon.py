@@ -35,9 +35,8 @@ class PlainNorMuon:
         d = x / np.sqrt(np.maximum(self.second, 1e-10))
         d *= np.linalg.norm(x) / max(np.linalg.norm(d), 1e-10)
         a = OPTIMIZER.muon_lr * lr_scale
-        self.w = (
-            self.w - a * self.rate * d - a * self.rate * a * OPTIMIZER.muon_decay * self.w * (d * self.w >= 0)
-        )
+        decay = a * OPTIMIZER.muon_decay * self.w * (d * self.w >= 0)
+        self.w = self.w - a * self.rate * (d + decay)
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -45,12 +44,10 @@ def test_it_follows_its_formulas_for_tall_wide_and_square_matrices(num_devices):
     start = draw(0)
     driven = Driven(start, num_devices)
     names = ("up", "down", "square")
-    plain = {
-        name: [
-            PlainNorMuon(w, RATES.get(name, 1.0)) for w in start[name].reshape(-1, *start[name].shape[-2:])
-        ]
-        for name in names
-    }
+    plain: dict[str, list[PlainNorMuon]] = {}
+    for name in names:
+        matrices = start[name].reshape(-1, *start[name].shape[-2:])
+        plain[name] = [PlainNorMuon(w, RATES.get(name, 1.0)) for w in matrices]
     for step, (mu, lr_scale) in enumerate([(0.85, 1.0), (0.9, 1.7), (0.95, 0.4)]):
         grads = draw(1 + step)
         got = driven.go(grads, momentum=mu, lr_scale=lr_scale)

@@ -23,7 +23,7 @@ from speedrun.ledger.source import split_source
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs, Plan
 from speedrun.science.recipe import Batch, Recipe, Stage, describe
-from speedrun.training import fixed
+from speedrun.training import contract
 from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
 from speedrun.training.request import RunConfig
@@ -39,7 +39,7 @@ SMOKE = recipes.load("smoke")
 
 
 def check(recipe: Recipe, rules: track.Track) -> None:
-    fixed.check(recipe, Plan.of(recipe.inputs_at, recipe.num_steps, {}).rows, rules)
+    contract.check_fixed(recipe, Plan.of(recipe.inputs_at, recipe.num_steps, {}).rows, rules)
 
 
 @pytest.mark.parametrize("name", FIXING)
@@ -131,10 +131,8 @@ def test_a_recipe_that_changes_what_is_fixed_is_refused(changes: dict, named: st
     recipe = dataclasses.replace(SMOKE, name="mine", **changes)
     with pytest.raises(UsageError) as caught:
         check(recipe, CPU)
-    assert str(caught.value) == (
-        f"recipe mine changes {named}, which optim-steps-cpu@1 fixes; change only optimizer, schedule and numbers of "
-        "steps, or choose another track"
-    )
+    free = "change only optimizer, schedule and numbers of steps, or choose another track"
+    assert str(caught.value) == f"recipe mine changes {named}, which optim-steps-cpu@1 fixes; {free}"
     check(recipe, track.load("smoke-cpu"))
 
 
@@ -154,10 +152,8 @@ def test_a_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
 
 
 def _fixed_science() -> list[Path]:
-    paths = [
-        path for path in ROOT.glob("speedrun/science/**/*.py") if is_science(f"{path.relative_to(ROOT)}")
-    ]
-    return [path for path in paths if not str(path.relative_to(ROOT)).startswith(FREE_FOLDERS)]
+    names = [str(path.relative_to(ROOT)) for path in ROOT.glob("speedrun/science/**/*.py")]
+    return [ROOT / name for name in names if is_science(name) and not name.startswith(FREE_FOLDERS)]
 
 
 def test_fixed_science_imports_nothing_that_is_free() -> None:
@@ -178,14 +174,12 @@ def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name: str) -> N
     source = split_source(provenance.closure([f"speedrun.science.recipes.{track.load(name).recipe}"], []))
     for path in source:
         if path.startswith("speedrun/science/") and not path.startswith(FREE_FOLDERS):
-            module = importlib.import_module(
-                path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            )
-            for table, value in vars(module).items():
-                fixed = (
-                    not isinstance(value, dict | list | set) or table.startswith("__") or table in HARMLESS
+            name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            for table, value in vars(importlib.import_module(name)).items():
+                fixed = not isinstance(value, dict | list | set) or table.startswith("__")
+                assert fixed or table in HARMLESS, (
+                    f"{path}: {table} should be a MappingProxyType, a tuple or a frozenset"
                 )
-                assert fixed, f"{path}: {table} should be a MappingProxyType, a tuple or a frozenset"
 
 
 # --- the entries of docs/optimiser-track.md -------------------------------------------------------------------

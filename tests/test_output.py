@@ -23,7 +23,7 @@ COMMANDS = {"help": ["--help"], "lines": ["data", "list"], "JSON": ["data", "lis
 def ended(argv: list[str], redirection: str) -> tuple[int, str]:
     """Exit code of a command whose standard output goes elsewhere, and what it said of errors."""
     shell = ["bash", "-c", f'"$@" {redirection}', "bash", *SPEEDRUN, *argv]
-    done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
     return done.returncode, done.stderr
 
 
@@ -229,9 +229,8 @@ output.leave(7)
 def test_debug_shows_the_traceback_of_any_error(tmp_path: Path):
     mine = tmp_path / "mine.py"
     mine.write_text("raise SystemExit(0)\n")
-    done = subprocess.run(
-        [*SPEEDRUN, "--debug", "recipes", str(mine)], capture_output=True, text=True, check=False
-    )
+    argv = [*SPEEDRUN, "--debug", "recipes", str(mine)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == UsageError.exit_code
     assert "Traceback (most recent call last):" in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: SystemExit: 0; raised at {mine}:1; ")

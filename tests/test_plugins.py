@@ -68,12 +68,8 @@ def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path
 
 def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> None:
     """Of smoke: width 128, 4 heads of 32, MLP 256, 4 layers of which 3 have attention."""
-    plain, swiglu, grouped = (
-        count(recipe.table(recipe.config))
-        for recipe in (
-            sr.load(name) for name in ("smoke", str(folder / "swiglu.py"), str(folder / "grouped.py"))
-        )
-    )
+    loaded = map(sr.load, ("smoke", str(folder / "swiglu.py"), str(folder / "grouped.py")))
+    plain, swiglu, grouped = (count(recipe.table(recipe.config)) for recipe in loaded)
     assert swiglu - plain == 4 * 256 * 128
     assert plain - grouped == 3 * 2 * (4 - 2) * 32 * 128
 
@@ -157,14 +153,9 @@ def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callab
     ("name", "content"),
     [
         ("nothing.py", None),
-        ("two-words.py", b""),
-        ("r\u00e9sum\u00e9.py", b""),
-        ("with:colon/mine.py", b""),
-        (f"{'a' * 200}.py", b""),
-        ("load.py", b""),
-        ("smoke.py", b""),
+        *((f"{name}.py", b"") for name in ("two-words", "r\u00e9sum\u00e9", "with:colon/mine", "a" * 200)),
+        *((f"{name}.py", b"") for name in ("load", "smoke", "empty")),
         ("latin.py", b"# caf\xe9\n"),
-        ("empty.py", b""),
         ("alias.py", b"from speedrun.science.recipes.smoke import RECIPE"),
         ("mute.py", b"RECIPE = 3"),
     ],
@@ -189,27 +180,31 @@ def test_files_that_a_record_could_not_carry_are_refused(name: str, content: byt
     (folder / name).write_bytes(content)
     resolve(str(folder / "gelu.py"))
     with pytest.raises(UsageError, match=name):
-        provenance.closure(["speedrun.science.recipes.gelu"], [])
+        carried("gelu")
 
 
 @pytest.mark.parametrize("text", ["\ufeff" + EXAMPLES["adamw.py"], EXAMPLES["adamw.py"].rstrip("\n")])
 def test_a_source_has_no_byte_order_mark_and_a_last_newline(text: str, folder: Path) -> None:
     (folder / "adamw.py").write_text(text)
     resolve(str(folder / "adamw.py"))
-    source = split_source(provenance.closure(["speedrun.science.recipes.adamw"], []))
-    assert source[f"{RECIPES}/adamw.py"] == EXAMPLES["adamw.py"]
+    assert carried("adamw")[f"{RECIPES}/adamw.py"] == EXAMPLES["adamw.py"]
 
 
 RATE = """from dataclasses import replace
-from speedrun.science.recipes import {helper}, smoke
-RECIPE = replace(smoke.RECIPE, name="rated", summary="", optimizer=replace(smoke.RECIPE.optimizer, muon_lr={helper}.LR))
+from speedrun.science.recipes import rates, smoke
+RECIPE = replace(smoke.RECIPE, name="rated", summary="", optimizer=replace(smoke.RECIPE.optimizer, muon_lr=rates.LR))
 """
 
 
-def rate(folder: Path, helper: str = "rates") -> float:
-    """The rate of a recipe that takes it from a file beside it, with what a record of it would carry."""
-    (folder / "rated.py").write_text(RATE.format(helper=helper))
+def rate(folder: Path) -> float:
+    """The rate of a recipe that takes it from a file beside it."""
+    (folder / "rated.py").write_text(RATE)
     return sr.load(str(folder / "rated.py")).optimizer.muon_lr
+
+
+def carried(recipe: str = "rated") -> dict[str, str]:
+    """The files that a record of a recipe would carry."""
+    return split_source(provenance.closure([f"speedrun.science.recipes.{recipe}"], []))
 
 
 def test_what_runs_is_the_text_not_bytecode_beside_it(tmp_path: Path) -> None:
@@ -228,8 +223,7 @@ def test_a_record_carries_the_text_that_was_imported(tmp_path: Path) -> None:
     path.write_text("LR = 0.04\n")
     rate(tmp_path)
     path.write_text("LR = 0.06\n")
-    source = split_source(provenance.closure(["speedrun.science.recipes.rated"], []))
-    assert source[f"{RECIPES}/rates.py"] == "LR = 0.04\n"
+    assert carried()[f"{RECIPES}/rates.py"] == "LR = 0.04\n"
 
 
 def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(
@@ -244,7 +238,7 @@ def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(
     (second / "smoke" / "__init__.py").write_text("LR = 0.06\n")
     monkeypatch.setenv(RECIPES_VARIABLE, str(second))
     assert rate(first) == 0.04
-    source = split_source(provenance.closure(["speedrun.science.recipes.rated"], []))
+    source = carried()
     assert source[f"{RECIPES}/rates.py"] == "LR = 0.04\n"
     assert not {f"{RECIPES}/rates/__init__.py", f"{RECIPES}/smoke/__init__.py"} & source.keys()
 

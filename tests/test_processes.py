@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 from small_run import SMALL, runs_of
+from typed import as_words
 
 from speedrun.data import stream
-from speedrun.ground import errors, exit_codes, mesh, processes, runlog
+from speedrun.ground import errors, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.training import checkpoint, meet
 from speedrun.training.prepare import prepare
@@ -29,15 +29,6 @@ from speedrun.training.train import train
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
 QUICK = ["--heartbeat", "10", "--meet-within", "60"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory) -> Iterator[None]:
-    """Each program is compiled once for all tests of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
 
 
 def lines(out: Path) -> list[Any]:
@@ -55,15 +46,13 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def started(argv: list[str], **more: Any) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    tests = str(Path(__file__).parent)  # of `shared_run`
-    env = more.pop("env", os.environ)
-    path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), tests]))
-    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more, env={**env, "PYTHONPATH": path})
+def started(argv: list[str]) -> subprocess.Popen[str]:
+    pipe, tests = subprocess.PIPE, str(Path(__file__).parent)  # of `shared_run`
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), tests]))}
+    return subprocess.Popen([sys.executable, "-m", *argv], stdout=pipe, stderr=pipe, text=True, env=env)
 
 
-def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tuple[int, str, str]]:
+def ends(running: list[subprocess.Popen[str]], timeout: float = 600) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each; none is left."""
     try:
         told = [one.communicate(timeout=timeout) for one in running]
@@ -73,22 +62,20 @@ def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tupl
     return [(one.returncode, *texts) for one, texts in zip(running, told, strict=True)]
 
 
-def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> list[subprocess.Popen[str]]:
+def shared(configs: list[RunConfig], folder: Path) -> list[subprocess.Popen[str]]:
     """Processes that share a run, one for each config."""
-    port, running = port or free_port(), []
+    port, running = free_port(), []
     for i, config in enumerate(configs):
         path = folder / f"config-{i}.json"
         path.write_bytes(msgspec.json.encode(config, enc_hook=str))
-        running.append(
-            started(["shared_run", str(path), f"127.0.0.1:{port}", str(len(configs)), str(i), "60"])
-        )
+        where = [f"127.0.0.1:{port}", str(len(configs)), str(i), "60"]
+        running.append(started(["shared_run", str(path), *where]))
     return running
 
 
 def launched(out: Path, data: Path, *more: str) -> subprocess.Popen[str]:
     """`speedrun run --local-processes 2` of many steps."""
-    settings = [word for key, value in LONG.items() for word in ("--set", f"{key}={value}")]
-    argv = ["speedrun", "run", "--data", str(data), "--out", str(out), *settings, *QUICK, *more]
+    argv = ["speedrun", "run", "--data", str(data), "--out", str(out), *as_words(LONG), *QUICK, *more]
     return started([*argv, "--local-processes", "2"])
 
 
@@ -114,6 +101,11 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.fixture
+def config(tmp_path, smoke_data) -> RunConfig:
+    return RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+
+
 # --- the same run ------------------------------------------------------------------------------------------
 
 
@@ -122,14 +114,6 @@ def alone(tmp_path_factory, smoke_data) -> Path:
     out = tmp_path_factory.mktemp("alone") / "out"
     train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     return out
-
-
-def trained_by(count: int, folder: Path, smoke_data: Path, replicas: int | None = None) -> Path:
-    config = RunConfig("smoke-cpu", folder / "out", overrides=SMALL, data=smoke_data, replicas=replicas)
-    for code, stdout, stderr in ends(shared([config] * count, folder)):
-        assert code == 0, stderr
-        assert "Gloo" not in stdout
-    return config.out
 
 
 def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> None:
@@ -179,7 +163,11 @@ def test_several_processes_and_nodes_train_what_one_does(
 ):
     """Each node has a replica, unasked. That all end with one state, the run itself has compared."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=per_node))
-    check_same_run(trained_by(count, tmp_path, smoke_data, asked), alone, count, replicas)
+    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=asked)
+    for code, stdout, stderr in ends(shared([config] * count, tmp_path)):
+        assert code == 0, stderr
+        assert "Gloo" not in stdout
+    check_same_run(config.out, alone, count, replicas)
 
 
 DRIFTS = """
@@ -196,9 +184,7 @@ def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, m
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=2)
     (code, _, said), (other_code, _, _) = ends(shared([config] * 2, tmp_path))
     assert (code, other_code) == (1, 1)
-    assert said.startswith(
-        "error: process 1 has the final state of hash 0000000000000000, process 0 has of hash"
-    )
+    assert said.startswith("error: process 1 has the final state of hash 0000000000000000, process 0 has ")
     assert "replicas drifted apart" in said
     assert runs_of(config.out)[-1].outcome == "aborted"
 
@@ -242,16 +228,13 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("sent", "replicas"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
-    tmp_path, smoke_data, sent, replicas
-):
+def test_a_run_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path, smoke_data, sent, replicas):
     """The launcher hands the signal on to both. How many replicas there are is said when the run is begun."""
     out = tmp_path / "out"
     few = SMALL | {"stages.0.num_steps": "60"}
-    settings = [word for key, value in few.items() for word in ("--set", f"{key}={value}")]
     command = ["speedrun", "run", "--local-processes", "2", *QUICK]
     where = ["--data", str(smoke_data), "--out", str(out), "--replicas", str(replicas)]
-    running = started([*command, *where, *settings, "--checkpoint-every", "1000"])
+    running = started([*command, *where, *as_words(few), "--checkpoint-every", "1000"])
     wait_for_steps(running, out, 5)
     running.send_signal(sent)
     ((code, _, stderr),) = ends([running])
@@ -259,36 +242,24 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
     ((code, _, stderr),) = ends([started([*command, "--resume", str(out)])])
     assert code == 1, stderr  # 60 steps of a tiny model miss the target
     unbroken = tmp_path / "unbroken"
-    config = RunConfig(
-        "smoke-cpu",
-        unbroken,
-        overrides=few,
-        data=smoke_data,
-        checkpoint_every=1000,
-        replicas=replicas,
-    )
+    same = {"data": smoke_data, "checkpoint_every": 1000, "replicas": replicas}
+    config = RunConfig("smoke-cpu", unbroken, overrides=few, **same)
     assert [code for code, *_ in ends(shared([config] * 2, tmp_path))] == [0, 0]
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [replicas]
     assert runs_of(out)[-1].end.final_hash == runs_of(unbroken)[-1].end.final_hash
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("which", "sent", "cause"),
-    [
-        (1, signal.SIGKILL, "killed by SIGKILL"),
-        (0, signal.SIGKILL, "killed by SIGKILL"),
-        (1, signal.SIGSTOP, "it was stopped"),
-    ],
-)
-def test_a_process_that_is_lost_ends_the_run_and_is_named(which, sent, cause, tmp_path, smoke_data):
+@pytest.mark.parametrize(("which", "sent"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_process_that_is_lost_ends_the_run_and_is_named(which, sent, tmp_path, smoke_data):
     """It gets a signal that it cannot heed: all are gone soon, and the launcher says which was lost."""
+    cause = "it was stopped" if sent == signal.SIGSTOP else "killed by SIGKILL"
     out = tmp_path / "out"
     running = launched(out, smoke_data)
     pids = wait_for_steps(running, out, 3)
     os.kill(pids[which], sent)
-    ((code, _, stderr),) = ends([running], timeout=25)
-    assert code == exit_codes.LOST, stderr
+    ((code, _, stderr),) = ends([running])
+    assert code == errors.LOST, stderr
     assert f"error: process {which} lost: {cause}; " in stderr
     assert all(map(is_gone, pids))
     steps = [step.step for step in of(runlog.Step, out)]
@@ -326,7 +297,7 @@ if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
 def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data, monkeypatch):
     with_start(monkeypatch, tmp_path, FAILS.format(what='raise RuntimeError("a worker of this test")'))
     ((code, _, stderr),) = ends([launched(tmp_path / "out", smoke_data)])
-    assert code == exit_codes.LOST, stderr
+    assert code == errors.LOST, stderr
     said = stderr.index("process 1: error: Traceback")
     assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
 
@@ -340,7 +311,7 @@ def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(
     out = tmp_path / "out"
     running = launched(out, smoke_data, "--deadline", "step=5")
     pids = wait_for_steps(running, out, 3)
-    ((code, _, stderr),) = ends([running], timeout=40)
+    ((code, _, stderr),) = ends([running])
     assert code == errors.HANG, stderr
     assert stderr.count("error: step has taken 5.") == 2
     assert "lost" not in stderr
@@ -410,7 +381,7 @@ def test_a_process_does_not_wait_for_ever_for_the_others(index, taken):
         if not taken:
             server.close()
         running = started(["shared_run", "nothing.json", f"127.0.0.1:{port}", "2", str(index), "3"])
-        ((code, _, stderr),) = ends([running], timeout=18)
+        ((code, _, stderr),) = ends([running])
     assert code == 2
     assert ("Address already in use" if taken else f"met at 127.0.0.1:{port} within 3 s") in stderr
     assert stderr.count("\n") == 1
@@ -434,8 +405,7 @@ def disagree(tmp_path: Path, first: RunConfig, second: RunConfig) -> str:
         ({"overrides": SMALL | {"config.mlp_dim": "64"}}, "process 1 has settings of sha256"),
     ],
 )
-def test_processes_with_other_flags_are_refused(tmp_path, smoke_data, changes, what):
-    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+def test_processes_with_other_flags_are_refused(tmp_path, config, changes, what):
     said = disagree(tmp_path, config, msgspec.structs.replace(config, **changes))
     assert said.startswith(f"error: {what}")
 
@@ -444,7 +414,7 @@ def test_processes_with_other_flags_are_refused(tmp_path, smoke_data, changes, w
 @pytest.mark.parametrize(
     ("name", "what"), [("val_000000", "validation tokens"), ("train_000001", "training shards")]
 )
-def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what):
+def test_processes_with_other_data_are_refused(tmp_path, config, smoke_data, name, what):
     other = tmp_path / "data"
     other.mkdir()
     for path in smoke_data.iterdir():
@@ -457,14 +427,12 @@ def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what)
         manifest["shards"]["smoke_train_000001.bin"]["sha256"] = "0" * 64
         (other / "manifest.json").write_text(json.dumps(manifest))
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
-    assert disagree(tmp_path, config, msgspec.structs.replace(config, data=other)).startswith(
-        f"error: process 1 has {what} "
-    )
+    said = disagree(tmp_path, config, msgspec.structs.replace(config, data=other))
+    assert said.startswith(f"error: process 1 has {what} ")
 
 
 @pytest.mark.compile
-def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, smoke_data):
-    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, config):
     nothing = msgspec.structs.replace(config, data=tmp_path / "nothing")
     (code, _, said), (other_code, _, other_said) = ends(shared([config, nothing], tmp_path))
     assert (code, other_code) == (3, 3)

@@ -5,9 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from typed import as_words, invoke
 
-from speedrun import cli
 from speedrun.bench.profile import Profile, profile
 from speedrun.bench.steps import lowered_step
 from speedrun.ground.mesh import make_mesh
@@ -36,19 +35,19 @@ def found(program, folder) -> Profile:
 
 def test_products_run_as_often_as_the_program_says(program, found):
     module = hlo.parse(lowered_step(program, 0)[0].compile().as_text())
-    want = Counter(
-        {one.instruction.name: one.times for one in module.executed() if one.instruction.kind == "dot"}
-    )
+    dots = (one for one in module.executed() if one.instruction.kind == "dot")
+    want = Counter({one.instruction.name: one.times for one in dots})
     got = {row.name: row.calls for row in found.rows if row.kind == "dot"}
     assert max(want.values()) > 1, "no product in a loop: the test shows nothing"
     assert got == want
 
 
-def test_the_table_is_the_whole_time(found):
+def test_the_table_is_the_whole_time_and_the_trace_is_kept(found, folder):
     assert sum(row.share for row in found.rows) == pytest.approx(1)
     assert sum(found.shares.values()) == pytest.approx(1)
     assert [row.ms for row in found.rows] == sorted((row.ms for row in found.rows), reverse=True)
     assert {"all-gather", "reduce-scatter"} <= found.shares.keys()
+    assert list(folder.rglob("*.xplane.pb"))
 
 
 def test_every_device_computes_and_sends(found):
@@ -60,18 +59,14 @@ def test_every_device_computes_and_sends(found):
         assert one.span_ns <= found.step_ms * STEPS * 1e6 * (1 + 1e-9)
 
 
-def test_the_trace_is_kept_where_it_was_asked_for(found, folder):
-    assert list(folder.rglob("*.xplane.pb"))
-
-
 @pytest.mark.compile
 def test_the_command_shows_it(tmp_path):
-    small = ["--set", "config.model_dim=16", "--set", "config.num_heads=2", "--set", "config.head_dim=8"]
+    small = as_words({"config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8})
     args = ["profile", "--devices", "1", "--steps", "1", "--top", "3", *small]
-    shown = CliRunner().invoke(cli.command, args)
+    shown = invoke(*args)
     assert shown.exit_code == 0, shown.output
     assert "ms, 1 steps of smoke on 1 x cpu" in shown.output
     assert " others\n" in shown.output
-    result = json.loads(CliRunner().invoke(cli.command, [*args, "--json"]).stdout)
+    result = json.loads(invoke(*args, "--json").stdout)
     assert len(result["rows"]) == 3
     assert result["devices"][0]["span_ns"] == pytest.approx(result["step_ms"] * 1e6)

@@ -14,8 +14,7 @@ from speedrun.ground import mesh
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.kernels import qk_norm_triton
-from speedrun.science.kernels.choose import Kernels, choose_qk_norm
-from speedrun.science.kernels.forms import QkNormCall
+from speedrun.science.kernels.choose import Kernels, QkNormCall, choose_qk_norm
 from speedrun.science.kernels.qk_norm import qk_norm
 
 FORMS: dict[str, Callable[..., Any]] = {
@@ -138,10 +137,8 @@ class TestForms:
             y, pull = jax.vjp(lambda q, k: FORMS[name](q, k, scaled_angles(8, 16)), q, k)
             return *y, *pull(dy)
 
-        is_compiled = name == "definition"
-        sharded = jax.shard_map(
-            run, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows, check_vma=is_compiled
-        )
+        over = {"mesh": mesh.make_mesh(2), "in_specs": rows, "out_specs": rows}
+        sharded = jax.shard_map(run, **over, check_vma=name == "definition")
         for a, b in zip(jax.jit(sharded)(*inputs(shape)), defined(shape), strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6 * np.abs(b).max())
 

@@ -7,16 +7,14 @@ import shutil
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from record_forge import forge, install_track
 from small_run import SMALL, runs_of
 
 from speedrun.cli import command
 from speedrun.exchange import relay
-from speedrun.ground import companion, track
+from speedrun.ground import children
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import Terminated
 
@@ -42,13 +40,6 @@ class Run:
         {stall}
         tell("finish", self.id, exit_code)
 """
-
-
-@pytest.fixture
-def record(tmp_path, monkeypatch) -> Path:
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    return forge(tmp_path / "record")
 
 
 @pytest.fixture
@@ -90,19 +81,15 @@ def test_what_grows_in_the_log_arrives(record, fake, tmp_path, capfd):
     losses = {event["step"] + 1: event["loss"] for event in events if event["ev"] == "step"}
     assert {step: number for (step, key), number in found.items() if key == "train/loss"} == losses
     validations = {event["step"]: event["loss"] for event in events if event["ev"] == "val"}
-    assert {step: number for (step, key), number in found.items() if key == "val/loss"} == pytest.approx(
-        validations
-    )
+    scored = {step: number for (step, key), number in found.items() if key == "val/loss"}
+    assert scored == pytest.approx(validations)
     assert "warning" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("raise CommError('no server')", "no server"),
-        ("os.kill(os.getpid(), 9)", "its process ended with exit code -9 (signal 9)"),
-    ],
-)
+FAULTS = {"raise CommError('no server')": "no server", "os.kill(os.getpid(), 9)": "exit code -9 (signal 9)"}
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.items())
 def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
     told = fake(fault)
     fresh = record.with_name("fresh")
@@ -121,7 +108,7 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
     """Sooner if the run broke off."""
     told = fake(stall="time.sleep(600)")
     monkeypatch.setattr(relay, "_LEAVE_S", 2.0)
-    monkeypatch.setattr(companion, "_HASTE_S", 1.0)
+    monkeypatch.setattr(children, "_HASTE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "site"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "site"))
     fresh, watch = record.with_name("fresh"), Stopwatch()
@@ -180,8 +167,5 @@ def test_a_run_is_the_same_with_the_real_wandb_in_trouble(trouble, smoke_data, t
         hashes.append(run.end.final_hash)
     assert hashes[0] == hashes[1]
     assert "warning: wandb: " in done.stderr
-    assert not [
-        path
-        for path in (tmp_path / "with").rglob("*")
-        if path.is_file() and KEY.encode() in path.read_bytes()
-    ]
+    left = [path for path in (tmp_path / "with").rglob("*") if path.is_file()]
+    assert not [path for path in left if KEY.encode() in path.read_bytes()]

@@ -6,8 +6,6 @@ import math
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -15,30 +13,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from forgeries import BROKE
-from record_forge import (
-    LOCK,
-    LOCK_RAW,
-    SOFTWARE,
-    Spec,
-    both,
-    change,
-    forge,
-    install_track,
-    write_run,
-)
+from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, both, change, forge, install_track, write_run
 from scipy import stats
 from small_run import SMALL
+from typed import invoke, speedrun
 
 from speedrun import cli
 from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.decoding import decode
 from speedrun.ledger.format import encode, sha256
-from speedrun.ledger.record import load, read_files
+from speedrun.ledger.record import decode, load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, judged, point, verdict
 from speedrun.ledger.run import READS_OLDER, Run, read_run
 from speedrun.ledger.statistics import pooled_sd
@@ -122,7 +109,7 @@ def record(tmp_path, monkeypatch) -> Path:
 def reproduced(record, tmp_path, monkeypatch):
     """`speedrun reproduce` whose runs are forged by a function of their seed. Tells which seeds were run."""
 
-    def invoke(*args: str, make=lambda seed: Spec(seed=seed), out: str = "out"):
+    def reproduce(*args: str, make=lambda seed: Spec(seed=seed), out: str = "out"):
         ran: list[int] = []
 
         def run(self: Rerun, out: Path, *, seed: int, **_: object) -> None:
@@ -136,10 +123,9 @@ def reproduced(record, tmp_path, monkeypatch):
                 raise NonFiniteError("its loss became nan")
 
         monkeypatch.setattr(Rerun, "run", run)
-        words = ["reproduce", str(record), "--out", str(tmp_path / out), *args]
-        return CliRunner().invoke(cli.command, words, prog_name="speedrun"), ran
+        return invoke("reproduce", str(record), "--out", str(tmp_path / out), *args), ran
 
-    return invoke
+    return reproduce
 
 
 def told(result) -> str:
@@ -156,34 +142,26 @@ def test_an_honest_record_holds(reproduced, record, tmp_path):
     assert f"same     checks, {packages}, lock, devices, bench" in result.stdout
     found = msgspec.json.decode((tmp_path / "out" / "reproduction.json").read_bytes(), type=Reproduction)
     assert [run.seed for run in found.runs] == ran
-    judgement = judged(found, load(record).finished, 0.01)
+    judgement: Any = judged(found, load(record).finished, 0.01)
     assert (found.by, judgement.verdict, judgement.num_same_bits) == ("A. Referee", "within", None)
-    assert judgement.loss_difference is not None
     assert judgement.loss_difference.noise_from == "track"
 
 
 @pytest.mark.parametrize(
-    ("make", "word"),
+    ("made", "word"),
     [
-        (lambda seed: Spec(seed=seed, step_s=(0.05,) * 10), "faster"),
-        (lambda seed: Spec(seed=seed, step_s=(0.2,) * 10), "slower"),
-        (lambda seed: Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, 3.31)), "loss mismatch"),
-        (lambda seed: Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, 3.19)), "loss mismatch"),
+        ({"step_s": (0.05,) * 10}, "faster"),
+        ({"step_s": (0.2,) * 10}, "slower"),
+        ({"val_losses": (5.5, 4.0, 3.4, 3.31)}, "loss mismatch"),
+        ({"val_losses": (5.5, 4.0, 3.4, 3.19)}, "loss mismatch"),
     ],
-    ids=["faster", "slower", "worse", "better"],
 )
-def test_what_differs_has_a_word(reproduced, make, word):
-    result, _ = reproduced("--json", make=make)
+def test_what_differs_has_a_word(reproduced, made, word):
+    result, _ = reproduced("--json", make=lambda seed: Spec(seed=seed, **made))
     assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (word != "faster", word), result.output
 
 
-def slow_bench(log):
-    return [
-        moment._replace(event=msgspec.structs.replace(moment.event, matmul_gflops=20.0))
-        if isinstance(moment.event, runlog.Preflight)
-        else moment
-        for moment in log
-    ]
+slow_bench = change(runlog.Preflight, matmul_gflops=20.0)
 
 
 def test_a_machine_of_another_speed_is_other_hardware(reproduced):
@@ -222,10 +200,8 @@ def test_other_packages_are_told_with_what_is_lost(reproduced, monkeypatch):
     monkeypatch.setattr(provenance, "software", lambda: {"jax": "0.0.1", "python": "3.11.2"})
     result, _ = reproduced()
     assert result.exit_code == 0
-    assert (
-        f"differs  jax: the record has {SOFTWARE['jax']}, here is 0.0.1; no longer promised: equal bits and equal times"
-        in (result.stdout)
-    )
+    lost = "no longer promised: equal bits and equal times"
+    assert f"differs  jax: the record has {SOFTWARE['jax']}, here is 0.0.1; {lost}" in result.stdout
     assert "differs  jax: " in result.stderr, "before anything runs"
 
 
@@ -264,14 +240,12 @@ def test_a_run_that_becomes_non_finite_is_an_answer(reproduced):
 def test_a_run_of_something_else_is_not_compared(reproduced):
     other = change(runlog.RunStart, config_sha256="0" * 64)
     result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_log=other))
-    assert (result.exit_code, "has another config than the record" in result.stderr) == (3, True), (
-        result.output
-    )
+    told = result.exit_code, "has another config than the record" in result.stderr
+    assert told == (3, True), result.output
 
 
-def newer(record: Path) -> None:
-    path = record / "batch.json"
-    path.write_text(path.read_text().replace("speedrun.batch/1", "speedrun.batch/2"))
+def edited(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
 def no_time(record: Path) -> None:
@@ -279,27 +253,18 @@ def no_time(record: Path) -> None:
     forge(record, step_s=(0.0,) * 10)
 
 
-def edited_source(record: Path) -> None:
-    (record / "source.txt").write_text((record / "source.txt").read_text().replace("SIZE = 1", "SIZE = 2"))
+#: What cannot be used, with its exit code.
+SPOILED: dict[str, tuple[Callable[[Path], object], int]] = {
+    "newer": (lambda record: edited(record / "batch.json", "speedrun.batch/1", "speedrun.batch/2"), 2),
+    "no time": (no_time, 2),
+    "source": (lambda record: edited(record / "source.txt", "SIZE = 1", "SIZE = 2"), 2),
+    "track": (lambda _: edited(track.TRACKS_DIR / "forged.toml", "\n", "\n# easier\n"), 2),
+    "no shard": (lambda record: (record.parent / "data" / "forged" / "t_train_2.bin").unlink(), 3),
+    "other shard": (lambda record: edited(record.parent / "data" / "forged" / "t_val_0.bin", "t", "o"), 3),
+}
 
 
-def edited_track(record: Path) -> None:
-    with (track.TRACKS_DIR / "forged.toml").open("a") as rules:
-        rules.write("# easier\n")
-
-
-def no_shard(record: Path) -> None:
-    (record.parent / "data" / "forged" / "t_train_2.bin").unlink()
-
-
-def other_shard(record: Path) -> None:
-    (record.parent / "data" / "forged" / "t_val_0.bin").write_text("other")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "code"),
-    [(newer, 2), (no_time, 2), (edited_source, 2), (edited_track, 2), (no_shard, 3), (other_shard, 3)],
-)
+@pytest.mark.parametrize(("spoil", "code"), SPOILED.values(), ids=SPOILED)
 def test_what_cannot_be_used_is_one_line_and_nothing_is_run(reproduced, record, tmp_path, spoil, code):
     spoil(record)
     result, ran = reproduced()
@@ -340,7 +305,7 @@ def raced(record, tmp_path, monkeypatch):
     """`speedrun reproduce record --against rival`, whose steps take a share of the record's. Tells what was run."""
     forge(tmp_path / "rival", seeds=(3, 4))
 
-    def invoke(share: float, *args: str):
+    def race(share: float, *args: str):
         ran: list[tuple[str, int]] = []
 
         def run(self: Rerun, out: Path, *, seed: int, **_: object) -> None:
@@ -350,18 +315,10 @@ def raced(record, tmp_path, monkeypatch):
             write_run(out, Spec(seed=1, step_s=(step_s,) * 10, edit_log=change(runlog.RunStart, seed=seed)))
 
         monkeypatch.setattr(Rerun, "run", run)
-        words = [
-            "reproduce",
-            str(record),
-            "--against",
-            str(tmp_path / "rival"),
-            "--out",
-            str(tmp_path / "out"),
-            *args,
-        ]
-        return CliRunner().invoke(cli.command, words, prog_name="speedrun"), ran
+        words = ["--against", str(tmp_path / "rival"), "--out", str(tmp_path / "out"), *args]
+        return invoke("reproduce", str(record), *words), ran
 
-    return invoke
+    return race
 
 
 def test_pairs_alternate_and_share_a_fresh_seed(raced, tmp_path):
@@ -427,17 +384,17 @@ def test_what_the_node_does_to_both_is_no_difference(record, tmp_path):
 def foreign(record, monkeypatch, tmp_path):
     """`speedrun reproduce` of a source that ends with a code and does something to its new record's folder."""
 
-    def invoke(code: int = 0, leave: Callable[[Path], object] = lambda out: None):
+    def reproduce(code: int = 0, leave: Callable[[Path], object] = lambda out: None):
         def child(argv: list[str], *_: object, **__: object) -> int:
             leave(Path(json.loads(Path(argv[-1]).read_bytes())["out"]))
             return code
 
         monkeypatch.setattr(sandbox, "run", child)
         monkeypatch.setattr(sandbox, "problem", lambda: None)
-        words = ["reproduce", str(record), "--same-seeds", "--runs", "1", "--out", str(tmp_path / "new")]
-        return CliRunner().invoke(cli.command, words, prog_name="speedrun")
+        words = ["--same-seeds", "--runs", "1", "--out", str(tmp_path / "new")]
+        return invoke("reproduce", str(record), *words)
 
-    return invoke
+    return reproduce
 
 
 NAN = runlog.Error("NonFiniteError", "block0")
@@ -472,14 +429,9 @@ def test_a_foreign_source_that_ends_badly_ends_as_ours_would(foreign, code, seen
 def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path, capfd, monkeypatch):
     """It stands for one that trains: what it leaves was forged before."""
     made, folder = tmp_path / "made", tmp_path / "again"
-    script = (
-        f"import json, shutil, sys\nshutil.copytree({str(made)!r}, json.load(open(sys.argv[1]))['out'])\n"
-    )
-
-    def edit_source(files):
-        return {**files, "speedrun/training/train.py": script}
-
-    forge(folder, seeds=(1,), edit_source=edit_source)
+    copy = f"shutil.copytree({str(made)!r}, json.load(open(sys.argv[1]))['out'])"
+    script = f"import json, shutil, sys\n{copy}\n"
+    forge(folder, seeds=(1,), edit_source=lambda files: {**files, "speedrun/training/train.py": script})
     shutil.copytree(folder / "runs", made / "runs")
     shutil.copy(folder / "source.txt", made)
     monkeypatch.setattr(sandbox, "problem", lambda: "its source reads a folder of this test")
@@ -501,9 +453,7 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
     train(RunConfig("smoke-cpu", record, overrides=SMALL, data=smoke_data))
     assemble(record, title="small")
     words = ("--same-seeds", "--json", "--data", str(smoke_data), "--out", str(tmp_path / "out"))
-    argv = [sys.executable, "-m", "speedrun", "reproduce", str(record), *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
+    done = speedrun("reproduce", str(record), *words, env={**os.environ, "PYTHONPATH": str(ROOT)})
     found = json.loads(done.stdout)
     assert (found["num_same_bits"], found["loss_difference"]["mean"]) == (1, 0.0), done.stderr
     assert found["verdict"] != "loss mismatch"
@@ -511,8 +461,7 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
 
 def test_a_source_that_writes_an_older_format_is_not_run(tmp_path):
     """As those of the committed records, until they are made again."""
-    words = ["reproduce", str(COMMITTED), "--runs", "1", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
+    result = invoke("reproduce", str(COMMITTED), "--runs", "1", "--out", str(tmp_path / "out"))
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"older format of logs; nothing was executed; commit {READS_OLDER} has" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """The rungs of the ladder: published numbers, forward passes against float64, pinned traces, and their own pieces."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -219,13 +220,10 @@ TRACES = {
 }
 
 
-@pytest.mark.parametrize(
-    "rung",
-    [
-        rung if rung in ("unet", "values") else pytest.param(rung, marks=pytest.mark.compile)
-        for rung in TRACES
-    ],
-)
+NIGHTLY = [pytest.param(rung, marks=pytest.mark.compile) for rung in TRACES if rung not in ("unet", "values")]
+
+
+@pytest.mark.parametrize("rung", ["unet", "values", *NIGHTLY])
 def test_its_trace(rung):
     config, pinned = TRACES[rung]
     recipe = small(rung, **config)
@@ -355,10 +353,8 @@ def test_its_forward_pass_is_the_published_one(rung):
     ids_BT[0, 7] = ids_BT[1, 20] = 9
     p = {name: x.astype(np.float64) for name, x in params.items()}
     got = hidden(recipe, params, ids_BT, **({"window_blocks": 3} if windows else {}))
-    want = [
-        gpt2_forward(p, ids_T) if rung == "gpt2" else forward_of(rung, p, ids_T, recipe.config, 3)
-        for ids_T in ids_BT
-    ]
+    forward = gpt2_forward if rung == "gpt2" else partial(forward_of, rung, cfg=recipe.config, blocks=3)
+    want = [forward(p, ids_T) for ids_T in ids_BT]
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 
@@ -435,10 +431,8 @@ def test_adamw_clips_all_gradients_together_and_decays_matrices_and_tables(clip_
     layout = Layout(recipe.table(recipe.config))
     rng = np.random.default_rng(0)
     shapes = {name: x.shape for name, x in jax.eval_shape(layout.init, jax.random.key(0)).items()}
-    start, first, second = (
-        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-        for _ in range(3)
-    )
+    draw = lambda: {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}  # noqa: E731
+    start, first, second = draw(), draw(), draw()
 
     def shards(tree):
         """Divide what is sharded over eight, repeat the rest."""

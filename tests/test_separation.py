@@ -1,23 +1,26 @@
 """Small tracks tell right from wrong: their targets are reached by the right program and by no wrong one.
 
-Minutes of training, so not in CI: `XLA_FLAGS= pytest -s -m slow tests/test_separation.py`. Outcomes: docs/LOG.md.
+Minutes of training: `pytest -s -m compile tests/test_separation.py`. Outcomes: docs/LOG.md.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
-from adam_only import AdamOnly
+from typed import speedrun
 
-from speedrun.data import inventory, python_docs, synthetic
+from speedrun.data import inventory, python_docs
 from speedrun.data.stream import TokenStream
 from speedrun.ground import mesh, track
 from speedrun.ground.mesh import DATA
 from speedrun.science import recipes
-from speedrun.science.params import Params
+from speedrun.science.optim.groups import MuonAndAdam, by_group, scale_by_input
+from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step
 from speedrun.training.evaluate import evaluate
@@ -44,13 +47,6 @@ class LocalGradients(Step):
         return {name: own(name, g) for name, g in grads.items()}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(TRACK, folder)
-    return folder
-
-
 def batches(
     recipe: Recipe, opened: inventory.TrackShards, shift: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -61,16 +57,13 @@ def batches(
         yield tokens_BT, np.roll(targets_BT, 1 - shift, axis=1)
 
 
-def final_loss(
-    program: Program, data: Path, rules: track.Track = TRACK, *, seed: int = 0, shift: int = 1
-) -> float:
+def final_loss(program: Program, data: Path, rules: track.Track = TRACK, *, shift: int = 1) -> float:
     """Validation loss after training; the score itself is always the right one."""
     opened = inventory.open_track(data, rules.data)
-    state = program.init(jax.random.key(seed))
+    state = program.init(jax.random.key(0))
     for batch in batches(program.recipe, opened, shift):
-        state, metrics = program.train_step(
-            state, *(mesh.place(x, program.mesh) for x in batch), program.schedule
-        )
+        placed = (mesh.place(x, program.mesh) for x in batch)
+        state, metrics = program.train_step(state, *placed, program.schedule)
         jax.block_until_ready(metrics.loss)
     return evaluate(program, program.eval_step, state, opened.val[0], rules.data.val_tokens).loss
 
@@ -84,46 +77,61 @@ def without_attention(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, config=config)
 
 
-def adam(lr: float) -> Recipe:
-    """Adam in Muon's place, everything else as it was."""
-    muon = SMOKE.optimizer
-    groups = AdamOnly(lr, muon.embed_lr, muon.head_lr, muon.scalar_lr, muon.adam)
-    return dataclasses.replace(SMOKE, optimizer=groups)
+class AdamOnly(MuonAndAdam):
+    """Adam in Muon's place, at Muon's rate. One that is tuned anew arrives, later than Muon: docs/LOG.md."""
+
+    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+        rates = {
+            "matrix": self.muon_lr,
+            "embed": self.embed_lr,
+            "head": self.head_lr,
+            "scalar": self.scalar_lr,
+        }
+        groups = {name: self.adam.at(lr) for name, lr in rates.items()}
+        return optax.chain(by_group(groups, layout), scale_by_input("lr_scale"))
+
+
+ADAM = AdamOnly(
+    **{field.name: getattr(SMOKE.optimizer, field.name) for field in dataclasses.fields(MuonAndAdam)}
+)
+
+
+def local_gradients() -> Program:
+    program = on_node()
+    kernels, constants = program.kernels, program.constants
+    vars(program)["step"] = LocalGradients(SMOKE, program.mesh, program.microbatches, kernels, constants)
+    return program
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_right_program_reaches_the_target(data, seed):
-    loss = final_loss(on_node(), data, seed=seed)
-    print(f"right, seed {seed}: {loss:.4f}")
-    assert TRACK.target.entropy_rate < loss <= TRACK.target.loss
+def test_the_right_program_reaches_the_target(smoke_data, tmp_path, seed):
+    """As people run it: without XLA's optimisations, seeds 1 and 3 learn too late (docs/LOG.md)."""
+    where = ["--data", str(smoke_data), "--out", str(tmp_path / "out"), "--seed", str(seed)]
+    done = speedrun("run", "--track", TRACK.name, *where, env={**os.environ, "XLA_FLAGS": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_without_attention_it_does_not(data):
-    loss = final_loss(on_node(without_attention(SMOKE)), data)
-    print(f"no attention: {loss:.4f}")
+@pytest.mark.parametrize(
+    ("recipe", "shift"),
+    [
+        (without_attention(SMOKE), 1),
+        (SMOKE, 0),
+        (SMOKE, 2),
+        (dataclasses.replace(SMOKE, optimizer=ADAM), 1),
+    ],
+    ids=["no attention", "targets shifted by 0", "targets shifted by 2", "adam"],
+)
+def test_a_wrong_program_does_not(smoke_data, request, recipe, shift):
+    loss = final_loss(on_node(recipe), smoke_data, shift=shift)
+    print(f"{request.node.callspec.id}: {loss:.4f}")
     assert loss > TRACK.target.loss
 
 
-@pytest.mark.parametrize("shift", [0, 2])
-def test_with_shifted_targets_it_does_not(data, shift):
-    loss = final_loss(on_node(), data, shift=shift)
-    print(f"targets shifted by {shift}: {loss:.4f}")
-    assert loss > TRACK.target.loss
-
-
-def test_with_adam_in_muons_place_it_does_not(data):
-    """At Muon's rate. An Adam that is tuned anew arrives, later than Muon: docs/LOG.md."""
-    loss = final_loss(on_node(adam(SMOKE.optimizer.muon_lr)), data)
-    print(f"adam: {loss:.4f}")
-    assert loss > TRACK.target.loss
-
-
-def test_with_gradients_that_are_not_averaged_it_does_not(data):
+def test_with_gradients_that_are_not_averaged_it_does_not(smoke_data):
     program = on_node()
-    vars(program)["step"] = LocalGradients(
-        SMOKE, program.mesh, program.microbatches, program.kernels, program.constants
-    )
-    loss = final_loss(program, data)
+    given = program.mesh, program.microbatches, program.kernels, program.constants
+    vars(program)["step"] = LocalGradients(SMOKE, *given)
+    loss = final_loss(program, smoke_data)
     print(f"own gradients only: {loss:.4f}")
     assert loss > TRACK.target.loss
 

@@ -33,7 +33,7 @@ def answer(path: str, query: dict[str, str]) -> Reply | None:
 
 
 def asked(url: str, path: str, *, method: str = "GET", host: str = "") -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection(HOST, int(url.rstrip("/").rpartition(":")[2]), timeout=10)
+    connection = http.client.HTTPConnection(HOST, int(url.rstrip("/").rpartition(":")[2]), timeout=100)
     connection.request(method, path, headers={"Host": host} if host else {})
     response = connection.getresponse()
     return response.status, response.read(), dict(response.headers)
@@ -72,7 +72,7 @@ HEADS: dict[str, tuple[bytes, int]] = {
 
 
 def sent(url: str, raw: bytes) -> socket.socket:
-    one = socket.create_connection((HOST, int(url.rstrip("/").rpartition(":")[2])), timeout=20)
+    one = socket.create_connection((HOST, int(url.rstrip("/").rpartition(":")[2])), timeout=100)
     one.sendall(raw)
     return one
 

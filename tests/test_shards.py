@@ -80,9 +80,7 @@ def test_a_bad_shard_is_exit_code_3(tmp_path: Path):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=50), st.data())
-def test_a_written_shard_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, ids: list[int], data: st.DataObject
-):
+def test_a_written_shard_is_read_back(tmp_path_factory, ids: list[int], data: st.DataObject):
     path = tmp_path_factory.mktemp("shard") / "x.bin"
     shard = write_shard(path, np.array(ids))
     start = data.draw(st.integers(0, len(ids)))
@@ -111,16 +109,13 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path):
         shard.read(1, 5)
 
 
-def truncate(path: Path):
-    os.truncate(path, shards.HEADER_BYTES + 6)
-
-
-def replace(path: Path):
-    write_shard(path, np.arange(100) + 1)
-
-
 @pytest.mark.parametrize(
-    ("accident", "cause"), [(truncate, "changed"), (replace, "changed"), (Path.unlink, "No such")]
+    ("accident", "cause"),
+    [
+        (lambda path: os.truncate(path, shards.HEADER_BYTES + 6), "changed"),
+        (lambda path: write_shard(path, np.arange(100) + 1), "changed"),
+        (Path.unlink, "No such"),
+    ],
 )
 def test_a_shard_that_changes_during_a_run_is_an_error(tmp_path: Path, accident, cause: str):
     shard = write_shard(tmp_path / "x.bin", np.arange(100))
@@ -154,15 +149,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
 # --- a folder ---------------------------------------------------------------------------------------------
 
 TRAIN, VAL = "t_train_1.bin", "t_val_0.bin"
-DATA = track.Data(
-    folder="t",
-    train="t_train_*.bin",
-    val="t_val_*.bin",
-    val_tokens=9,
-    vocab_size=10,
-    document_token=0,
-    get="get it!",
-)
+DATA = track.Data("t", "t_train_*.bin", "t_val_*.bin", 9, 10, 0, "get it!")
 
 
 @pytest.fixture
@@ -259,9 +246,7 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
     (folder / "t_train_2.bin").unlink()
     open_track(folder, data)  # the first of the list
     write_shard(folder / "t_train_3.bin", np.arange(10))
-    assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], (
-        "nobody vouches for the third"
-    )
+    assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], "the third is unknown"
     write_shard(folder / "t_train_0.bin", np.arange(10))
     with pytest.raises(DataError, match=r"t_train_0\.bin is not the track's"):
         open_track(folder, data)

@@ -18,26 +18,8 @@ from speedrun.training.program import Program
 RECORD21 = recipes.load("record21")
 AT = {name: RECORD21.override({"size": name}) for name in SIZES}
 
-#: A model with a number of layers, learned positions, and no width of a head.
-GPT2 = {
-    "config.vocab_size": 50257,
-    "config.num_layers": 12,
-    "config.num_heads": 12,
-    "config.model_dim": 768,
-    "config.mlp_dim": 3072,
-    "config.max_positions": 1024,
-    "optimizer.matrix_lr": 0.0018,
-    "optimizer.embed_lr": 0.0018,
-    "schedule.warmup_steps": 512,
-    "stages.0.num_steps": 8192,
-    "stages.0.num_sequences": 512,
-    "stages.0.seq_len": 1024,
-    "eval_sequences": 32,
-    "eval_seq_len": 1024,
-    "compute_dtype": "bfloat16",
-}
-
-
+#: A model with a number of layers, and learned positions.
+GPT2 = settings(recipes.load("gpt2"))
 FULL_SIZE = [name for name in recipes.names() if recipes.load(name).config.model_dim == 768]
 
 
@@ -78,9 +60,8 @@ def test_each_size_is_a_program_on_eight_devices(name: str) -> None:
     ids = [jax.ShapeDtypeStruct((stage.num_sequences, stage.seq_len), np.int32)] * 2
     static = program.shape_at(0).static
     after, _ = jax.eval_shape(program.train_step_for(static), state, *ids, program.schedule)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-    )
+    got, want = (jax.tree.map(lambda x: (x.shape, x.dtype), one) for one in (after, state))
+    assert got == want
 
 
 def test_other_settings_change_the_sibling() -> None:
@@ -89,9 +70,8 @@ def test_other_settings_change_the_sibling() -> None:
 
 
 def test_settings_that_depend_on_each_other_change_together() -> None:
-    one = recipes.load("smoke").override(
-        {"config.mixing": "('long', 'long')", "config.value_tables": "(0, 0)"}
-    )
+    two_layers = {"config.mixing": "('long', 'long')", "config.value_tables": "(0, 0)"}
+    one = recipes.load("smoke").override(two_layers)
     assert one.config.num_layers == 2
     with pytest.raises(UsageError, match=r"setting config\.mixing=\('long',\).*: value_tables has 4 entries"):
         recipes.load("smoke").override({"config.mixing": "('long',)"})

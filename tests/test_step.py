@@ -37,13 +37,17 @@ def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
     return ids
 
 
+def placed(program: Program, seed: int = 0) -> list[jax.Array]:
+    """Return tokens and targets of that batch on the devices."""
+    ids = batch(program.recipe, seed)
+    return [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
+
+
 def run(program: Program, num_steps: int, seed: int = 0) -> tuple[TrainState, list[float]]:
     """Train on fixed random batches; return the final state and the losses."""
     state, losses = program.init(jax.random.key(seed)), []
     for i in range(num_steps):
-        ids = batch(program.recipe, i)
-        tokens_BT, targets_BT = (mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
-        state, metrics = program.train_step(state, tokens_BT, targets_BT, program.schedule)
+        state, metrics = program.train_step(state, *placed(program, i), program.schedule)
         losses.append(float(metrics.loss))
     return state, losses
 
@@ -55,17 +59,15 @@ def on_host(program: Program, state: TrainState) -> Any:
 
 def gradients(program: Program, state: TrainState) -> tuple[float, dict[str, np.ndarray]]:
     """Return mean loss and packed gradients of one batch, on the host; the state may be on any mesh."""
-    step, ids = program.step, batch(program.recipe, 7)
 
     def both(packed, tokens_BT, targets_BT):
-        loss, grads = step.loss_and_grads(packed, Batch(tokens_BT, targets_BT, {}), THREE_BLOCKS)
+        loss, grads = program.step.loss_and_grads(packed, Batch(tokens_BT, targets_BT, {}), THREE_BLOCKS)
         return jax.lax.pmean(loss.nll, program.axes), grads
 
     specs = program.layout.specs, P(program.axes), P(program.axes)
     packed = jax.device_put(jax.device_get(state.params), program.shardings(program.layout.specs))
-    batches = (mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
     mapped = jax.shard_map(both, mesh=program.mesh, in_specs=specs, out_specs=(P(), program.layout.specs))
-    loss, grads = jax.device_get(jax.jit(mapped)(packed, *batches))
+    loss, grads = jax.device_get(jax.jit(mapped)(packed, *placed(program, 7)))
     return float(loss), grads
 
 
@@ -80,18 +82,13 @@ def gradients_on_eight(on_eight) -> tuple[float, dict[str, np.ndarray]]:
     return gradients(*on_eight[:2])
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "microbatches"),
-    [
-        (1, 8),
-        *(pytest.param(*case, marks=pytest.mark.compile) for case in [(2, 16), (8, 16), (1, 1), (4, 4)]),
-    ],
-)
-def test_devices_and_accumulation_do_not_matter(
-    tiny, on_eight, gradients_on_eight, num_devices, microbatches
-):
-    program = Program(tiny, mesh.make_mesh(num_devices), microbatches)
-    _, state, eight_losses = on_eight
+MORE = [pytest.param(*case, marks=pytest.mark.compile) for case in [(2, 16), (8, 16), (1, 1), (4, 4)]]
+
+
+@pytest.mark.parametrize(("num_devices", "microbatches"), [(1, 8), *MORE])
+def test_devices_and_accumulation_do_not_matter(on_eight, gradients_on_eight, num_devices, microbatches):
+    eight, state, eight_losses = on_eight
+    program = Program(eight.recipe, mesh.make_mesh(num_devices), microbatches)
     (loss, grads), (eight_loss, eight_grads) = gradients(program, state), gradients_on_eight
     assert loss == pytest.approx(eight_loss, rel=1e-6)
     for name, grad in grads.items():
@@ -143,11 +140,8 @@ def linear(size: float, dtype: Dtype) -> Recipe:
         token, whole = batch.tokens_BT.astype(jnp.float32).mean(), (x.astype(jnp.float32) for x in p.values())
         by = token * size
         objective = by * sum((x.ravel() * jnp.arange(1, x.size + 1)).sum() for x in whole)
-        return Loss(
-            jnp.asarray(objective),
-            token + 0 * objective,
-            {"read": batch.carry["read"] + batch.tokens_BT[:, 0]},
-        )
+        read = batch.carry["read"] + batch.tokens_BT[:, 0]
+        return Loss(jnp.asarray(objective), token + 0 * objective, {"read": read})
 
     config = SimpleNamespace(vocab_size=9)
     return Recipe(
@@ -210,10 +204,8 @@ def test_a_replica_that_drifts_has_another_hash(tiny):
     program = Program(tiny, mesh.make_mesh(8, 2))
     state = program.init(jax.random.key(0))
     head = state.params["head"]
-    drifted = [
-        jax.device_put(np.asarray(shard.data) + 1e-3 * (shard.device.id == 6), shard.device)
-        for shard in head.addressable_shards
-    ]
+    move = lambda x: jax.device_put(np.asarray(x.data) + 1e-3 * (x.device.id == 6), x.device)  # noqa: E731
+    drifted = [move(shard) for shard in head.addressable_shards]
     state.params["head"] = jax.make_array_from_single_device_arrays(head.shape, head.sharding, drifted)
     lanes = [tuple(np.asarray(shard.data)) for shard in fingerprint(state).addressable_shards]
     assert len({*lanes[:4]}) == len({*lanes[4:]}) == 1
@@ -265,31 +257,24 @@ def test_state_is_born_as_it_lives(tiny, on_eight):
 
 
 def test_starting_state_is_equal_on_any_number_of_devices(tiny):
-    hashes = {
-        state_hash(Program(tiny, mesh.make_mesh(*shape)).init(jax.random.key(3)))
-        for shape in ((1,), (2,), (4,), (8,), (8, 2))
-    }
-    assert len(hashes) == 1
+    meshes = [mesh.make_mesh(*shape) for shape in ((1,), (2,), (4,), (8,), (8, 2))]
+    assert len({state_hash(Program(tiny, one).init(jax.random.key(3))) for one in meshes}) == 1
 
 
-def test_the_state_is_donated(tiny, on_eight):
+def test_the_state_is_donated(on_eight):
     program = on_eight[0]
-    state, ids = program.init(jax.random.key(0)), batch(tiny)
-    tokens_BT, targets_BT = (mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
-    program.train_step(state, tokens_BT, targets_BT, program.schedule)
+    state = program.init(jax.random.key(0))
+    program.train_step(state, *placed(program), program.schedule)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def test_the_hash_sees_every_bit_and_every_place():
     x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
-    seen = {
-        tuple(fingerprint(t).tolist())
-        for t in ((x,), (x.T,), (x.at[2, 3].set(jnp.nextafter(x[2, 3], 99.0)),), (x[::-1],))
-    }
-    assert len(seen) == 4
+    states = x, x.T, x.at[2, 3].set(jnp.nextafter(x[2, 3], 99.0)), x[::-1]
+    assert len({tuple(fingerprint((state,)).tolist()) for state in states}) == 4
 
 
-def test_scarce_memory_changes_no_gradient(tiny: Recipe, on_eight, gradients_on_eight):
+def test_scarce_memory_changes_no_gradient(on_eight, gradients_on_eight):
     """To rounding: the same numbers are computed, some of them twice."""
     loss, grads = gradients(dataclasses.replace(on_eight[0], memory="scarce"), on_eight[1])
     assert loss == gradients_on_eight[0]
@@ -297,10 +282,9 @@ def test_scarce_memory_changes_no_gradient(tiny: Recipe, on_eight, gradients_on_
         np.testing.assert_allclose(grads[name], grad, atol=1e-6 * np.abs(grad).max(), err_msg=name)
 
 
-def test_scarce_memory_computes_activations_twice_and_no_product(tiny: Recipe, on_eight):
+def test_scarce_memory_computes_activations_twice_and_no_product(on_eight):
     program, state, _ = on_eight
-    ids = batch(tiny)
-    args = state, *(mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])), program.schedule
+    args = state, *placed(program), program.schedule
     ample, scarce = (
         dataclasses.replace(program, memory=memory).train_step.lower(*args).as_text()
         for memory in ("ample", "scarce")
@@ -355,11 +339,9 @@ def test_another_seed_is_another_run(on_eight):
     assert run(program, 3)[1] == on_eight[2][:3]
 
 
-def test_the_step_communicates_once_for_each_packed_array(tiny, on_eight):
+def test_the_step_communicates_once_for_each_packed_array(on_eight):
     program, state, _ = on_eight
-    ids = batch(tiny)
-    args = [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
-    text = program.train_step.lower(state, *args, program.schedule).as_text()
+    text = program.train_step.lower(state, *placed(program), program.schedule).as_text()
     num_divided = len(program.layout.banks) + len(program.layout.tables)
     assert text.count('"stablehlo.all_gather"') == num_divided
     assert text.count('"stablehlo.reduce_scatter"') == num_divided
@@ -382,9 +364,8 @@ ACROSS = {
 def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
     """Two nodes of four devices: gathers and scatters stay inside a node; a device swaps its quarter with a peer."""
     program = Program(tiny, mesh.make_mesh(8, 2))
-    ids, state = batch(tiny), program.init(jax.random.key(0))
-    args = [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
-    text = program.train_step.lower(state, *args, program.schedule).as_text()
+    state = program.init(jax.random.key(0))
+    text = program.train_step.lower(state, *placed(program), program.schedule).as_text()
     divided = [*program.layout.banks, *program.layout.tables]
     found = [
         (kind, ACROSS[groups], math.prod(map(int, re.findall(r"(\d+)x", sent))))
@@ -416,32 +397,32 @@ def named_nll(recipe: Recipe, params, ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(nll_NV, ids[:, 1:].reshape(-1, 1), axis=1).reshape(len(ids), -1)
 
 
-def trained(on_eight: tuple[Program, TrainState, list[float]]):
-    """Return named parameters after a few steps, so that no path is multiplied by zero."""
-    program, state, _ = on_eight
-    return on_host(program, state)
+@pytest.fixture(scope="module")
+def trained(on_eight) -> Any:
+    """Named parameters after a few steps, so that no path is multiplied by zero."""
+    return on_host(*on_eight[:2])
 
 
-def test_no_position_sees_a_later_token(tiny, on_eight):
-    params, ids = trained(on_eight), batch(tiny)[:2]
-    base = named_nll(tiny, params, ids)
+def test_no_position_sees_a_later_token(tiny, trained):
+    ids = batch(tiny)[:2]
+    base = named_nll(tiny, trained, ids)
     for t in (1, 9, 20, 31):
         changed = ids.copy()
         changed[0, t] = (ids[0, t] + 7) % tiny.config.vocab_size
-        nll = named_nll(tiny, params, changed)
+        nll = named_nll(tiny, trained, changed)
         # It is the target of position t - 1; earlier positions must not depend on it.
         np.testing.assert_array_equal(nll[0, : t - 1], base[0, : t - 1])
         assert nll[0, t - 1] != base[0, t - 1]
 
 
-def test_no_position_sees_another_document_or_sequence(tiny, on_eight):
-    params, ids = trained(on_eight), batch(tiny)[:2]
+def test_no_position_sees_another_document_or_sequence(tiny, trained):
+    ids = batch(tiny)[:2]
     ids[:, :] = np.maximum(ids, 1)
     ids[0, 16] = tiny.config.document_token
-    base = named_nll(tiny, params, ids)
+    base = named_nll(tiny, trained, ids)
     changed = ids.copy()
     changed[0, 3:12] = 5
-    nll = named_nll(tiny, params, changed)
+    nll = named_nll(tiny, trained, changed)
     np.testing.assert_array_equal(nll[0, 16:], base[0, 16:])
     np.testing.assert_array_equal(nll[1], base[1])
     assert (nll[0, 3:12] != base[0, 3:12]).any()

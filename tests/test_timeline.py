@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,28 +42,14 @@ def test_a_device_is_busy_hidden_or_idle_as_its_instants_are(events):
 
 def test_a_gap_is_named_by_what_ended_last_and_what_came_next():
     """The long collective ends after the product that began behind it."""
-    (found,) = usage(
-        [
-            Event("gather", 3, 0, 10, is_collective=True),
-            Event("product", 3, 2, 5, is_collective=False),
-            Event("norm", 3, 12, 14, is_collective=False),
-            Event("copy", 3, 15, 16, is_collective=False),
-        ]
-    )
-    assert [(gap.after, gap.before, gap.length_ns) for gap in found.gaps] == [
-        ("gather", "norm", 2),
-        ("norm", "copy", 1),
-    ]
+    spans = {"gather": (0, 10), "product": (2, 5), "norm": (12, 14), "copy": (15, 16)}
+    (found,) = usage(Event(name, 3, *span, name == "gather") for name, span in spans.items())
+    gaps = [(gap.after, gap.before, gap.length_ns) for gap in found.gaps]
+    assert gaps == [("gather", "norm", 2), ("norm", "copy", 1)]
     assert found.hidden_ns == 3
 
 
 def test_devices_are_counted_apart():
-    one, other = usage(
-        [Event("a", 1, 0, 4, is_collective=False), Event("b", 0, 100, 101, is_collective=False)]
-    )
+    events = Event("a", 1, 0, 4, is_collective=False), Event("b", 0, 100, 101, is_collective=False)
+    one, other = usage(events)
     assert [(u.device, u.span_ns, u.idle_ns) for u in (one, other)] == [(0, 1, 0), (1, 4, 0)]
-
-
-@pytest.mark.parametrize("spans", [[], [(3, 3)]])
-def test_no_time_is_no_time(spans):
-    assert length(spans) == 0

@@ -1,5 +1,6 @@
-"""Tokenizers against their own libraries and against bytes; unusual documents; files that change."""
+"""Tokenizers against their own libraries and against bytes; unusual documents; files that change; bytes of ids."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -8,15 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.data import gpt2, tokenizer
-from speedrun.data.gpt2 import END_OF_TEXT
+from speedrun.cli import command
+from speedrun.data import fetch, inventory, tokenizer, vocabulary
+from speedrun.data.tokenizer import END_OF_TEXT
+from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError, UsageError
+from speedrun.science.models.record89_tokens import prefixes
 
 ROOT = Path(__file__).parent.parent
 RANKS = ROOT.parent / "shared" / "data" / "gpt2-bpe" / "r50k_base.tiktoken"
+GOLDEN = Path(os.environ.get("SPEEDRUN_GOLDEN", ROOT / "tests" / "golden")) / "units2026.npz"
 needs_ranks = pytest.mark.skipif(not RANKS.exists(), reason="needs ../shared/data: GPT-2's ranks")
 
 TEXTS = ["The cat sat on the mat. ", "don't ", "naïve café ", "a a a a\n\n", "1234 5678 ", "猫 "] * 20
@@ -54,19 +60,18 @@ def test_gpt2_is_tiktokens_encode_ordinary(ours, reference, texts: list[str]):
 @needs_ranks
 @pytest.mark.parametrize(
     "text",
-    ["", END_OF_TEXT, f"a{END_OF_TEXT}{END_OF_TEXT} b", "\0", "\ufffd\ufffd", " ", "\n" * 3, "<|endoftext"],
-    ids=repr,
-)
-def test_unusual_documents(ours, reference, text: str):
-    (ids,) = ours.encode([text])
-    assert ids.tolist() == reference.encode_ordinary(text)
-    assert 50256 not in ids
-
-
-@needs_ranks
-@pytest.mark.parametrize(
-    "text",
     [
+        *(
+            "",
+            END_OF_TEXT,
+            f"a{END_OF_TEXT}{END_OF_TEXT} b",
+            "\0",
+            "\ufffd\ufffd",
+            " ",
+            "\n" * 3,
+            "<|endoftext",
+        ),
+        # Longer ones are split.
         "a" * 100_000,
         " " * 90_000,
         "word " * 40_000,
@@ -76,19 +81,21 @@ def test_unusual_documents(ours, reference, text: str):
     ],
     ids=lambda text: repr(text[:9]),
 )
-def test_splitting_long_documents_keeps_their_ids(ours, reference, text: str):
-    assert ours.encode([text])[0].tolist() == reference.encode_ordinary(text)
+def test_unusual_documents(ours, reference, text: str):
+    (ids,) = ours.encode([text])
+    assert ids.tolist() == reference.encode_ordinary(text)
+    assert 50256 not in ids
 
 
 def test_where_a_long_document_is_split():
     text = "word, " * 50_000 + "x" * 100_000
-    cut = list(gpt2.parts(text))
+    cut = list(tokenizer.parts(text))
     assert "".join(cut) == text
-    assert max(map(len, cut)) <= 100_000 + gpt2._LONG_CHARACTERS + 6
+    assert max(map(len, cut)) <= 100_000 + tokenizer._LONG_CHARACTERS + 6
     assert all(part[0] == " " for part in cut[1:])
-    assert len(cut) <= len(text) // gpt2._LONG_CHARACTERS + 1
-    assert list(gpt2.parts("a b" * 100)) == ["a b" * 100]
-    assert list(gpt2.parts("x" * 100_000)) == ["x" * 100_000]
+    assert len(cut) <= len(text) // tokenizer._LONG_CHARACTERS + 1
+    assert list(tokenizer.parts("a b" * 100)) == ["a b" * 100]
+    assert list(tokenizer.parts("x" * 100_000)) == ["x" * 100_000]
 
 
 @needs_ranks
@@ -116,7 +123,7 @@ def test_ranks_are_read_from_tiktokens_cache_and_checked(tmp_path: Path, monkeyp
     path = tmp_path / "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"  # tiktoken's name
     path.write_bytes(RANKS.read_bytes())
     assert tokenizer.load("gpt2").raw == RANKS.read_bytes()
-    monkeypatch.setattr(gpt2, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
+    monkeypatch.setattr(tokenizer, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
     with pytest.raises(DataError, match=r"need http.*; copy that file and pass --tokenizer"):
         tokenizer.load("gpt2")
 
@@ -147,14 +154,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_texts_give_the_same_file(trained: Path, tmp_path: Path):
     """With any number of threads and any hash seed of Python."""
     script = (
-        "import sys; from pathlib import Path; from speedrun.data import tokenizer; from test_tokenizer import TEXTS\n"
-        "tokenizer.train_bpe(iter(TEXTS), 300, Path(sys.argv[1]))"
+        "import json, sys; from pathlib import Path; from speedrun.data import tokenizer\n"
+        "tokenizer.train_bpe(iter(json.loads(sys.argv[2])), 300, Path(sys.argv[1]))"
     )
     for threads in ("1", "4"):
-        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PYTHONPATH": str(ROOT)}
         path = tmp_path / f"{threads}.json"
-        subprocess.run([sys.executable, "-c", script, str(path)], check=True, env=env)
+        subprocess.run([sys.executable, "-c", script, path, json.dumps(TEXTS)], check=True, env=env)
         assert path.read_bytes() == trained.read_bytes()
 
 
@@ -165,9 +171,8 @@ def test_a_trained_tokenizer_decodes_to_the_text(trained: Path, text: str):
 
     loaded = tokenizer.load(str(trained))
     (ids,) = loaded.encode([text])
-    assert (
-        tokenizers.Tokenizer.from_file(str(trained)).decode(ids.tolist(), skip_special_tokens=False) == text
-    )
+    model = tokenizers.Tokenizer.from_file(str(trained))
+    assert model.decode(ids.tolist(), skip_special_tokens=False) == text
     id_bytes_V = loaded.id_bytes_V()
     assert id_bytes_V is not None
     assert id_bytes_V[ids].sum() == len(text.encode())
@@ -193,7 +198,97 @@ def test_a_document_token_that_is_not_special_is_refused(trained: Path, tmp_path
         tokenizer.load(str(trained), document_text="<s>")
 
 
-def test_a_document_token_precedes_each_document():
-    texts = [np.array([1, 2]), np.array([], np.uint8), np.array([3], np.uint32)]
-    ids, starts = tokenizer.joined(texts, 9)
-    assert (ids.dtype, ids.tolist(), starts.tolist()) == (np.uint16, [9, 1, 2, 9, 9, 3], [0, 3, 4])
+# --- the vocabulary of a track -----------------------------------------------------------------------------
+
+MAIN, DOCS = tracks.load("main-8xh100"), tracks.load("docs-cpu")
+
+
+@pytest.fixture(scope="module")
+def of_gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, ...]:
+    folder = tmp_path_factory.mktemp("fineweb")
+    (folder / "r50k_base.tiktoken").write_bytes(RANKS.read_bytes())
+    return vocabulary.load(MAIN, folder)
+
+
+@needs_ranks
+def test_the_bytes_of_gpt2_are_tiktokens(of_gpt2: tuple[bytes, ...], reference):
+    assert of_gpt2 == (*map(reference.decode_single_token_bytes, range(50256)), b"")
+
+
+def test_the_bytes_of_a_bpe_are_those_of_its_texts(tmp_path: Path):
+    """Every byte of UTF-8 is in the texts, so no character of the spelling is left out."""
+    texts = [*map(chr, range(0xD800)), *map(chr, range(0x10000, 0x110000, 4001)), "naïve 你好 a b\n\t  c" * 9]
+    size = tokenizer.train_bpe(iter(texts), 400, tmp_path / "tokenizer.json")
+    bpe = tokenizer.load(str(tmp_path / "tokenizer.json"))
+    known = vocabulary.byte_level((tmp_path / "tokenizer.json").read_bytes())
+    assert sorted(known) == [*range(1, size)]
+    assert bpe.document_token == 0
+    for text, ids in zip(texts, bpe.encode(texts), strict=True):
+        assert b"".join(known[i] for i in ids.tolist()) == text.encode()
+    found = vocabulary.load(DOCS, tmp_path)
+    assert (len(found), found[0], found[1], found[size:]) == (4096, b"", known[1], (b"",) * (4096 - size))
+
+
+def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path: Path):
+    for name in tracks.names():
+        track = tracks.load(name)
+        if track.data.hub is not None:
+            ids = track.data.vocab_size, track.data.document_token
+            assert ids == (tokenizer.Tiktoken.vocab_size, tokenizer.Tiktoken.document_token)
+        elif track.python_docs is None:
+            assert vocabulary.load(track, tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("track", "name", "content"),
+    [
+        (MAIN, "r50k_base.tiktoken", None),
+        (MAIN, "r50k_base.tiktoken", b"IQ== 0\n"),  # another digest
+        (DOCS, "tokenizer.json", None),
+        (DOCS, "tokenizer.json", b"{"),
+        (DOCS, "tokenizer.json", b"{}"),
+        (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}'),
+        (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": {"\\n": 3}}}'),
+    ],
+)
+def test_a_missing_or_foreign_file_is_told_in_one_line(
+    tmp_path: Path, track: tracks.Track, name: str, content: bytes | None
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name) as info:
+        vocabulary.load(track, tmp_path)
+    assert "\n" not in str(info.value)
+
+
+@needs_ranks
+def test_the_ranks_come_with_the_shards_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = inventory.Manifest("kjj0/fineweb10B-gpt2", {"revision": "a"}, 50257, 50256, {})
+    monkeypatch.setattr(fetch, "fetch", lambda folder, *_: folder.mkdir() or made)
+    monkeypatch.setattr(tokenizer, "cached_ranks", RANKS.read_bytes)
+    words = ["data", "get", "--track", "main-8xh100", "--out", str(tmp_path / "fineweb"), "--vocabulary"]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, done.output
+    assert len(vocabulary.load(MAIN, tmp_path / "fineweb")) == 50257
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=4).map(lambda raw: bytes(b % 3 for b in raw)), unique=True, max_size=60))
+def test_a_prefix_is_the_longest(tokens: list[bytes]):
+    found = prefixes(tuple(tokens))
+    assert (found.dtype, found.shape) == (np.int32, (len(tokens),))
+    for token, prefix in zip(tokens, found.tolist(), strict=True):
+        proper = [i for i, other in enumerate(tokens) if other and other != token and token.startswith(other)]
+        assert prefix == max(proper, key=lambda i: len(tokens[i]), default=-1)
+
+
+@needs_ranks
+@pytest.mark.skipif(not GOLDEN.exists(), reason=f"no {GOLDEN}; SPEEDRUN_GOLDEN names its folder")
+def test_golden_89_prefixes_of_gpt2(of_gpt2: tuple[bytes, ...]):
+    found = prefixes(of_gpt2 + (b"",) * (50304 - len(of_gpt2)))
+    with np.load(GOLDEN) as golden:
+        np.testing.assert_array_equal(found[golden["prefix/probe_ids"]], golden["prefix/probe"])
+        assert hashlib.sha256(found.astype("<i4").tobytes()).hexdigest() == golden["prefix/sha256_int32le"]
+    assert (found[:50257] == -1).sum() == 257

@@ -8,7 +8,8 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +30,18 @@ from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.study import single
 from speedrun.study.single import Extras
-from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
+from speedrun.trained import exported, samples, tasks, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
+from speedrun.trained.equations import shape_of
 from speedrun.trained.incremental import DecodingKernels, Incremental
-from speedrun.trained.start import start_from
+from speedrun.trained.sources import start_from
 from speedrun.training import checkpoint
 from speedrun.training.checkpoint import folder_of, seal, unseal
 from speedrun.training.program import Program
 from speedrun.training.request import RunConfig
 
 T = 48
+TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
 
 
 def laptop(name: str) -> Recipe:
@@ -60,9 +63,7 @@ def moved(recipe: Recipe) -> tuple[Params, Inputs]:
     return params, plan.at(recipe.num_steps, plan.schedule, static)
 
 
-def token_by_token(
-    function, params, tokens_BT: np.ndarray, known: int
-) -> tuple[jax.Array, Incremental, float]:
+def token_by_token(function, params, tokens_BT, known: int) -> tuple[jax.Array, Incremental, float]:
     """The states of all positions from `known` on, each from a prefix of the tokens alone.
 
     And by how much what is kept of the prefix depends on what follows it.
@@ -109,8 +110,8 @@ def test_a_recipe_token_by_token_is_its_forward_pass(name: str) -> None:
     want_BTD = jax.jit(partial(states, Kernels("cpu", "")))(params, tokens_BT)
     np.testing.assert_allclose(found_TD, want_BTD[0, 21:], atol=1e-4)
     if name != "record89":  # which shifts keys and embeddings, and composes heads
-        assert {len(shape) for shape in model.cache_shapes} == {4}, "more is kept than keys and values"
-        assert len(model.cache_shapes) % 2 == 0
+        assert {len(shape_of(x)) for x in model.kept} == {4}, "more is kept than keys and values"
+        assert len(model.kept) % 2 == 0
 
 
 LOW_TT = jnp.tril(jnp.ones((T, T)))
@@ -150,41 +151,35 @@ def relative(x: jax.Array) -> jax.Array:
 
 
 #: Causal functions of x [1, T, 6]. Some compute what depends on later positions, and drop it again.
-CAUSAL = MappingProxyType(
-    {
-        "mask with keys first": lambda x: attended(x, kind(x)[:, None, :] == kind(x)[:, :, None]),
-        "mask with queries first": lambda x: attended(x, kind(x)[:, :, None] == kind(x)[:, None, :]),
-        "relative positions": relative,
-        "attention without its rule": without_attention_rule,
-        "attention-free": attention_free,
-        "centred over all": centred,
-        "reshape in another order": lambda x: x * jnp.ravel(x, order="F").reshape(1, 6, T).swapaxes(1, 2),
-        "reduction by a function": lambda x: (
-            x + jax.lax.reduce(x, 0.0, lambda a, b: a * 0 + jnp.maximum(a, b), (2,))[..., None]
-        ),
-        "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
-        "several axes": lambda x: (
-            jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2)
-        ),
-        "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
-        "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
-        "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
-        "shift that keeps the first": lambda x: x * jnp.concatenate([x[:, :1], x[:, :-1]], axis=1),
-        "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
-        "running maximum of integers": lambda x: x + jax.lax.cummax((x > 0).astype(jnp.int32), axis=1),
-        "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
-        "loop over all": lambda x: x + jax.lax.associative_scan(jnp.add, x, axis=1),
-        "loop": lambda x: (
-            jnp.swapaxes(
-                jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1
-            )
-            * x
-        ),
-        "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
-        "average of all before": lambda x: jnp.einsum("ts,bsd->btd", jnp.tril(jnp.ones((T, T))), x),
-        "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
-    }
-)
+CAUSAL = {
+    "mask with keys first": lambda x: attended(x, kind(x)[:, None, :] == kind(x)[:, :, None]),
+    "mask with queries first": lambda x: attended(x, kind(x)[:, :, None] == kind(x)[:, None, :]),
+    "relative positions": relative,
+    "attention without its rule": without_attention_rule,
+    "attention-free": attention_free,
+    "centred over all": centred,
+    "reshape in another order": lambda x: x * jnp.ravel(x, order="F").reshape(1, 6, T).swapaxes(1, 2),
+    "reduction by a function": lambda x: (
+        x + jax.lax.reduce(x, 0.0, lambda a, b: a * 0 + jnp.maximum(a, b), (2,))[..., None]
+    ),
+    "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
+    "several axes": lambda x: jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2),
+    "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
+    "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
+    "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+    "shift that keeps the first": lambda x: x * jnp.concatenate([x[:, :1], x[:, :-1]], axis=1),
+    "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
+    "running maximum of integers": lambda x: x + jax.lax.cummax((x > 0).astype(jnp.int32), axis=1),
+    "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
+    "loop over all": lambda x: x + jax.lax.associative_scan(jnp.add, x, axis=1),
+    "loop": lambda x: (
+        jnp.swapaxes(jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1)
+        * x
+    ),
+    "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
+    "average of all before": lambda x: jnp.einsum("ts,bsd->btd", jnp.tril(jnp.ones((T, T))), x),
+    "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
+}
 
 
 #: Those whose rows depend on tokens that follow.
@@ -246,9 +241,9 @@ def small(tiny) -> tuple[Recipe, Params, Inputs]:
     return (tiny, *moved(tiny))
 
 
-def decoder_of(small: tuple[Recipe, Params, Inputs], num_positions: int = 30) -> Decoder:
+def decoder_of(small: tuple[Recipe, Params, Inputs]) -> Decoder:
     recipe, params, inputs = small
-    return Decoder(recipe, inputs, params, vocab_size=60, num_positions=num_positions)
+    return Decoder(recipe, inputs, params, vocab_size=60, num_positions=30)
 
 
 PROMPTS = [np.array([0, 5, 9], np.int32), np.array([7], np.int32), np.array([0, 1, 2, 3, 0, 4, 5], np.int32)]
@@ -287,7 +282,7 @@ def test_a_model_that_mixes_is_evaluated_whole_and_says_so(small, capsys, where:
     decoder, prompt = decoder_of(mixing), np.array([0, 7, 9, 5, 11], np.int32)
     _, ids_PN = decoder.extend(decoder.start([prompt]), 8, Draw(temperature=0))
     assert "warning: this model mixes positions" in capsys.readouterr().err
-    assert not decoder.model.cache_shapes
+    assert not decoder.model.kept
     assert ids_PN[0].tolist() == definition(mixing, prompt, 8)
 
 
@@ -330,11 +325,6 @@ def test_ids_that_the_data_lacks_are_never_written(small) -> None:
     assert len({*found_PN.flat}) > 3
 
 
-def test_a_text_that_is_longer_than_what_was_scored_is_refused(small) -> None:
-    with pytest.raises(UsageError):
-        decoder_of(small, 33)
-
-
 # --- text
 
 
@@ -350,8 +340,7 @@ def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_
 
 
 def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path: Path) -> None:
-    texts = ["the cat sat on the mat. the dog ate the cat."] * 50
-    tokenizer.train_bpe(iter(texts), 280, tmp_path / "tokenizer.json")
+    tokenizer.train_bpe(iter(TEXTS), 280, tmp_path / "tokenizer.json")
     spoken = words.Words(track.load("docs-cpu"), tmp_path)
     ids = spoken.encode("the dög")
     assert ids[0] == spoken.track.data.document_token
@@ -381,17 +370,15 @@ def sample(*words: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
+def of_text(tiny, tmp_path_factory) -> weights.Trained:
     """A model with arbitrary weights on the track of Python's documentation, with a small BPE."""
     folder = tmp_path_factory.mktemp("text")
-    tokenizer.train_bpe(
-        iter(["the cat sat on the mat. the dog ate the cat."] * 50), 280, folder / "tokenizer.json"
-    )
+    tokenizer.train_bpe(iter(TEXTS), 280, folder / "tokenizer.json")
     config = dataclasses.replace(tiny.config, vocab_size=4096, head_size=4096)
     recipe = dataclasses.replace(tiny, config=config)
     program, docs = Program(recipe, mesh.make_mesh(1)), track.load("docs-cpu")
     packed = program.layout.pack(moved(recipe)[0])
-    return weights.Trained(program, docs, folder, recipe.num_steps, packed), words.Words(docs, folder)
+    return weights.Trained(program, docs, folder, recipe.num_steps, packed)
 
 
 def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
@@ -420,26 +407,23 @@ def harnessed(of_text, monkeypatch):
     """The model as the harness gets it, here without the harness: its base class only turns text into these calls."""
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
     monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
-    trained, spoken = of_text
-    return harness.adapter(trained, spoken, print)
+    return tasks.adapter(of_text, print)
 
 
 @pytest.mark.compile
 def test_the_harness_gets_the_definition_of_a_likelihood(harnessed, of_text) -> None:
-    trained, _ = of_text
     context = harnessed.tok_encode("the cat sat")
     other, likeliest = harnessed.tok_encode(" on the mat"), list[int]()
     for _ in range(3):
-        likeliest.append(int(np.argmax(log_p_of(trained, context + likeliest)[-1])))
+        likeliest.append(int(np.argmax(log_p_of(of_text, context + likeliest)[-1])))
     asked = [(("", ""), context, ending) for ending in (other, likeliest)]
     (nats, is_likeliest), (_, is_likeliest_too) = harnessed._loglikelihood_tokens(asked)
-    assert nats == pytest.approx(-nll_of(trained, [*context, *other])[len(context) - 1 :].sum(), abs=1e-4)
+    assert nats == pytest.approx(-nll_of(of_text, [*context, *other])[len(context) - 1 :].sum(), abs=1e-4)
     assert (is_likeliest, is_likeliest_too) == (False, True)
 
 
 def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> None:
-    trained, _ = of_text
-    longest = trained.program.recipe.eval_seq_len
+    longest = of_text.program.recipe.eval_seq_len
     ending, context = harnessed.tok_encode(" dog"), harnessed.tok_encode("the cat " * longest)
     whole, cut = harnessed._loglikelihood_tokens(
         [(("", ""), context, ending), (("", ""), context[-(longest - len(ending)) :], ending)]
@@ -448,7 +432,7 @@ def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> N
 
 
 def test_what_the_model_cannot_take_is_refused_not_cut(harnessed, of_text) -> None:
-    longest = of_text[0].program.recipe.eval_seq_len
+    longest = of_text.program.recipe.eval_seq_len
     with pytest.raises(UsageError):
         harnessed._loglikelihood_tokens([(("", ""), [1], [1] * longest)])
     with pytest.raises(UsageError, match="ask for new text"):
@@ -470,43 +454,38 @@ doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
 """
     )
-    trained, spoken = of_text
-    found = harness.scores(trained, spoken, [str(tmp_path / "task.yaml")], None, print)
-    nats = nll_of(trained, [*map(int, spoken.encode("the dog sat on the cat"))]).sum()
+    found = tasks.scores(of_text, [str(tmp_path / "task.yaml")], None, print)
+    nats = nll_of(of_text, [*map(int, of_text.words.encode("the dog sat on the cat"))]).sum()
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:
-    trained, spoken = of_text
-    ids = np.concatenate([spoken.encode("the cat sat on the mat. the dog ate") for _ in range(9)]).astype(
-        np.uint16
-    )
+    ids = np.concatenate(
+        [of_text.words.encode("the cat sat on the mat. the dog ate") for _ in range(9)]
+    ).astype(np.uint16)
     shards.write_shard(tmp_path / "x.bin", ids)
-    (part,) = held_out.slices(trained, [tmp_path / "x.bin"], 8, 64)
-    found = held_out.Scorer(trained, 8, held_out.bytes_of(spoken, print)).score(part, lambda done: None)
+    (part,) = tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
+    found = tasks.Scorer(of_text, 8, tasks.bytes_of(of_text, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
-    nats = sum(nll_of(trained, row).sum() for row in rows)
-    num_bytes = sum(len(spoken.tokens.get(int(index), b"")) for index in ids[1:65])
+    nats = sum(nll_of(of_text, row).sum() for row in rows)
+    num_bytes = sum(len(of_text.words.tokens.get(int(index), b"")) for index in ids[1:65])
     assert found.loss == pytest.approx(nats / 64, abs=1e-4)
     assert found.bits_per_byte == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-4)
 
 
 @pytest.mark.compile
 def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_path) -> None:
-    trained, spoken = of_text
     endings = ("the mat.", "a dog that ate the cat.", "cat", "the the the the the the")
     lines = [
         {"ctx": f"the cat {'sat ' * n}on", "endings": endings, "label": label, "more": 1}
         for n, label in ((1, 2), (4, 1), (4, 2))
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = hellaswag.ask(
-        trained, spoken, hellaswag.read(tmp_path / "questions.jsonl", None), lambda done: None
-    )
+    found = tasks.ask(of_text, tasks.read(tmp_path / "questions.jsonl", None), lambda done: None)
     right = right_norm = 0
     for line in lines:
-        context, *four = spoken.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
-        losses = [nll_of(trained, [*map(int, context), *map(int, one)])[len(context) - 1 :] for one in four]
+        context, *four = of_text.words.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
+        losses = [nll_of(of_text, [*map(int, context), *map(int, one)])[len(context) - 1 :] for one in four]
         right += int(np.argmin([x.sum() for x in losses]) == line["label"])
         right_norm += int(np.argmin([x.mean() for x in losses]) == line["label"])
     assert (found.questions, found.accuracy, found.accuracy_norm) == (3, right / 3, right_norm / 3)
@@ -525,7 +504,7 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
 def test_a_file_that_is_not_hellaswag_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "questions.jsonl").write_text(line)
     with pytest.raises(DataError, match=r"questions\.jsonl"):
-        hellaswag.read(tmp_path / "questions.jsonl", None)
+        tasks.read(tmp_path / "questions.jsonl", None)
 
 
 # --- commands
@@ -550,12 +529,6 @@ def test_an_export_writes_the_same_text(run: Path, tmp_path: Path) -> None:
     ran, loaded = sample(run, "--step", 6, *asked), sample(tmp_path / "model", *asked)
     assert json.loads(loaded.stdout)["samples"] == json.loads(ran.stdout)["samples"]
     assert json.loads(loaded.stdout)["step"] == 6
-
-
-@pytest.mark.compile
-def test_bench_sample_times_both() -> None:
-    found = CliRunner().invoke(cli.command, ["bench", "sample", "--tokens", "16", "--new", "2", "--json"])
-    assert [one["name"] for one in json.loads(found.stdout)] == ["cached", "whole"]
 
 
 def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
@@ -592,9 +565,7 @@ def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
         ("run --track smoke-cpu --out OUT --sample-every 5 --checkpoint-every 2", 2),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    run: Path, smoke_data: Path, tmp_path: Path, words: str, exit_code: int
-) -> None:
+def test_what_cannot_be_done_is_one_line(run: Path, smoke_data, tmp_path, words: str, exit_code: int) -> None:
     paths = {"RUN": str(run), "OUT": str(tmp_path / "out")}
     given = [paths.get(word, word) for word in words.split()]
     found = CliRunner().invoke(cli.command, [*given, "--data", str(smoke_data)])
@@ -697,21 +668,12 @@ def test_samples_that_cannot_be_read_are_not_overwritten(growing) -> None:
 
 
 @pytest.mark.compile
-def test_a_run_starts_from_given_weights_and_is_marked(
-    run: Path, smoke_data: Path, tmp_path, capfd, monkeypatch
-) -> None:
+def test_a_run_starts_from_given_weights_and_is_marked(run, smoke_data, tmp_path, capfd, monkeypatch) -> None:
     trained = weights.load(run, data=smoke_data)
     exported.write(trained, tmp_path / "model")
     out = tmp_path / "out"
-    config = RunConfig(
-        "smoke-cpu",
-        out,
-        overrides=SMALL,
-        data=smoke_data,
-        num_devices=8,
-        keep_checkpoints=0,
-        checkpoint_every=6,
-    )
+    how: Any = {"num_devices": 8, "keep_checkpoints": 0, "checkpoint_every": 6}
+    config = RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, **how)
     extras = Extras(sample_every=6, init_from=tmp_path / "model")
     # Killed before its step 0 is whole: nothing could be resumed without it.
     with monkeypatch.context() as broken:

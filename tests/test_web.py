@@ -83,7 +83,6 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
               for (const name of ["jaxpr", "draw", "tokenizer", "safetensors", "model", "training"]) {
                 window[name] = await import(`/${name}.js`);
               }
-              window.np = (await import("/jax-js/index.js")).numpy;
               await model.start();
             }"""
         )
@@ -103,15 +102,11 @@ def hand(page: Page) -> Iterator[Page]:
 EVALUATE = """
 async (sent) => {
   const [program, inputs, constants] = JSON.parse(sent);
-  const array = ([dtype, shape, data]) => {
-    if (dtype === "bool") return np.array(Int32Array.from(data), { shape, dtype: "int32" }).astype("bool");
-    const kind = { float32: Float32Array, int32: Int32Array, uint32: Uint32Array }[dtype];
-    return np.array(kind.from(data), { shape, dtype });
-  };
+  const kinds = { bool: Int32Array, float32: Float32Array, int32: Int32Array, uint32: Uint32Array };
+  const array = ([dtype, shape, data]) => model.array({ dtype, shape, data: kinds[dtype].from(data) });
   const known = new Map(Object.entries(constants).map(([name, one]) => [name, array(one)]));
   const [out] = jaxpr.compiled(program, known)(...inputs.map(array));
-  const found = [out.dtype, out.shape];
-  return [...found, Array.from(await out.data(), Number).join()];
+  return [out.dtype, out.shape, Array.from(await out.data(), Number).join()];
 }
 """
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
+
+from speedrun import cli
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*"))}
@@ -53,14 +56,25 @@ def test_a_workflow_may_only_read(name: str) -> None:
 # --- the script --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with one record at its first commit."""
-    clone = tmp_path / "clone"
+    clone = tmp_path_factory.mktemp("first") / "clone"
     shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "old")
     git(clone, "init", "-q", "-b", "main")
+    build_board(clone)
     commit(clone)
     return clone
+
+
+@pytest.fixture
+def clone(first: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(first, tmp_path / "clone"))
+
+
+def build_board(clone: Path) -> None:
+    found = CliRunner().invoke(cli.command, ["leaderboard", "build", "--records", str(clone / "records")])
+    assert found.exit_code == 0, found.output
 
 
 def git(clone: Path, *args: str) -> None:
@@ -77,17 +91,11 @@ def check(clone: Path, base: str = "HEAD^1") -> tuple[int, str]:
     """Exit code and output of the script, as GitHub would see them."""
     commit(clone)
     python = Path(sys.executable).parent
-    env = {
-        **os.environ,
-        "GITHUB_ACTIONS": "true",
-        "PATH": f"{python}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    env = {**os.environ, "GITHUB_ACTIONS": "true", "PYTHONPATH": str(ROOT)}
+    env["PATH"] = f"{python}:{os.environ['PATH']}"
     args = [str(SCRIPT), clone.name, base]
     done = subprocess.run(args, cwd=clone.parent, env=env, capture_output=True, check=False)
-    assert done.stderr == b"", (
-        "two streams have no order, so that one could be read before commands are stopped"
-    )
+    assert done.stderr == b"", "two streams have no order: one could be read before commands are stopped"
     return done.returncode, done.stdout.decode(errors="replace")
 
 
@@ -110,13 +118,28 @@ def obeyed(output: str) -> list[str]:
 
 def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
     shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
-    (clone / "records" / "LEADERBOARD.md").write_text("# The board")
+    build_board(clone)
     code, output = check(clone)
     assert (code, "1 records added or changed\n" in output) == (0, True), output
     assert "smoke-cpu/old" not in output
     assert "good: " in output
     code, output = check(clone)
     assert (code, "0 records added or changed\n" in output) == (0, True), output
+
+
+@pytest.mark.parametrize("what", ["a record", "the board"])
+def test_a_branch_neither_removes_a_record_nor_writes_the_board(clone: Path, what: str) -> None:
+    if what == "a record":
+        shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
+        build_board(clone)
+        commit(clone)
+        shutil.rmtree(clone / "records" / "smoke-cpu" / "old")
+        build_board(clone)
+    else:
+        board = clone / "records" / "LEADERBOARD.md"
+        board.write_text(board.read_text().replace("smoke", "fast"))
+    code, output = check(clone)
+    assert (code, "0 records added or changed\n" in output) == (1, True), output
 
 
 def test_a_changed_record_is_validated_again(clone: Path) -> None:
@@ -165,9 +188,8 @@ def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone: Path) ->
     code = f"open({str(canary)!r}, 'w')\n"
     hostile = clone / "records" / "smoke-cpu" / "::error::boo"
     shutil.copytree(RECORD, hostile)
-    (hostile / "::add-mask::3").write_text("stray")
-    (hostile / "##[group]x").write_text("stray")
-    (hostile / "\r::add-path::x").write_text("stray")
+    for name in ("::add-mask::3", "##[group]x", "\r::add-path::x"):
+        (hostile / name).write_text("stray")
     (hostile / "sitecustomize.py").write_text(code)
     for path in ("sitecustomize.py", "speedrun/__init__.py", "speedrun.py", "conftest.py", "click.py"):
         (clone / path).parent.mkdir(exist_ok=True)

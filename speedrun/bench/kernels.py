@@ -15,10 +15,8 @@ from speedrun.bench.timing import FormTimings, Timing, compare, compare_forms
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
-from speedrun.science.kernels import cross_entropy, cross_entropy_gpu
+from speedrun.science.kernels import choose, cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
-from speedrun.science.kernels.choose import choose_attention, choose_head, choose_qk_norm
-from speedrun.science.kernels.forms import ATTENTION, QK_NORM, AttentionCall, HeadCall, QkNormCall
 from speedrun.science.optim.groups import MuonAndAdam
 from speedrun.science.optim.muon import orthogonalize
 from speedrun.science.params import SHARDS
@@ -39,7 +37,7 @@ def attention(
 ) -> FormTimings:
     """Time attention with its gradients in every form that runs here, on one sequence of equally long documents."""
     platform, compute_capability, dtype = _here()
-    call = AttentionCall(
+    call = choose.AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
         dtype=dtype,
         platform=platform,
@@ -60,13 +58,13 @@ def attention(
 
         return run
 
-    return compare_forms(ATTENTION, choose_attention, call, value_and_gradients, do, seen, *qkv)
+    return compare_forms(choose.ATTENTION, choose.choose_attention, call, value_and_gradients, do, seen, *qkv)
 
 
 def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
     """Time QK-norm and rotary with their gradients in every form that runs here. Memory is the bound."""
     platform, compute_capability, dtype = _here()
-    call = QkNormCall(head_dim, dtype, platform, compute_capability)
+    call = choose.QkNormCall(head_dim, dtype, platform, compute_capability)
     qk, dqk = jax.random.normal(jax.random.key(0), (2, 2, 1, num_tokens, num_heads, head_dim), dtype)
     angles = nn.rotary_angles(num_tokens, head_dim)
 
@@ -77,7 +75,7 @@ def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
 
         return run
 
-    return compare_forms(QK_NORM, choose_qk_norm, call, value_and_gradients, *qk, *dqk)
+    return compare_forms(choose.QK_NORM, choose.choose_qk_norm, call, value_and_gradients, *qk, *dqk)
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
@@ -88,9 +86,8 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     targets = cross_entropy.single_targets(jax.random.randint(kt, (num_tokens,), 0, vocab_size))
     g_NV = jax.random.normal(kg, (num_tokens, vocab_size))
 
-    is_gpu = jax.default_backend() == "gpu"
-    if is_gpu:
-        x_ND, head_VD, g_NV = (x.astype(jnp.bfloat16) for x in (x_ND, head_VD, g_NV))
+    platform, compute_capability, dtype = _here()
+    x_ND, head_VD, g_NV = (x.astype(dtype) for x in (x_ND, head_VD, g_NV))
 
     def products(x_ND: jax.Array, head_VD: jax.Array) -> Any:
         return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
@@ -101,12 +98,12 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
         )
 
     ours = {"for CPUs": cross_entropy.weighted_on_cpu}
-    if is_gpu:
-        here = meshes.accelerator(meshes.make_mesh(1))
-        call = HeadCall(len(x_ND), len(head_VD), x_ND.dtype, *here, None, _CAP)
+    if platform == "gpu":
+        call = choose.HeadCall(len(x_ND), len(head_VD), dtype, platform, compute_capability, None, _CAP)
         eight = call._replace(fp8=cross_entropy_gpu.RECORD21)
         plain = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=eight.fp8)
-        ours = {"bf16": choose_head(call).function, "fp8": choose_head(eight).function, "fp8 by XLA": plain}
+        best, best_of_8 = (choose.choose_head(one).function for one in (call, eight))
+        ours = {"bf16": best, "fp8": best_of_8, "fp8 by XLA": plain}
     ours["definition"] = cross_entropy.weighted_cross_entropy
     forms = {name: summed(form) for name, form in ours.items()}
     return compare({"three products": products, **forms}, x_ND, head_VD)

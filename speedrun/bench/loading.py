@@ -90,9 +90,7 @@ def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
     """Return the first `most` training shards of a folder; None: all. Raise DataError if there are none."""
     paths = sorted(folder.glob("*_train_*.bin"))
     if not paths:
-        raise DataError(
-            f"{folder}: no *_train_*.bin; need shards of tokens; leave out the folder to have some made"
-        )
+        raise DataError(f"{folder}: no *_train_*.bin; need shards of tokens; or leave out the folder")
     return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:most]]
 
 

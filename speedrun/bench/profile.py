@@ -84,9 +84,7 @@ def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
         if event.name not in known or known[event.name].instruction.opcode not in _CONTROL
     ]
     if not events:
-        raise SpeedrunError(
-            f"{path}: no instruction in the trace; need a backend whose profiler records them"
-        )
+        raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
     runs = num_steps * len(devices)
     calls = Counter(event.name for event in events)

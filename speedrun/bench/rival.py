@@ -53,9 +53,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         ratio = f"ours / rival: {self.ratio:.3f} ({self.ratio_least:.3f} to {self.ratio_most:.3f})"
-        rows = (
-            f"step {row['step']:>5}  ours {row['ours']:.4f}  rival {row['rival']:.4f}" for row in self.curve
-        )
+        rows = ("step {step:>5}  ours {ours:.4f}  rival {rival:.4f}".format(**row) for row in self.curve)
         return "\n".join([ratio, *rows])
 
 

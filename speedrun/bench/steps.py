@@ -1,7 +1,7 @@
 """Time the whole training step."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from speedrun.bench.timing import middle
-from speedrun.data import imitation
+from speedrun.data import synthetic
 from speedrun.data.shards import Shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
 from speedrun.ground import devices
@@ -61,7 +61,7 @@ def step(
 ) -> StepTimings:
     """Time the training step of a recipe, after two steps of warm-up from the initial state.
 
-    `first_step` of the schedule decides the window. Without shards, one batch of `data.imitation` is repeated. With
+    `first_step` of the schedule decides the window. Without shards, one batch of `synthetic.imitated` is repeated. With
     `command_buffers`, XLA may launch kernels in groups.
 
     Raises:
@@ -85,7 +85,10 @@ def step(
         arrivals_ms.append(watch.seconds * 1e3)
         losses.append(float(loss))
 
-    with _batches(program, first_step, num_steps, shards) as batches:
+    imitated = _imitated(program, first_step)
+    shapes = repeat(imitated.tokens_BT.shape, num_steps)
+    feed = Prefetch(TokenStream(shards), shapes) if shards else nullcontext(repeat(imitated))
+    with feed as batches:
         watch = Stopwatch()
         for _ in range(num_steps):
             placed = (meshes.place(x_BT, program.mesh) for x_BT in next(batches))
@@ -94,8 +97,7 @@ def step(
                 fetch(pending)
             pending = metrics
         fetch(pending)
-    ms = np.diff(arrivals_ms).tolist()
-    mean_ms = arrivals_ms[-1] / num_steps
+    ms, mean_ms = np.diff(arrivals_ms).tolist(), arrivals_ms[-1] / num_steps
     tokens_per_s = batch[0].size / mean_ms * 1e3
     return StepTimings(
         ms=ms,
@@ -133,23 +135,10 @@ def _state(program: Program, first_step: int) -> TrainState:
 
 def _imitated(program: Program, first_step: int) -> Batch:
     shape, config = program.shape_at(first_step), program.recipe.config
-    ids = imitation.tokens(
+    ids = synthetic.imitated(
         shape.num_sequences * shape.seq_len + 1,
         vocab_size=config.vocab_size,
         document_token=getattr(config, "document_token", 0),
         seed=0,
     )
     return Batch(*(x.reshape(shape.num_sequences, shape.seq_len) for x in (ids[:-1], ids[1:])))
-
-
-@contextmanager
-def _batches(
-    program: Program, first_step: int, num_steps: int, shards: Sequence[Shard]
-) -> Iterator[Iterator[Batch]]:
-    """Yield the batches of all steps, on the host."""
-    if not shards:
-        yield repeat(_imitated(program, first_step))
-        return
-    shape = program.shape_at(first_step)
-    with Prefetch(TokenStream(shards), repeat((shape.num_sequences, shape.seq_len), num_steps)) as batches:
-        yield batches

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from speedrun.ground.clock import Stopwatch
-from speedrun.science.kernels.forms import Choice, Form
+from speedrun.science.kernels.choose import Choice, Form
 
 _TRIALS = 7
 

@@ -33,16 +33,10 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
     "font.size": 10,
-    "text.color": INK,
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
 }
 
 
@@ -72,11 +66,8 @@ def svg(figure: "Figure") -> bytes:
     """Return a figure as SVG, with a style sheet that swaps its colours in the dark."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    swaps = "".join(
-        f'[style*="{paint}: {light}"]{{{paint}:{dark}!important}}'
-        for light, dark in _DARK.items()
-        for paint in ("fill", "stroke")
-    )
+    paints = [(paint, *colours) for colours in _DARK.items() for paint in ("fill", "stroke")]
+    swaps = "".join(f'[style*="{paint}: {a}"]{{{paint}:{b}!important}}' for paint, a, b in paints)
     style = f"<defs>\n  <style>@media(prefers-color-scheme:dark){{{swaps}}}</style>"
     return file.getvalue().replace(b"<defs>", style.encode(), 1)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -65,13 +65,35 @@ class PastRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return Published(name, *where, self.caveat, when, rules=self.rules)
 
 
+class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A recipe of the ladder, oldest first."""
+
+    recipe: str
+    #: That it mirrors; the minutes of the last one are its own.
+    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]
+    #: At the end of runs on a small track, one for each seed.
+    losses: Annotated[tuple[float, ...], Meta(min_length=2)]
+
+
+class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What `speedrun plan` says of a recipe."""
+
+    recipe: str
+    kind: str  #: a key of `devices.DEVICES`
+    num_devices: int
+    total_s: float  #: of all steps
+    step_ms: float  #: in the mean
+    memory_gb: float  #: 10^9 bytes, on one device
+    mfu: float  #: of the first stage
+
+
 class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`context.toml`, without the types of what only `scripts/pictures.py` reads."""
+    """`context.toml`."""
 
     history: tuple[PastRecord, ...] = ()
     published: tuple[Published, ...] = ()
-    ladder: tuple[Any, ...] = ()
-    predicted: tuple[Any, ...] = ()
+    ladder: tuple[Rung, ...] = ()
+    predicted: tuple[Prediction, ...] = ()
     scaling: str = ""  #: what `speedrun plan --nodes` prints
 
     @property

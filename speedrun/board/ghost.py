@@ -57,8 +57,7 @@ class Ghost:
     def __init__(self, record: Path, runs: list[Run]) -> None:
         """Take the mean of runs that saw the same batches: see `read`."""
         self.record = record
-        self._num_runs = len(runs)
-        self._curve = Curve(0)
+        self._num_runs, self._curve = len(runs), Curve(0)
         for steps in zip(*(run.steps for run in runs), strict=True):
             time_s = fmean(step.train_time_s for step in steps)
             self._curve.add(steps[0].tokens_seen, time_s, fmean(step.loss for step in steps))
@@ -70,10 +69,9 @@ class Ghost:
     def legend(self) -> str:
         """What the numbers mean, in one line."""
         runs = f"{self._num_runs} run{'s' * (self._num_runs > 1)}"
-        return (
-            f"ghost {self.record} ({runs}, {self._curve.time_s(self._last):.2f} s) | below zero: ahead of it "
-            f"at equal tokens | loss: mean of the last {self._stretch:,} tokens"
-        )
+        name = f"ghost {self.record} ({runs}, {self._curve.time_s(self._last):.2f} s)"
+        loss = f"loss: mean of the last {self._stretch:,} tokens"
+        return f"{name} | below zero: ahead of it at equal tokens | {loss}"
 
     def points(self) -> dict[str, list[float]]:
         """Return tokens and train time after each step, and the mean loss of its batch, as lists of one length."""

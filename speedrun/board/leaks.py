@@ -47,15 +47,17 @@ def _token(kind: str, pattern: str) -> Shape:  # at the start of a word
     return Shape(kind, re.compile(rb"(?<![A-Za-z0-9_-])" + pattern.encode()))
 
 
+#: The older key of wandb is 40 hex digits, as is a git commit. The word before it decides.
+_OLD_WANDB = rb"(?i:wandb|key|token|secret|passw(?:or)?d|login)\W{1,10}[0-9a-f]{40}(?![A-Za-z0-9])"
+_HOME = rb"(?<![\w.])(?:/home/|/Users/|[A-Z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))[\w.-]"
+_LOGIN = rb"""://[^\s/?#@:"'<>]{0,256}:[^\s/?#@"'<>]{1,256}@[A-Za-z0-9\[]"""
+
+
 #: Tokens as their issuers write them. Lengths are lower bounds, because issuers change them.
 SHAPES = (
     _token("a Hugging Face token", r"(?:hf|api_org)_[A-Za-z0-9]{30,}"),
     _token("a wandb key", r"wandb_v1_[A-Za-z0-9_]{40,}"),
-    # The older one is 40 hex digits, as is a git commit. The word before it decides.
-    Shape(
-        "a wandb key",
-        re.compile(rb"(?i:wandb|key|token|secret|passw(?:or)?d|login)\W{1,10}[0-9a-f]{40}(?![A-Za-z0-9])"),
-    ),
+    Shape("a wandb key", re.compile(_OLD_WANDB)),
     _token("a GitHub token", r"(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{40,})"),
     _token("a GitLab token", r"glpat-[A-Za-z0-9_-]{20,}"),
     _token("an AWS key id", r"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
@@ -65,15 +67,8 @@ SHAPES = (
     # Words with hyphens, such as sk-learn-something, are not keys.
     _token("an API key", r"sk-(?:(?:proj|ant|admin|svcacct|or)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})"),
     Shape("a private key", re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY")),
-    Shape(
-        "a URL with a password",
-        re.compile(rb"""://[^\s/?#@:"'<>]{0,256}:[^\s/?#@"'<>]{1,256}@[A-Za-z0-9\[]"""),
-    ),
-    Shape(
-        "a home folder",
-        re.compile(rb"(?<![\w.])(?:/home/|/Users/|[A-Z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))[\w.-]"),
-        secret=False,
-    ),
+    Shape("a URL with a password", re.compile(_LOGIN)),
+    Shape("a home folder", re.compile(_HOME), secret=False),
 )
 
 
@@ -89,19 +84,13 @@ def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None)
     home, name = environ.get("HOME", ""), socket.gethostname() if host is None else host
     if len(Path(home).parts) > 2:  # /root names nobody
         shapes.append(_word("the own home folder", home.rstrip("/")))
-    shapes += [
-        _word("the name of this machine", part)
-        for part in sorted({name, name.partition(".")[0]})
-        if len(part) > 3 and part != "localhost"
-    ]
-    return tuple(shapes)
+    parts = [part for part in sorted({name, name.partition(".")[0]}) if len(part) > 3 and part != "localhost"]
+    return (*shapes, *(_word("the name of this machine", part) for part in parts))
 
 
 def _word(kind: str, text: str) -> Shape:
-    raw = re.escape(os.fsencode(text))
-    return Shape(
-        kind, re.compile(rb"(?<![A-Za-z0-9-])" + raw + rb"(?![A-Za-z0-9-])", re.IGNORECASE), secret=False
-    )
+    pattern = rb"(?i)(?<![A-Za-z0-9-])" + re.escape(os.fsencode(text)) + rb"(?![A-Za-z0-9-])"
+    return Shape(kind, re.compile(pattern), secret=False)
 
 
 def _spellings(value: str) -> set[bytes]:

@@ -1,4 +1,4 @@
-"""The board as Markdown, as JSON and as one HTML page that loads nothing.
+"""The board as Markdown and as one HTML page that loads nothing.
 
 Titles, names of authors and names of folders come from strangers. They are escaped for the place where they are put,
 and plots are drawn again from the logs.
@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import quote
-
-import msgspec
 
 from speedrun.board.standings import Board, Published, Row
 from speedrun.ground.console import clean, quantity
@@ -48,18 +46,17 @@ class _Table(NamedTuple):
 def _tables(board: Board) -> list[_Table]:
     """Return a table for each track with a record of ours, and below them one for all results of others."""
     first = {row.track: row for row in board.rows}
-    tables = [
-        _table(track, [*map(_of_record, board.of(track))], row.rules.rank_by) for track, row in first.items()
-    ]
-    theirs = sorted(board.published, key=lambda one: (one.track, one.minutes))
-    return [*tables, _table(_ELSEWHERE, [*map(_of_published, theirs)])] if theirs else tables
-
-
-def _table(head: str, entries: list[_Entry], rank_by: str = "train time") -> _Table:
-    """Choose the columns; what the track ranks by follows the rank."""
-    names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
-    used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
-    return _Table(head, used, entries)
+    parts = [(track, row.rules.rank_by, [*map(_of_record, board.of(track))]) for track, row in first.items()]
+    if theirs := sorted(board.published, key=lambda one: (one.track, one.minutes)):
+        parts.append((_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
+    tables = []
+    for head, rank_by, entries in parts:
+        names = dict.fromkeys(
+            ("track", "rank", rank_by, *_COLUMNS)
+        )  # what the track ranks by follows the rank
+        used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
+        tables.append(_Table(head, used, entries))
+    return tables
 
 
 def _of_record(row: Row) -> _Entry:
@@ -83,13 +80,8 @@ def _of_record(row: Row) -> _Entry:
 
 
 def _of_published(one: Published) -> _Entry:
-    cells = {
-        "track": one.track,
-        "train time": f"{one.minutes:g} min",
-        "standing": one.standing,
-        "date": one.date,
-    }
-    cells["by our rules"] = one.rules
+    cells = {"track": one.track, "train time": f"{one.minutes:g} min", "standing": one.standing}
+    cells |= {"date": one.date, "by our rules": one.rules}
     keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
     return _Entry(cells, keys, one.name, one.link, about, (), published=True)
 
@@ -123,11 +115,6 @@ def _words(text: str, limit: int = _LONGEST) -> str:
     return _MARKUP.sub(r"\\\1", clean(text, limit=limit))
 
 
-def json(board: Board) -> bytes:
-    """Return the whole board as JSON."""
-    return msgspec.json.format(msgspec.json.encode(board), indent=2) + b"\n"
-
-
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--grey:#5d6974;--line:#dde3e9;--hover:#eef2f6;
 --link:#1f5fa8;--good:#1b7a3d;--bad:#b5391f}
@@ -159,7 +146,12 @@ th.ariaSort=up?'ascending':'descending';
 
 def page(board: Board, plots: dict[str, bytes]) -> str:
     """Return the board as one HTML page with its plots; `plots` holds SVGs by caption."""
-    parts = map(_html_table, _tables(board))
+    parts: list[str] = []
+    for table in _tables(board):
+        heads = [f'<th scope="col"><button type="button">{name}</button></th>' for name in table.columns]
+        rows = [_html_row(entry, table.columns) for entry in table.entries]
+        body = f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody>"
+        parts.append(f"<h2>{_text(table.head)}</h2>\n<table>{body}</table>\n")
     figures = [
         f'<figure><img alt="{_text(name)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
         f"<figcaption>{_text(name, limit=200)}</figcaption></figure>"
@@ -172,14 +164,6 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
         "losses are means, with 95 % intervals where there are two runs or more. What others published or claim is "
         "grey: unranked, not verified by us.</p>\n"
         f"{''.join(parts)}{''.join(figures)}\n<script>{_SCRIPT}</script></html>\n"
-    )
-
-
-def _html_table(table: _Table) -> str:
-    heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in table.columns)
-    rows = "".join(_html_row(entry, table.columns) for entry in table.entries)
-    return (
-        f"<h2>{_text(table.head)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"
     )
 
 

@@ -7,22 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speedrun.board.drawing import (
-    DASHED,
-    GREY,
-    MOST,
-    PAPER,
-    TARGET,
-    TRAIN,
-    VAL,
-    canvas,
-    in_font,
-    label,
-    number_decades,
-    save,
-    svg,
-    title,
-)
+from speedrun.board import drawing
+from speedrun.board.drawing import DASHED, GREY, MOST, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.standings import Board, Row
 from speedrun.ground import track as tracks
 
@@ -40,17 +26,17 @@ _LOG_FROM = 10.0  #: ratio of the longest time to the shortest from which the sc
 def pictures(board: Board) -> dict[str, bytes]:
     """Draw the history and the trade-off of each track that has a result; return SVGs by caption."""
     drawn: dict[str, bytes] = {}
-    for name in board.tracks:
+    for name in sorted({row.track for row in board.rows}):
         rows = results(board.of(name))
         if any(row.standing != "missed" for row in rows):
             caption = "each record that reached the target; the line is the best qualified (filled) one"
-            with canvas(6.0, 3.2) as figure:
+            with drawing.canvas(6.0, 3.2) as figure:
                 _draw_history(figure.add_subplot(), rows)
-                drawn[f"{name}: {_unit(rows)[0]} of {caption}"] = svg(figure)
+                drawn[f"{name}: {_unit(rows)[0]} of {caption}"] = drawing.svg(figure)
         if rows:
-            with canvas(6.0, 3.2) as figure:
+            with drawing.canvas(6.0, 3.2) as figure:
                 _draw_pareto(figure, name, rows)
-                drawn[f"{name}: loss against {_unit(rows)[0]}, with the Pareto front"] = svg(figure)
+                drawn[f"{name}: loss against {_unit(rows)[0]}, with the Pareto front"] = drawing.svg(figure)
     return drawn
 
 
@@ -58,9 +44,9 @@ def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw loss against cost into `pareto-<track>-<version>.svg` and `.png` for each track; return the paths."""
     paths: list[Path] = []
     for name in sorted({row.track for row in rows}):
-        with canvas(8.0, 4.5) as figure:
+        with drawing.canvas(8.0, 4.5) as figure:
             _draw_pareto(figure, name, sorted((row for row in rows if row.track == name), key=_place))
-            paths += save(figure, folder, f"pareto-{name.replace('@', '-')}")
+            paths += drawing.save(figure, folder, f"pareto-{name.replace('@', '-')}")
     return paths
 
 
@@ -122,7 +108,7 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     _points(axes, rows, places, costs, half_widths, [0.0] * len(rows))
     bests = [place for place, _ in steps]
     for place in places if len(rows) <= _MOST_COSTS else bests[-_MOST_COSTS:]:
-        label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
+        drawing.label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
     dates: dict[float, str] = {place: row.date for place, row in enumerate(rows)}
     axes.xaxis.set_major_locator(MaxNLocator(_MOST_DATES, integer=True))
     axes.xaxis.set_major_formatter(lambda place, _: dates.get(place, ""))
@@ -144,8 +130,8 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
     if min(costs) > 0 and max(costs) > _LOG_FROM * min(costs):
         axes.set_xscale("log")
-        number_decades(axes.xaxis)
-    title(axes, f"{track} (filled: qualified)")
+        drawing.number_decades(axes.xaxis)
+    drawing.title(axes, f"{track} (filled: qualified)")
     axes.margins(x=0.12, y=0.15)
     axes.set_xlabel(f"mean {name}")
     axes.set_ylabel("mean loss (nats per token)")
@@ -155,7 +141,7 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     for number, row in enumerate(named[-_MOST_NAMED:], 1):
         name = row.path.rpartition("/")[2][:_MOST_NAME]
         _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
-        label(axes, _place(row), str(number), (6, 5))
+        drawing.label(axes, _place(row), str(number), (6, 5))
 
 
 def _points(axes: "Axes", rows: Sequence[Row], *numbers: Sequence[float]) -> None:
@@ -170,5 +156,5 @@ def _points(axes: "Axes", rows: Sequence[Row], *numbers: Sequence[float]) -> Non
 
 def _note(axes: "Axes", line: int, text: str, colour: str) -> None:
     """Write a numbered line to the right of the axes."""
-    height = 1.0 - 0.075 * line
-    axes.text(1.03, height, in_font(text), transform=axes.transAxes, va="top", fontsize=8.5, color=colour)
+    place, shown = (1.03, 1.0 - 0.075 * line), drawing.in_font(text)
+    axes.text(*place, shown, transform=axes.transAxes, va="top", fontsize=8.5, color=colour)

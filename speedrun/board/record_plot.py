@@ -6,21 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, get_args
 
-from speedrun.board.drawing import (
-    DASHED,
-    GREY,
-    MOST,
-    TARGET,
-    TRAIN,
-    VAL,
-    canvas,
-    key,
-    label,
-    level,
-    number_decades,
-    save,
-    title,
-)
+from speedrun.board import drawing
+from speedrun.board.drawing import DASHED, GREY, MOST, TARGET, TRAIN, VAL
 from speedrun.board.ghost import same_batches
 from speedrun.ground.console import quantiles_ms
 from speedrun.ground.errors import UsageError
@@ -54,26 +41,22 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
     runs = [run for run in record.runs if run.steps]
     if not runs:
         raise UsageError(f"{record_dir} holds no run with a step; 'speedrun validate {record_dir}' says why")
-    _check_drawable(runs)
-    paths: list[Path] = []
-    for kind in kinds:
-        with canvas(8.0, 4.5) as figure:
-            axes = figure.add_subplot()
-            if kind == "steps":
-                _draw_steps(axes, runs)
-            else:
-                _draw_loss(axes, record, runs, *_AXES[kind])
-            paths += save(figure, record_dir / "plots", kind)
-    return paths
-
-
-def _check_drawable(runs: Sequence[Run]) -> None:
     for run in runs:
         facts = [(at.train_time_s, at.tokens_seen) for at in (run.origin, *run.steps)]
         losses = [step.loss for step in run.steps] + [loss_of(val) for val in run.vals if val.tokens > 0]
         for number in (*chain.from_iterable(facts), *losses):
             if not abs(number) <= MOST:  # neither is NaN
                 raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {MOST:g}")
+    paths: list[Path] = []
+    for kind in kinds:
+        with drawing.canvas(8.0, 4.5) as figure:
+            axes = figure.add_subplot()
+            if kind == "steps":
+                _draw_steps(axes, runs)
+            else:
+                _draw_loss(axes, record, runs, *_AXES[kind])
+            paths += drawing.save(figure, record_dir / "plots", kind)
+    return paths
 
 
 def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name: str) -> None:
@@ -94,20 +77,20 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name:
     axes.plot(places, losses, "o", color=VAL, markersize=5, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
-        level(axes, target.loss, f"target {target.loss:g}", TARGET)
+        drawing.level(axes, target.loss, f"target {target.loss:g}", TARGET)
         if target.entropy_rate:
-            level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
+            drawing.level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
     if of == "tokens_seen":
         axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_xlabel(name)
     axes.set_ylabel("loss (nats per token)")
-    title(axes, _headline(runs))
+    drawing.title(axes, _headline(runs))
     _label_validations(axes, vals)
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
-    key(axes, (train, TRAIN), *others, ("validation", VAL))
+    drawing.key(axes, (train, TRAIN), *others, ("validation", VAL))
 
 
 def _band(axes: "Axes", runs: Sequence[Run], of: str) -> None:
@@ -136,7 +119,7 @@ def _label_validations(axes: "Axes", vals: Sequence[Sequence[tuple[float, float]
         digits, weight = (4, "bold") if number == last else (2, "normal")
         offset, side = ((0, 8), "center") if number else ((8, 0), "left")  # the first point is on the axis
         point, text = (fmean(places), max(losses)), f"{fmean(losses):.{digits}f}"
-        label(axes, point, text, offset, ha=side, fontweight=weight, fontsize=9)
+        drawing.label(axes, point, text, offset, ha=side, fontweight=weight, fontsize=9)
 
 
 def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
@@ -152,18 +135,18 @@ def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
     if max(tall) > _LOG_FROM * min(tall):
         axes.set_yscale("log", nonpositive="clip")
         axes.set_ylim(bottom=0.7)
-        number_decades(axes.yaxis)
+        drawing.number_decades(axes.yaxis)
     for at_ms, colour in ((p50_ms, VAL), (p95_ms, TARGET)):
         axes.axvline(at_ms, color=colour, linewidth=1.2, linestyle=DASHED, zorder=2)
     names = [(f"median {p50_ms:,.1f} ms", VAL), (f"95th percentile {p95_ms:,.1f} ms", TARGET)]
     names.append((f"longest {max_ms:,.1f} ms", GREY))
     if beyond := len(times_s) - len(shown_ms):
         names.append((f"{beyond:,} of {len(times_s):,} beyond the right end", GREY))
-    key(axes, *names)
+    drawing.key(axes, *names)
     axes.set_xlabel("step time (ms)")
     axes.set_ylabel("steps")
     of = "" if len(runs) == 1 else f" of {len(runs)} runs"
-    title(axes, f"{_what(runs)}: {len(times_s):,} steps{of}")
+    drawing.title(axes, f"{_what(runs)}: {len(times_s):,} steps{of}")
 
 
 def _what(runs: Sequence[Run]) -> str:

@@ -92,12 +92,6 @@ class Board(msgspec.Struct, frozen=True):
         """Return the rows of one track (name and version), best first."""
         return tuple(row for row in self.rows if row.track == track)
 
-    @property
-    def tracks(self) -> list[str]:
-        """The tracks that have a record or a published result."""
-        goals = {tracks.load(one.track).id for one in self.published}
-        return sorted({row.track for row in self.rows} | goals)
-
 
 def read(folder: Path) -> Board:
     """Validate every record in a folder (`<track>/<record>/`) and sort them.
@@ -112,13 +106,10 @@ def read(folder: Path) -> Board:
     sources: dict[str, bytes] = {}
     for one in inside:
         record, path = load(one), one.relative_to(folder).as_posix()
-        judged.append(_judge(record, path))
+        judged.append(judge(record, path))
         sources[path] = record.raw.get("source.txt", b"")
-    rows = [
-        msgspec.structs.replace(one, changed_lines=_changed_lines(one, sources))
-        for one in judged
-        if isinstance(one, Row)
-    ]
+    rows = [one for one in judged if isinstance(one, Row)]
+    rows = [msgspec.structs.replace(one, changed_lines=_changed_lines(one, sources)) for one in rows]
     left_out = tuple(one for one in judged if isinstance(one, LeftOut))
     return Board(tuple(_ranked(rows)), figures.read(folder).results, left_out)
 
@@ -138,16 +129,8 @@ def read_built(folder: Path) -> Board | None:
         raise UsageError(f"{path}: {error}; run 'speedrun leaderboard build' to make it again") from None
 
 
-def row_of(folder: Path, path: str) -> Row | LeftOut:
-    """Judge one record; `path` is the name to show for its folder.
-
-    Raises:
-        UsageError: if there is no such folder.
-    """
-    return _judge(load(folder), path)
-
-
-def _judge(record: Record, path: str) -> Row | LeftOut:
+def judge(record: Record, path: str) -> Row | LeftOut:
+    """Judge one record; `path` is the name to show for its folder."""
     report = examine(record)
     if record.track is None or not record.whole:
         failed = report.having("failed")

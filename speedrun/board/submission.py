@@ -71,9 +71,8 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
     if report.exit_code:
         problems = (*report.having("failed"), *report.having("warning"))
         bad = ", ".join(f"{one.check.id} {one.status}" for one in problems)
-        raise SpeedrunError(
-            f"{root} is refused: {bad}; 'speedrun validate --strict {root}' says why and what to do"
-        )
+        why = f"'speedrun validate --strict {root}' says why and what to do"
+        raise SpeedrunError(f"{root} is refused: {bad}; {why}")
     loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
     is_missed = standing_of(record, report) == "missed"
     if is_missed and not missed:
@@ -144,15 +143,6 @@ def cell(text: str) -> str:
     return literal(text).replace("|", r"\|")
 
 
-def pull_request_title(record: Record, place: str) -> str:
-    """Return the title. It holds no text of the record: the subject of a commit can close issues."""
-    done = record.finished
-    time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
-    target = record.rules.target.loss
-    missed = f", missed {target:g}" if loss > target else ""
-    return f"Record {place}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
-
-
 def pull_request_text(record: Record, report: Report, archive: str) -> str:
     """Return the text as Markdown; `archive` is name, size and digest of the archive, as words."""
     summary, lead = summarize(record), record.lead
@@ -163,26 +153,22 @@ def pull_request_text(record: Record, report: Report, archive: str) -> str:
         *facts(record, summary),
         ("status", standing_of(record, report)),
         ("test of the mean", proof),
-        (
-            "settings",
-            ", ".join(f"{key}={value}" for key, value in lead.start.overrides.items()) or "the recipe's",
-        ),
+        ("settings", ", ".join(map("=".join, lead.start.overrides.items())) or "the recipe's"),
         ("matmul", quantity(lead.preflight.matmul_gflops * 1e9, "flop/s")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in lead.preflight.software.items())),
+        ("versions", ", ".join(map(" ".join, lead.preflight.software.items()))),
         ("record id", record.id),
         ("archive", archive),
     ]
     changes = "\n".join(f"- {literal(change)}" for change in record.about.changes)
-    ids = {
-        status: ", ".join(result.check.id for result in report.having(status)) for status in ("ok", "skipped")
-    }
+    passed = ", ".join(result.check.id for result in report.having("ok"))
+    skipped = ", ".join(result.check.id for result in report.having("skipped"))
     blocks = [
         literal(record.about.title),
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell(value)} |" for name, value in rows)]),
         f"## What changed\n\n{changes or 'Nothing is named.'}",
         "## Rules",
-        f"- [x] `speedrun validate --strict` passes: {ids['ok']}\n"
-        f"- [x] Not applicable to such a record: {ids['skipped'] or 'none'}\n"
+        f"- [x] `speedrun validate --strict` passes: {passed}\n"
+        f"- [x] Not applicable to such a record: {skipped or 'none'}\n"
         "- [x] No file holds anything that looks like a secret",
         "To be ticked by whoever submits; no check can verify it:",
         "\n".join(f"- [ ] {promise}" for promise in PROMISES),
@@ -202,7 +188,11 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
     place = PurePosixPath("records", record.rules.name, name)
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
     about_archive = f"{archive.name}, {len(content):,} bytes, sha256 {sha256(content)}"
-    title = pull_request_title(record, f"{record.rules.name}/{name}")
+    done, target = record.finished, record.rules.target.loss
+    time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
+    missed = f", missed {target:g}" if loss > target else ""
+    # No text of the record: the subject of a commit can close issues.
+    title = f"Record {record.rules.name}/{name}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
     text = pull_request_text(record, report, about_archive)
     text_path = out / f"{name}.pull-request.md"
     outgoing = {**record.raw, text_path.name: text.encode(), "title": title.encode()}

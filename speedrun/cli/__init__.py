@@ -15,8 +15,7 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
-from speedrun.ground.exit_codes import EXIT_CODES
+from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
 from speedrun.ground.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 
 GROUPS = {

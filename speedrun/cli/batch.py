@@ -7,19 +7,8 @@ from typing import Any
 
 import click
 
+from speedrun.cli import options as cli
 from speedrun.cli.card import card
-from speedrun.cli.options import (
-    PATH,
-    Integer,
-    Number,
-    json_option,
-    new_command,
-    only_with_resume,
-    option,
-    parse_settings,
-    settings_option,
-    show,
-)
 from speedrun.cli.run_options import config_options, ghost_option, new_folder, request_of, wandb_option
 from speedrun.data import generated
 from speedrun.exchange.relay import relayed
@@ -30,34 +19,23 @@ from speedrun.ledger.validate import validate
 from speedrun.study.batch import Batch, Outcome, Promise, num_runs
 
 
-@new_command(
+@cli.new_command(
     "speedrun batch --track smoke-cpu --runs 6",
     "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
     "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
 )
 @config_options
-@settings_option
-@option("--runs N", Integer(2), "How many.")
-@option("--then N", Integer(3), "Total, if the first look proves nothing.")
-@option("--expect LOSS", Number(0), "Expected mean loss, for as many runs as prove it 9 of 10 times.")
-@option("--seeds N,N,...", str, "Choose them. Default: derived from source and config.")
-@option("--title TEXT", str, "What the record is, in a few words.")
-@option("--resume DIR", PATH, "Resume a declared batch.")
+@cli.settings_option
+@cli.option("--runs N", cli.Integer(2), "How many.")
+@cli.option("--then N", cli.Integer(3), "Total, if the first look proves nothing.")
+@cli.option("--expect LOSS", cli.Number(0), "Expected mean loss, for as many runs as prove it 9 of 10 times.")
+@cli.option("--seeds N,N,...", str, "Choose them. Default: derived from source and config.")
+@cli.option("--title TEXT", str, "What the record is, in a few words.")
+@cli.option("--resume DIR", cli.PATH, "Resume a declared batch.")
 @ghost_option
 @wandb_option
-@json_option
 @click.pass_context
-def command(
-    ctx: click.Context,
-    *,
-    data: Path | None,
-    title: str | None,
-    resume: Path | None,
-    ghost: str | None,
-    wandb: str | None,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(ctx: click.Context, *, resume: Path | None, **given: Any) -> cli.Answer:
     """Declare a batch, run it, and test its mean loss. The record holds all runs, also failed ones.
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
@@ -65,17 +43,17 @@ def command(
     ctx.with_resource(children.stoppable())
     if resume is None:
         folder = given["out"] or new_folder(given["track"])
-        promise = _promise({**given, "data": data}, folder)
-        generated.ensure(tracks.load(given["track"]), data, partial(click.echo, err=True))
+        promise = _promise(given, folder)
+        generated.ensure(tracks.load(given["track"]), given["data"], partial(click.echo, err=True))
         if code := children.run_module("speedrun.study.declare", promise):
             ctx.exit(children.shell_code(code))
     else:
-        only_with_resume(ctx, "data", "title", "ghost", "wandb")
+        cli.only_with_resume(ctx, "data", "title", "ghost", "wandb")
         folder = resume
-    with relayed(folder, wandb):
-        say = partial(click.echo, err=as_json)
-        batch = Batch(folder, data=data, title=title, ghost=ghost, say=say, to_stderr=as_json)
-        ctx.exit(_finish(folder, batch.run(), as_json=as_json))
+    with relayed(folder, given["wandb"]):
+        as_json, chosen = ctx.params["as_json"], {name: given[name] for name in ("data", "title", "ghost")}
+        batch = Batch(folder, **chosen, say=partial(click.echo, err=as_json), to_stderr=as_json)
+        return _answer(folder, batch.run())
 
 
 def _promise(given: dict[str, Any], folder: Path) -> Promise:
@@ -88,7 +66,7 @@ def _promise(given: dict[str, Any], folder: Path) -> Promise:
     except ValueError:
         raise UsageError(f"--seeds {text!r}; need whole numbers with commas between them") from None
     return Promise(
-        config=request_of(given, parse_settings(given["settings"]), folder),
+        config=request_of(given, cli.parse_settings(given["settings"]), folder),
         num_runs=given["runs"] or num_runs(rules, expect, num_looks=num_looks),
         then=then,
         seeds=seeds,
@@ -96,13 +74,12 @@ def _promise(given: dict[str, Any], folder: Path) -> Promise:
     )
 
 
-def _finish(folder: Path, done: Outcome, *, as_json: bool) -> int:
-    """Validate and print the record; return the exit code."""
+def _answer(folder: Path, done: Outcome) -> cli.Answer:
+    """Validate the record."""
     report = validate(folder)
     facts = {"record": str(folder), "summary": done.summary}
     facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
     lines = [card(done.rules, done.summary, report), f"record  {folder}"]
     for picture in done.plots[-1:]:  # the PNG
         lines += [f"plot    {picture}", f"next    {shlex.join(['speedrun', 'stats', str(folder)])}"]
-    show(facts, lines, as_json=as_json)
-    return 0 if done.standing.passed and report.exit_code == 0 else 1
+    return cli.Answer(facts, lines, 0 if done.standing.passed and report.exit_code == 0 else 1)

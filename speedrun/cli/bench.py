@@ -8,91 +8,71 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from speedrun.bench import rival as rivals
-from speedrun.cli.options import (
-    COUNT,
-    FOLDER,
-    Answer,
-    Group,
-    Integer,
-    answering,
-    attention_option,
-    combined,
-    first_step_option,
-    flag,
-    new_command,
-    option,
-    parse_settings,
-    recipe_option,
-    settings_option,
-)
+from speedrun.cli import options as cli
 from speedrun.ground.errors import UsageError
 
 if TYPE_CHECKING:
     from speedrun.training.program import Program
 
 
-@new_command("speedrun bench head", "speedrun bench attention", cls=Group)
+@cli.new_command("speedrun bench head", "speedrun bench attention", cls=cli.Group)
 def command() -> None:
     """Time operations side by side, in one run."""
 
 
-def _answer(found: Any) -> Answer:
+def _answer(found: Any) -> cli.Answer:
     """Answer with timings, one or several, which know their own text."""
-    return Answer(found, found if isinstance(found, list) else [found])
+    return cli.Answer(found, found if isinstance(found, list) else [found])
 
 
 # --- operations ------------------------------------------------------------------------------------------------
 
 
-@new_command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=command)
-@option("--tokens N", COUNT, "Rows of the logits.", 1024, name="num_tokens")
-@option("--dim N", COUNT, "Width of the model.", 128, name="model_dim")
-@option("--vocab N", COUNT, "Columns of the logits.", 50304, name="vocab_size")
-@answering
-def head(**sizes: int) -> Answer:
+@cli.new_command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=command)
+@cli.option("--tokens N", cli.COUNT, "Rows of the logits.", 1024, name="num_tokens")
+@cli.option("--dim N", cli.COUNT, "Width of the model.", 128, name="model_dim")
+@cli.option("--vocab N", cli.COUNT, "Columns of the logits.", 50304, name="vocab_size")
+def head(**sizes: int) -> cli.Answer:
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""
     from speedrun.bench import kernels
 
     return _answer(kernels.head(**sizes))
 
 
-@new_command(
+@cli.new_command(
     "speedrun bench attention",
     "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
     of=command,
 )
-@option("--tokens N", COUNT, "Sequence length.", 2048, name="num_tokens")
-@option("--heads N", COUNT, "Number of heads.", 4, name="num_heads")
-@option("--dim N", COUNT, "Width of a head.", 32, name="head_dim")
-@option("--window N", COUNT, "Blocks that a query sees.", 4, name="window_blocks")
-@option("--block N", COUNT, "Tokens of a block.", 64, name="block_tokens")
-@option("--document N", COUNT, "Tokens of a document.", 600, name="document_tokens")
-@answering
-def attention(**sizes: int) -> Answer:
+@cli.option("--tokens N", cli.COUNT, "Sequence length.", 2048, name="num_tokens")
+@cli.option("--heads N", cli.COUNT, "Number of heads.", 4, name="num_heads")
+@cli.option("--dim N", cli.COUNT, "Width of a head.", 32, name="head_dim")
+@cli.option("--window N", cli.COUNT, "Blocks that a query sees.", 4, name="window_blocks")
+@cli.option("--block N", cli.COUNT, "Tokens of a block.", 64, name="block_tokens")
+@cli.option("--document N", cli.COUNT, "Tokens of a document.", 600, name="document_tokens")
+def attention(**sizes: int) -> cli.Answer:
     """Attention and its gradients, in every form that runs here, against the definition."""
     from speedrun.bench import kernels
 
     return _answer(kernels.attention(**sizes))
 
 
-@new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=command)
-@option("--tokens N", COUNT, "Sequence length.", 2048, name="num_tokens")
-@option("--heads N", COUNT, "Number of heads.", 4, name="num_heads")
-@option("--dim N", Integer(4), "Width of a head.", 32, name="head_dim")
-@answering
-def norm(**sizes: int) -> Answer:
+@cli.new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=command)
+@cli.option("--tokens N", cli.COUNT, "Sequence length.", 2048, name="num_tokens")
+@cli.option("--heads N", cli.COUNT, "Number of heads.", 4, name="num_heads")
+@cli.option("--dim N", cli.Integer(4), "Width of a head.", 32, name="head_dim")
+def norm(**sizes: int) -> cli.Answer:
     """QK-norm and rotary with their gradients, in every form that runs here, against the definition."""
     from speedrun.bench import kernels
 
     return _answer(kernels.norm(**sizes))
 
 
-@new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=command)
-@recipe_option("smoke", "Whose matrices.")
-@option("--devices N", click.Choice(["1", "2", "4", "8"]), "Time the share of one of N.", "1")
-@settings_option
-@answering
-def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> Answer:
+@cli.new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=command)
+@cli.recipe_option("smoke", "Whose matrices.")
+@cli.option("--devices N", click.Choice(["1", "2", "4", "8"]), "Time the share of one of N.", "1")
+@cli.settings_option
+def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> cli.Answer:
     """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
     one = _program(recipe, settings)
     from speedrun.bench import kernels
@@ -100,12 +80,13 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> Answer:
     return _answer(kernels.muon(one, int(devices)))
 
 
-@new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=command)
-@option(
-    "--data DIR", FOLDER, "Folder of shards. Default: two of 100 million tokens, made for this and removed."
+@cli.new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=command)
+@cli.option(
+    "--data DIR",
+    cli.FOLDER,
+    "Folder of shards. Default: two of 100 million tokens, made for this and removed.",
 )
-@answering
-def loader(*, data: Path | None) -> Answer:
+def loader(*, data: Path | None) -> cli.Answer:
     """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
     from speedrun.bench import loading
 
@@ -115,26 +96,25 @@ def loader(*, data: Path | None) -> Answer:
         return _answer(loading.measure(shards))
 
 
-@new_command("speedrun bench target", of=command)
-@answering
-def target() -> Answer:
+@cli.new_command("speedrun bench target", of=command)
+def target() -> cli.Answer:
     """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/ground/devices.py`)."""
     from speedrun.bench.machine import described
 
     text = described()
-    return Answer({"target": text}, [text])
+    return cli.Answer({"target": text}, [text])
 
 
 # --- steps of a recipe -----------------------------------------------------------------------------------------
 
 #: The options whose values `asked_program` takes.
-program_options = combined(
-    recipe_option("smoke", "What to train."),
-    option("--devices N", COUNT, "Default: all there are."),
-    option("--microbatches N", COUNT, "Parts of a step's batch.", 8),
-    attention_option,
-    first_step_option,
-    settings_option,
+program_options = cli.combined(
+    cli.recipe_option("smoke", "What to train."),
+    cli.option("--devices N", cli.COUNT, "Default: all there are."),
+    cli.option("--microbatches N", cli.COUNT, "Parts of a step's batch.", 8),
+    cli.attention_option,
+    cli.first_step_option,
+    cli.settings_option,
 )
 
 
@@ -149,9 +129,7 @@ def asked_program(*, first_step: int, **asked: Any) -> "Program":
 
     num_steps = program.recipe.num_steps
     if first_step >= num_steps:
-        raise UsageError(
-            f"--first-step {first_step}: {asked['recipe']} has {num_steps} steps; need one below"
-        )
+        raise UsageError(f"--first-step {first_step}: {asked['recipe']} has {num_steps} steps; need less")
     return footprint.fitted_here(program)
 
 
@@ -162,7 +140,7 @@ def _program(
     microbatches: int = 8,
     attention: str = "auto",
 ) -> "Program":
-    overrides = parse_settings(settings)
+    overrides = cli.parse_settings(settings)
     import jax
 
     from speedrun.ground import mesh
@@ -174,53 +152,33 @@ def _program(
     return Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
 
 
-@new_command(
-    "speedrun bench step --recipe smoke", "speedrun bench step --recipe record21 --steps 20", of=command
-)
+@cli.new_command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=command)
 @program_options
-@option("--steps N", COUNT, "Number of timed steps.", 10)
-@option(
-    "--data DIR", FOLDER, "Folder of shards. Default: synthetic ids with the document lengths of FineWeb."
-)
-@flag("--no-command-buffers", "XLA launches kernels one by one.")
-@answering
-def step(*, steps: int, data: Path | None, first_step: int, no_command_buffers: bool, **asked: Any) -> Answer:
+@cli.option("--steps N", cli.COUNT, "Number of timed steps.", 10)
+@cli.option("--data DIR", cli.FOLDER, "Shards. Default: synthetic ids with the document lengths of FineWeb.")
+@cli.flag("--no-command-buffers", "XLA launches kernels one by one.", "one_by_one")
+def step(*, steps: int, data: Path | None, first_step: int, one_by_one: bool, **asked: Any) -> cli.Answer:
     """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
     from speedrun.bench import loading
     from speedrun.bench import steps as timing
 
-    found = timing.step(
-        program,
-        num_steps=steps,
-        first_step=first_step,
-        shards=loading.folder_shards(data, None) if data else (),
-        command_buffers=not no_command_buffers,
-    )
-    return _answer(found)
+    shards = loading.folder_shards(data, None) if data else ()
+    when = {"num_steps": steps, "first_step": first_step}
+    return _answer(timing.step(program, **when, shards=shards, command_buffers=not one_by_one))
 
 
-@new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=command)
-@click.argument("folder", type=FOLDER)
-@option("--data DIR", FOLDER, "Shards that both read.", required=True)
-@recipe_option("record21", "Ours.")
-@option("--steps N", COUNT, "Of each run.", 60)
-@first_step_option
-@option("--devices N", COUNT, "Of each program.", 1)
-@option("--microbatches N", COUNT, "Parts of a step's batch.", 1)
-@attention_option
-@settings_option
-@answering
-def rival(
-    *,
-    folder: Path,
-    data: Path,
-    recipe: str,
-    steps: int,
-    first_step: int,
-    settings: tuple[str, ...],
-    **same: object,
-) -> Answer:
+@cli.new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=command)
+@click.argument("folder", type=cli.FOLDER)
+@cli.option("--data DIR", cli.FOLDER, "Shards that both read.", required=True)
+@cli.recipe_option("record21", "Ours.")
+@cli.option("--steps N", cli.COUNT, "Of each run.", 60)
+@cli.first_step_option
+@cli.option("--devices N", cli.COUNT, "Of each program.", 1)
+@cli.option("--microbatches N", cli.COUNT, "Parts of a step's batch.", 1)
+@cli.attention_option
+@cli.settings_option
+def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...], **same: Any) -> cli.Answer:
     """Time our step and another program's in turns, ABBA, on the same tokens; FOLDER/run is that program.
 
     It is called with --shards DIR --steps N --first-step I --sequences N --seq-len N, and writes a line of JSON for
@@ -229,13 +187,12 @@ def rival(
     from speedrun.science import recipes
 
     program = rivals.executable(folder)
-    chosen = recipes.load(recipe).override(parse_settings(settings))
+    chosen = recipes.load(same["recipe"]).override(cli.parse_settings(settings))
     stage = chosen.stages[chosen.stage_of(first_step)]
     which = ["--steps", str(steps), "--first-step", str(first_step)]
-    options = {"recipe": recipe, "data": data, **same}
     ours = [sys.executable, "-m", "speedrun", "bench", "step", "--json", *which]
-    ours += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    ours += [word for name, value in same.items() for word in (f"--{name}", str(value))]
     ours += [word for text in settings for word in ("--set", text)]
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
-    theirs = [str(program), "--shards", str(data), *which, *shape]
+    theirs = [str(program), "--shards", str(same["data"]), *which, *shape]
     return _answer(rivals.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))

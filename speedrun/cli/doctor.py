@@ -3,7 +3,7 @@
 import click
 import msgspec
 
-from speedrun.cli.options import json_option, new_command, option
+from speedrun.cli import options as cli
 from speedrun.doctor import checkup
 from speedrun.doctor.check import Check
 from speedrun.ground import track as tracks
@@ -12,15 +12,14 @@ from speedrun.ground.console import clean
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
-@new_command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
-@option(
+@cli.new_command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
+@cli.option(
     "--track NAME",
     str,
     "Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.",
 )
-@json_option
 @click.pass_context
-def command(ctx: click.Context, *, track: str | None, as_json: bool) -> None:
+def command(ctx: click.Context, *, track: str | None) -> cli.Answer:
     """Check what this machine can run, and print the next command.
 
     Exits with 0 if the track can run here (its data may be missing), else with 1.
@@ -28,24 +27,20 @@ def command(ctx: click.Context, *, track: str | None, as_json: bool) -> None:
     rules, checks = tracks.load(track or checkup.SMOKE), []
     for check in checkup.checks(rules, alone=track is not None):
         checks.append(check)
-        if not as_json:
+        if not ctx.params["as_json"]:
             _print(check)
     ready = all(check.ok for check in checks if check.needed)
     again = "speedrun doctor" + (f" --track {track}" if track else "")
     repair = f"repair what is marked above, then: {again}"
     following = checkup.advice(checks, asked=track) if ready else repair
-    if as_json:
-        report = {
-            "ready": ready,
-            "track": rules.name,
-            "qualifies": [check.name[6:] for check in checks if check.name[:6] == "track " and check.ok],
-            "checks": [{**msgspec.structs.asdict(check), "mark": check.mark} for check in checks],
-            "next": following,
-        }
-        click.echo(msgspec.json.encode(report))
-    else:
-        click.echo(f"next: {following}")
-    ctx.exit(0 if ready else 1)
+    report = {
+        "ready": ready,
+        "track": rules.name,
+        "qualifies": [check.name[6:] for check in checks if check.name[:6] == "track " and check.ok],
+        "checks": [{**msgspec.structs.asdict(check), "mark": check.mark} for check in checks],
+        "next": following,
+    }
+    return cli.Answer(report, [f"next: {following}"], 0 if ready else 1)
 
 
 def _print(check: Check) -> None:

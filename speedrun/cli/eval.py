@@ -6,22 +6,12 @@ from typing import Any
 
 import click
 
-from speedrun.cli.options import (
-    COUNT,
-    PATH,
-    Answer,
-    Integer,
-    answering,
-    dtype_option,
-    new_command,
-    option,
-    weights_options,
-)
+from speedrun.cli import options as cli
 from speedrun.cli.progress import counted
 from speedrun.ground.errors import UsageError
 
 
-@new_command(
+@cli.new_command(
     "speedrun eval runs/docs",
     "speedrun eval runs/docs --context 128 --tokens 65536",
     "speedrun eval runs/record21 --shard data/fineweb10B/fineweb_train_000103.bin",
@@ -29,60 +19,56 @@ from speedrun.ground.errors import UsageError
     "speedrun eval runs/record21 --tasks lambada_openai,piqa",
     "speedrun eval gpt2 --data data/fineweb10B --dtype float32",
 )
-@click.argument("source", type=PATH, metavar="RUN")
-@option(
+@click.argument("source", type=cli.PATH, metavar="RUN")
+@cli.option(
     "--shard FILE",
-    PATH,
+    cli.PATH,
     "Shard to score. Default: the official slice of the track, and the one after it.",
     name="shards",
     multiple=True,
 )
-@option("--context N", Integer(2), "Tokens of a sequence. Default: as the run scored.")
-@option("--tokens N", COUNT, "At most so many of each. Default: as the track.")
-@option("--hellaswag FILE", PATH, "Its questions, as lines of JSON.")
-@option("--tasks A,B,...", str, "Tasks of lm-evaluation-harness, by name or file; needs pip install lm-eval.")
-@option("--limit N", COUNT, "Only the first N questions.")
-@weights_options
-@dtype_option
-@answering
-def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
+@cli.option("--context N", cli.Integer(2), "Tokens of a sequence. Default: as the run scored.")
+@cli.option("--tokens N", cli.COUNT, "At most so many of each. Default: as the track.")
+@cli.option("--hellaswag FILE", cli.PATH, "Its questions, as lines of JSON.")
+@cli.option("--tasks A,B,...", str, "Tasks of lm-evaluation-harness, by name or file; pip install lm-eval.")
+@cli.option("--limit N", cli.COUNT, "Only the first N questions.")
+@cli.weights_options
+@cli.dtype_option
+def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answer:
     """Score the weights of RUN, which it keeps with --checkpoint-every. Nothing of it is ranked.
 
     Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
     gpt2-xl on the hub.
     """
-    from speedrun.trained import held_out, hellaswag, sources, words
+    from speedrun.trained import sources, tasks
 
-    tasks = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
-    asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or tasks)
-    _refuse_what_has_no_effect(given, asks=asks or bool(tasks), scores=scores)
-    questions = hellaswag.read(given["hellaswag"], given["limit"]) if asks else []
+    named = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
+    asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or named)
+    _refuse_what_has_no_effect(given, asks=asks or bool(named), scores=scores)
+    questions = tasks.read(given["hellaswag"], given["limit"]) if asks else []
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
-    recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.words_folder)
     found: dict[str, Any] = trained.facts
-    context = given["context"] or recipe.eval_seq_len
-    parts = held_out.slices(trained, shards, context, given["tokens"]) if scores else []
+    context = given["context"] or trained.program.recipe.eval_seq_len
+    parts = tasks.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
-        scorer = held_out.Scorer(trained, context, held_out.bytes_of(spoken, partial(click.echo, err=True)))
+        scorer = tasks.Scorer(trained, context, tasks.bytes_of(trained, partial(click.echo, err=True)))
         found["scores"] = []
         for part in parts:
             with counted(part.name, part.tokens, "tokens") as say:
                 found["scores"].append(scorer.score(part, say))
     if asks:
         with counted("hellaswag", len(questions), "questions") as say:
-            found["hellaswag"] = hellaswag.ask(trained, spoken, questions, say)
+            found["hellaswag"] = tasks.ask(trained, questions, say)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
-    if tasks:
-        from speedrun.trained import harness
-
-        found["tasks"] = harness.scores(trained, spoken, tasks, given["limit"], partial(click.echo, err=True))
+    if named:
+        found["tasks"] = tasks.scores(trained, named, given["limit"], partial(click.echo, err=True))
         lines += [
             f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             for task, metrics in found["tasks"].items()
         ]
-    return Answer(found, lines)
+    return cli.Answer(found, lines)
 
 
 def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: bool) -> None:

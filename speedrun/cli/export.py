@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from speedrun.cli.options import PATH, Answer, answering, new_command, option, out_option, weights_options
+from speedrun.cli import options as cli
 from speedrun.exchange.exports import FORMS, export
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load
@@ -19,29 +19,28 @@ MODEL_FORMS = {
 }
 
 
-@new_command(
+@cli.new_command(
     "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
     "speedrun export RECORD --to wandb --out curves",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",
 )
-@click.argument("record", type=PATH)
-@option(
+@click.argument("record", type=cli.PATH)
+@cli.option(
     "--to",
     click.Choice([*FORMS, *MODEL_FORMS]),
     f"The format: {', '.join(FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
     name="form",
     required=True,
 )
-@out_option("New folder. Default: RECORD's name and the format.")
-@weights_options
-@option(
+@cli.out_option("New folder. Default: RECORD's name and the format.")
+@cli.weights_options
+@cli.option(
     "--dtype",
     click.Choice(["float32", "float16"]),
     "How web stores large arrays; the page computes in float32. Default: float32.",
 )
-@answering
-def command(*, record: Path, form: str, out: Path | None, dtype: str | None, **given: Any) -> Answer:
+def command(*, record: Path, form: str, out: Path | None, dtype: str | None, **given: Any) -> cli.Answer:
     """Write the curves of RECORD as text logs, CSV or offline wandb runs, or its model.
 
     A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
@@ -60,9 +59,7 @@ def command(*, record: Path, form: str, out: Path | None, dtype: str | None, **g
     else:
         for name, value in given.items():
             if value is not None:
-                raise UsageError(
-                    f"--{name} has no effect on curves; leave it out, or choose a form of the model"
-                )
+                raise UsageError(f"--{name} has no effect on curves; leave it out, or choose a model's form")
         paths = export(load(record), form, folder)
     names = [str(path) for path in paths]
-    return Answer({"files": names}, names)
+    return cli.Answer({"files": names}, names)

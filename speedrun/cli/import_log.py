@@ -3,44 +3,29 @@
 from pathlib import Path
 
 import click
-import msgspec
 
-from speedrun.cli.options import COUNT, PATH, Answer, answering, new_command, option
+from speedrun.cli import options as cli
 from speedrun.exchange import foreign
-from speedrun.exchange.curves import Context
+from speedrun.exchange.foreign import Context
 from speedrun.ground.console import clean
 from speedrun.study import noise
-from speedrun.study.noise import Group, Noise
+from speedrun.study.noise import Group
 
 _MOST_SHOWN = 5  #: problems of a file
 
 
-class Imported(msgspec.Struct, frozen=True):
-    """What `--json` prints."""
-
-    files: tuple[Context, ...]
-    num_chosen: int  #: runs that the options left, each counted once
-    groups: tuple[Group, ...]
-    noise: Noise | None
-
-
-@new_command(
+@cli.new_command(
     "speedrun import-log logs/*.txt --json",
     "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
     "speedrun import-log runs.csv.gz --steps 1770",
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PATH)
-@option("--match TEXT", str, "Only runs with TEXT in their name.", name="texts", multiple=True)
-@option("--steps N", COUNT, "Only runs that planned this number of steps.")
-@option("--mean LOW HIGH", (float, float), "Only groups with a mean loss in this range.")
-@answering
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=cli.PATH)
+@cli.option("--match TEXT", str, "Only runs with TEXT in their name.", name="texts", multiple=True)
+@cli.option("--steps N", cli.COUNT, "Only runs that planned this number of steps.")
+@cli.option("--mean LOW HIGH", (float, float), "Only groups with a mean loss in this range.")
 def command(
-    *,
-    files: tuple[Path, ...],
-    texts: tuple[str, ...],
-    steps: int | None,
-    mean: tuple[float, float] | None,
-) -> Answer:
+    *, files: tuple[Path, ...], texts: tuple[str, ...], steps: int | None, mean: tuple[float, float] | None
+) -> cli.Answer:
     """Read the logs of other people's runs, and show how much equal runs differ.
 
     A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
@@ -55,26 +40,29 @@ def command(
     groups = tuple(noise.groups(chosen))
     if mean is not None:
         groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
-    found = Imported(contexts, len(chosen), groups, noise.noise(groups))
-    return Answer(found, _lines(found))
-
-
-def _lines(found: Imported) -> list[str]:
-    lines: list[str] = []
-    for one in found.files:
-        lines.append(f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems")
-        lines += [f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]]
-        if one.num_problems > _MOST_SHOWN:
-            lines.append(f"        and {one.num_problems - _MOST_SHOWN:,} more")
-    for group in found.groups:
-        steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
-        sd = "none" if group.sd is None else f"{group.sd:.4f}"
-        step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
-        where = clean(group.folder) or "no folder"
-        lines.append(f"group   {where}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}  sd {sd}{step}")
-    if (all_ := found.noise) is not None:
+    spread = noise.noise(groups)
+    facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
+    lines = [line for one in contexts for line in _of_file(one)] + [*map(_of_group, groups)]
+    if spread is not None:
         lines.append(
-            f"noise   sd {all_.pooled_sd:.5f} (95 %: {all_.low:.5f} to {all_.high:.5f}), pooled over {all_.num_groups} "
-            f"groups with {all_.num_runs:,} of {found.num_chosen:,} runs; median {all_.median_sd:.5f}"
+            f"noise   sd {spread.pooled_sd:.5f} (95 %: {spread.low:.5f} to {spread.high:.5f}), pooled over "
+            f"{spread.num_groups} groups with {spread.num_runs:,} of {len(chosen):,} runs; median "
+            f"{spread.median_sd:.5f}"
         )
+    return cli.Answer(facts, lines)
+
+
+def _of_file(one: Context) -> list[str]:
+    lines = [f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems"]
+    lines += [f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]]
+    if one.num_problems > _MOST_SHOWN:
+        lines.append(f"        and {one.num_problems - _MOST_SHOWN:,} more")
     return lines
+
+
+def _of_group(group: Group) -> str:
+    steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
+    sd = "none" if group.sd is None else f"{group.sd:.4f}"
+    step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
+    where = clean(group.folder) or "no folder"
+    return f"group   {where}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}  sd {sd}{step}"

@@ -8,24 +8,24 @@ from msgspec.structs import replace
 from speedrun.board import figures, pages
 from speedrun.board.progress import pictures
 from speedrun.board.standings import BOARD, Board, read
-from speedrun.cli.options import PATH, Group, json_option, new_command, option, show
+from speedrun.cli import options as cli
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
+from speedrun.ledger.format import encode
 
-_records_option = option("--records DIR", PATH, "Folder of <track>/<record>/.", Path("records"))
+_records_option = cli.option("--records DIR", cli.PATH, "Folder of <track>/<record>/.", Path("records"))
 _OTHERS = "What others published or claim is in italics: unranked, not verified by us."
 
 
-@new_command("speedrun leaderboard build", "speedrun leaderboard check", cls=Group)
+@cli.new_command("speedrun leaderboard build", "speedrun leaderboard check", cls=cli.Group)
 def command() -> None:
     """Build the board from records, or check that it is up to date."""
 
 
-@new_command("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=command)
+@cli.new_command("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=command)
 @_records_option
-@json_option
-def build(*, records: Path, as_json: bool) -> None:
+def build(*, records: Path) -> cli.Answer:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
     They go into the folder of records. If it is called records, README.md beside it gets the board between its marks. A
@@ -38,20 +38,18 @@ def build(*, records: Path, as_json: bool) -> None:
     write_whole(records / "leaderboard.html", pages.page(board, pictures(board)).encode())
     rows = [f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}" for row in board.rows]
     places = [f"board   {records / 'LEADERBOARD.md'}", f"page    {records / 'leaderboard.html'}"]
-    show(board, [*rows, *places], as_json=as_json)
     for one in board.left_out:
         click.echo(clean(f"left out {one.path}: {one.why}"), err=True)
-    if board.left_out:
-        raise SpeedrunError(
-            f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"
-        )
+    error = f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"
+    return cli.Answer(board, [*rows, *places], error=error if board.left_out else None)
 
 
-@new_command("speedrun leaderboard check", of=command)
+@cli.new_command("speedrun leaderboard check", of=command, cls=click.Command)
 @_records_option
 def check(*, records: Path) -> None:
     """Exit with 1 if the board is out of date."""
-    stale = [path for path, content in _files(read(records), records).items() if not _holds(path, content)]
+    files = _files(read(records), records).items()
+    stale = [path for path, content in files if not path.is_file() or path.read_bytes() != content]
     if stale:
         raise SpeedrunError(f"{', '.join(map(str, stale))}: out of date; run 'speedrun leaderboard build'")
     click.echo("board   up to date")
@@ -62,7 +60,7 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
     table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
-        records / BOARD: pages.json(board),
+        records / BOARD: encode(board),
     }
     readme = records.absolute().parent / "README.md"
     if records.absolute().name != "records" or not readme.exists():
@@ -75,7 +73,3 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
     except UsageError as error:
         raise UsageError(f"{readme}: {error}") from None
     return files | {readme: new.encode()} if figures.END in page else files
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content

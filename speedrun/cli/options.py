@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.errors import SpeedrunError, UsageError, unknown
 from speedrun.ground.plugins import resolve
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
@@ -31,12 +31,41 @@ class Group(click.Group):
         return super().get_command(ctx, name)
 
 
+class Answer(NamedTuple):
+    """What a command found."""
+
+    facts: Any  #: for `--json`
+    lines: Iterable[object]  #: for people
+    exit_code: int = 0
+    error: str | None = None  #: with exit code 1; for people, after the lines, as facts tell it themselves
+
+
+class Command(click.Command):
+    """A command with `--json`, which prints what its function answers, if anything."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        """Make a command as click does; `ctx.params["as_json"]` tells whether it was given."""
+        super().__init__(*args, **more)
+        text = "Print one JSON object on stdout, also for an error."
+        self.params.append(click.Option(["--json", "as_json"], is_flag=True, help=text))
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Run the command and exit with the code of its answer."""
+        assert self.callback is not None
+        given = {name: value for name, value in ctx.params.items() if name != "as_json"}
+        if isinstance(answer := ctx.invoke(self.callback, **given), Answer):
+            show(answer.facts, answer.lines, as_json=ctx.params["as_json"])
+            if answer.error and not ctx.params["as_json"]:
+                raise SpeedrunError(answer.error)
+            ctx.exit(SpeedrunError.exit_code if answer.error else answer.exit_code)
+
+
 def new_command(
-    *examples: str, of: click.Group | None = None, **more: Any
+    *examples: str, of: click.Group | None = None, cls: type[click.Command] = Command, **more: Any
 ) -> Callable[[Callable[..., object]], Any]:
     """Return a decorator that makes a command, of a group; its help ends with the examples. Every command has some."""
     epilog = "\n".join(["\b", "Example:", *(f"  {line}" for line in examples)])
-    return (click.command if of is None else of.command)(epilog=epilog, **more)
+    return (click.command if of is None else of.command)(cls=cls, epilog=epilog, **more)
 
 
 class Integer(click.IntRange):
@@ -56,16 +85,6 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
         return number
-
-
-class RecipeName(click.ParamType):
-    """A recipe by its name or its file; the argument is its name."""
-
-    name = "recipe"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Adds the folder of a file to $SPEEDRUN_RECIPES."""
-        return resolve(value)
 
 
 PATH = click.Path(path_type=Path)
@@ -103,40 +122,15 @@ def flag(name: str, text: str, argument: str = "") -> Decorator:
 
 def combined(*options: Decorator) -> Decorator:
     """Return a decorator that adds all options."""
-    return lambda command: functools.reduce(
-        lambda command, option: option(command), reversed(options), command
-    )
-
-
-class Answer(NamedTuple):
-    """What a command found."""
-
-    facts: Any  #: for `--json`
-    lines: Iterable[object]  #: for people
-    exit_code: int = 0
-
-
-#: `--json`, as the argument `as_json`.
-json_option = flag("--json", "Print one JSON object on stdout, also for an error.", "as_json")
-
-
-def answering(command: Callable[..., Answer]) -> Callable[..., object]:
-    """Add `--json` to a command, and print what it answers."""
-
-    @functools.wraps(command)
-    def printed(*, as_json: bool, **given: Any) -> None:
-        answer = command(**given)
-        show(answer.facts, answer.lines, as_json=as_json)
-        click.get_current_context().exit(answer.exit_code)
-
-    return json_option(printed)
+    return lambda command: functools.reduce(lambda made, add: add(made), reversed(options), command)
 
 
 def show(facts: Any, lines: Iterable[object], *, as_json: bool) -> None:
     """Print one JSON object, or lines."""
     import msgspec  # not light enough for --help
 
-    click.echo(msgspec.json.encode(facts) if as_json else "\n".join(map(str, lines)))
+    for line in [msgspec.json.encode(facts)] if as_json else lines:
+        click.echo(line)
 
 
 #: `--data DIR`, as the argument `data`; None means the track's own folder.
@@ -152,9 +146,7 @@ unsafe_option = flag(
 )
 
 #: `--set KEY=VALUE`, as the argument `settings` for `parse_settings`.
-settings_option = option(
-    "--set KEY=VALUE", str, "Change a number of the recipe.", name="settings", multiple=True
-)
+settings_option = option("--set KEY=VALUE", str, "Change a recipe's number.", name="settings", multiple=True)
 
 #: `--attention FORM`, as the argument `attention`.
 attention_option = option("--attention FORM", str, "Attention kernels.", "auto")
@@ -172,7 +164,7 @@ def track_option(default: str = "smoke-cpu") -> Decorator:
 
 def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decorator:
     """`--recipe NAME|FILE`, as the argument `recipe`; None means the track's own."""
-    return option("--recipe NAME|FILE", RecipeName(), text, default)
+    return option("--recipe NAME|FILE", resolve, text, default)
 
 
 def out_option(text: str) -> Decorator:

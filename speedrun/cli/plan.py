@@ -7,50 +7,37 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun.cli.options import (
-    COUNT,
-    Number,
-    json_option,
-    new_command,
-    option,
-    parse_settings,
-    recipe_option,
-    settings_option,
-    show,
-)
+from speedrun.cli import options as cli
 from speedrun.ground import devices as kinds
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import UsageError
 
 _RECORDS = Path("records")
 
 
-@new_command(
+@cli.new_command(
     "speedrun plan --recipe record21 --device-kind h100 --devices 8",
     "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
     "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     "speedrun plan --recipe record21 --nodes 1,2,8,32",
 )
-@recipe_option(text="What to train. Default: the track's, or smoke.")
-@option("--track NAME", str, "Add data, time and cost of a batch on this track.")
-@option("--runs N", COUNT, "Runs of that batch. Default: as many as a rank needs.")
-@option("--device-kind KIND", str, ", ".join(kinds.DEVICES), "h100", name="kind")
-@option("--devices N", COUNT, "In one machine. Default: the track's, or 8.")
-@option("--microbatches N", COUNT, "Per step and node.", 8)
-@settings_option
+@cli.recipe_option(text="What to train. Default: the track's, or smoke.")
+@cli.option("--track NAME", str, "Add data, time and cost of a batch on this track.")
+@cli.option("--runs N", cli.COUNT, "Runs of that batch. Default: as many as a rank needs.")
+@cli.option("--device-kind KIND", str, ", ".join(kinds.DEVICES), "h100", name="kind")
+@cli.option("--devices N", cli.COUNT, "In one machine. Default: the track's, or 8.")
+@cli.option("--microbatches N", cli.COUNT, "Per step and node.", 8)
+@cli.settings_option
 @click.option(
     "--compile/--arithmetic",
     "compiled",
     default=None,
     help="Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.",
 )
-@option("--dollars X", Number(0), "Price of one device for an hour.")
-@option("--nodes N,N", str, "Instead: how the step scales over so many machines.")
-@option("--network GBIT", Number(0, min_open=True), "With --nodes: the rate of a device.")
-@json_option
-@click.pass_context
+@cli.option("--dollars X", cli.Number(0), "Price of one device for an hour.")
+@cli.option("--nodes N,N", str, "Instead: how the step scales over so many machines.")
+@cli.option("--network GBIT", cli.Number(0, min_open=True), "With --nodes: the rate of a device.")
 def command(
-    ctx: click.Context,
     *,
     recipe: str | None,
     track: str | None,
@@ -63,8 +50,7 @@ def command(
     dollars: float | None,
     nodes: str | None,
     network: float | None,
-    as_json: bool,
-) -> None:
+) -> cli.Answer:
     """Predict what a recipe needs on devices that need not be here: memory, floors, time, cost.
 
     Exits with 1 if it does not fit into memory, and says what would. With --nodes the step is compiled for all the
@@ -73,8 +59,8 @@ def command(
     kinds.load(kind)
     rules = None if track is None else tracks.load(track)
     on_gpu = rules is None or rules.rules.platform == "gpu"
-    _check(ctx.params, on_gpu=on_gpu)
-    overrides = parse_settings(settings)
+    _check(click.get_current_context().params, on_gpu=on_gpu)
+    overrides = cli.parse_settings(settings)
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
     from speedrun.predict import deviceless, scaling
     from speedrun.predict import plan as planning
@@ -82,11 +68,11 @@ def command(
     from speedrun.study import budget as budgets
 
     chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
-    facts, lines, plan = {"error": None}, [], None
+    error, facts, lines, plan = None, {}, [], None
     if nodes:
         say = partial(click.echo, err=True)
         scaled = scaling.scaled(chosen, kind, devices or 8, nodes, microbatches, network, say)
-        facts, lines = {"error": None, "scaling": scaled.facts()}, scaled.lines()
+        facts, lines = {"scaling": scaled.facts()}, scaled.lines()
     elif on_gpu:
         missing = deviceless.missing_wheels() if compiled is None else []
         if missing:
@@ -94,17 +80,14 @@ def command(
         basis = "arithmetic" if missing or compiled is False else "compiled program"
         num_devices = devices or (rules.rules.num_devices if rules else 8)
         plan = planning.plan(chosen, kind, num_devices, microbatches, basis)
-        facts, lines = {"error": planning.refusal(chosen, plan), **plan.facts(dollars)}, plan.lines(dollars)
+        error, facts, lines = planning.refusal(chosen, plan), plan.facts(dollars), plan.lines(dollars)
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
         batch = budgets.budget(rules, chosen, num_runs, _RECORDS, plan, dollars=dollars)
         said = budgets.lines(batch, planning.ERROR)
         derived = {"total_s": batch.total_s, "dollars": batch.dollars, "said": said}
         facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | derived}, lines + said
-    show(facts, lines, as_json=as_json)
-    if facts["error"] and not as_json:
-        raise SpeedrunError(str(facts["error"]))
-    ctx.exit(1 if facts["error"] else 0)
+    return cli.Answer({"error": error, **facts}, lines, error=error)
 
 
 def _check(given: dict[str, Any], *, on_gpu: bool) -> None:
@@ -116,8 +99,6 @@ def _check(given: dict[str, Any], *, on_gpu: bool) -> None:
         option = "--devices" if given["devices"] else "--compile"
         raise UsageError(f"{option}: {track} asks for no GPU; leave it out, or leave out --track")
     if nodes and (track or given["compiled"] is False or given["dollars"] is not None):
-        raise UsageError(
-            "--nodes goes with neither --track, --arithmetic nor --dollars; leave one of them out"
-        )
+        raise UsageError("--nodes goes with neither --track, --arithmetic nor --dollars; leave one out")
     if given["network"] and not nodes:
         raise UsageError("--network is the rate between machines; add --nodes N,N or leave it out")

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import click
 
-from speedrun.cli.options import PATH, json_option, new_command, port_option, recipe_option, show
+from speedrun.cli import options as cli
 from speedrun.ground.errors import UsageError
 
 
-@new_command(
-    "speedrun play docs-web", "speedrun play docs-web smoke-web --port 0", "speedrun play --recipe smoke"
-)
-@click.argument("folders", nargs=-1, metavar="[DIR...]", type=PATH)
-@recipe_option(text="Also a page that trains this recipe, made tiny, beside what JAX computed.")
-@port_option(3281)
-@json_option
-def command(*, folders: tuple[Path, ...], recipe: str | None, port: int, as_json: bool) -> None:
+@cli.new_command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
+@click.argument("folders", nargs=-1, metavar="[DIR...]", type=cli.PATH)
+@cli.recipe_option(text="Also a page that trains this recipe, made tiny, beside what JAX computed.")
+@cli.port_option(3281)
+@click.pass_context
+def command(ctx: click.Context, *, folders: tuple[Path, ...], recipe: str | None, port: int) -> None:
     """Serve the page of DIR, which 'speedrun export RUN --to web' made, on this machine only.
 
     The browser computes. With several folders, two models write beside each other, with one seed. With --recipe, JAX
@@ -33,7 +31,7 @@ def command(*, folders: tuple[Path, ...], recipe: str | None, port: int, as_json
             folders = (_trainable(recipe, Path(scratch) / "page"), *folders)
         with stoppable() as stopped, serving(answering(folders), port) as url:
             url += "train.html" if recipe is not None else ""
-            show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=as_json)
+            cli.show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=ctx.params["as_json"])
             stopped()
 
 

@@ -7,32 +7,32 @@ import click
 
 from speedrun.board.progress import pareto, results
 from speedrun.board.record_plot import KINDS, Kind, plot
-from speedrun.board.standings import LeftOut, Row, row_of
-from speedrun.cli.options import PATH, Answer, answering, new_command, option
+from speedrun.board.standings import LeftOut, Row, judge
+from speedrun.cli import options as cli
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
+from speedrun.ledger.record import load
 
 
-@new_command(
+@cli.new_command(
     "speedrun plot records/smoke-cpu/2026-11-21-first",
     "speedrun plot runs/first --kind all",
     "speedrun plot runs/first runs/second --kind pareto --out runs",
 )
-@click.argument("records", type=PATH, metavar="RECORD...", nargs=-1, required=True)
-@option(
+@click.argument("records", type=cli.PATH, metavar="RECORD...", nargs=-1, required=True)
+@cli.option(
     "--kind",
     click.Choice([*KINDS, "all", "pareto"]),
     "Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against mean "
     "train time of several records in one picture.",
     "loss",
 )
-@option(
+@cli.option(
     "--out DIR",
-    PATH,
+    cli.PATH,
     "Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
 )
-@answering
-def command(*, records: tuple[Path, ...], kind: str, out: Path | None) -> Answer:
+def command(*, records: tuple[Path, ...], kind: str, out: Path | None) -> cli.Answer:
     """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
     if kind == "pareto":
         found = pareto(_rows(records), out or Path())
@@ -40,7 +40,7 @@ def command(*, records: tuple[Path, ...], kind: str, out: Path | None) -> Answer
         kinds: list[Kind] = [known for known in KINDS if kind in (known, "all")]
         found = [path for record in records for path in plot(record, kinds)]
     paths = [str(path) for path in found]
-    return Answer({"plots": paths}, paths)
+    return cli.Answer({"plots": paths}, paths)
 
 
 def _rows(records: Sequence[Path]) -> list[Row]:
@@ -49,7 +49,7 @@ def _rows(records: Sequence[Path]) -> list[Row]:
     Raises:
         UsageError: if none has.
     """
-    rows = {record: row_of(record, record.resolve().name) for record in records}
+    rows = {record: judge(load(record), record.resolve().name) for record in records}
     shown = results(row for row in rows.values() if isinstance(row, Row))
     for record, row in rows.items():
         if row not in shown:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedrun.cli import options as cli
 from speedrun.cli.bench import asked_program, program_options
-from speedrun.cli.options import COUNT, FOLDER, Answer, answering, new_command, option
 
 if TYPE_CHECKING:
     from speedrun.bench.profile import Profile, Row
@@ -14,16 +14,15 @@ _GAPS = 3  #: shown of each device
 _SHOWN_SHARE = 0.01
 
 
-@new_command(
+@cli.new_command(
     "speedrun profile --recipe smoke",
     "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
 )
 @program_options
-@option("--steps N", COUNT, "Number of traced steps.", 3)
-@option("--top N", COUNT, "Rows of the table.", 20)
-@option("--out DIR", FOLDER, "Keep the trace, for XProf or Perfetto.")
-@answering
-def command(*, steps: int, first_step: int, top: int, out: Path | None, **asked: Any) -> Answer:
+@cli.option("--steps N", cli.COUNT, "Number of traced steps.", 3)
+@cli.option("--top N", cli.COUNT, "Rows of the table.", 20)
+@cli.option("--out DIR", cli.FOLDER, "Keep the trace, for XProf or Perfetto.")
+def command(*, steps: int, first_step: int, top: int, out: Path | None, **asked: Any) -> cli.Answer:
     """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives.
 
     Bytes are those of the compiled program, without caching.
@@ -43,7 +42,7 @@ def command(*, steps: int, first_step: int, top: int, out: Path | None, **asked:
         *_table(found, top),
         *([] if out is None else [f"trace   {out}"]),
     ]
-    return Answer(facts, lines)
+    return cli.Answer(facts, lines)
 
 
 def _facts(usage: "Usage") -> dict[str, object]:

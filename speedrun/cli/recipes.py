@@ -2,15 +2,15 @@
 
 import click
 
-from speedrun.cli.options import Answer, RecipeName, answering, new_command
+from speedrun.cli import options as cli
 from speedrun.ground.console import clean
 from speedrun.ground.output import expected
+from speedrun.ground.plugins import resolve
 
 
-@new_command("speedrun recipes", "speedrun recipes smoke")
-@click.argument("name", type=RecipeName(), required=False)
-@answering
-def command(*, name: str | None) -> Answer:
+@cli.new_command("speedrun recipes", "speedrun recipes smoke")
+@click.argument("name", type=resolve, required=False)
+def command(*, name: str | None) -> cli.Answer:
     """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
 
     A recipe that cannot be loaded is left out, with a warning.
@@ -41,4 +41,4 @@ def command(*, name: str | None) -> Answer:
         }
         counts = f"{num_params:>12,} parameters  {one.total_tokens:>12,} tokens"
         lines.append(f"{each:<{max(map(len, recipes.names()))}}  {counts}  {one.summary}")
-    return Answer(found, lines)
+    return cli.Answer(found, lines)

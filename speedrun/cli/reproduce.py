@@ -6,20 +6,8 @@ from pathlib import Path
 from statistics import fmean
 
 import click
-import msgspec
 
-from speedrun.cli.options import (
-    COUNT,
-    PATH,
-    Answer,
-    answering,
-    data_option,
-    flag,
-    new_command,
-    option,
-    out_option,
-    unsafe_option,
-)
+from speedrun.cli import options as cli
 from speedrun.ground.children import locked
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
@@ -50,32 +38,29 @@ _NOISE: dict[NoiseFrom, str] = {
 }
 
 
-@new_command(
+@cli.new_command(
     f"speedrun reproduce {_RECORD} --runs 1",
     f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
     f"speedrun reproduce {_RECORD} --against runs/mine",
 )
-@click.argument("record", type=PATH)
-@option(
+@click.argument("record", type=cli.PATH)
+@cli.option(
     "--runs N",
-    COUNT,
+    cli.COUNT,
     f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
 )
-@option(
+@cli.option(
     "--against RECORD",
-    PATH,
+    cli.PATH,
     "Run this one in turns with it, with the same fresh seeds, and report which is faster.",
     name="rival",
 )
-@flag("--same-seeds", "Use the record's seeds, to compare bits. Default: fresh ones.")
-@option("--by NAME", str, "Your name, for the result.", "")
-@data_option
-@out_option(
-    "For runs and reproduction.json; the same command continues there. Default: a folder below runs/."
-)
-@flag("--into-record", "Also put reproduction.json into the record.")
-@unsafe_option
-@answering
+@cli.flag("--same-seeds", "Use the record's seeds, to compare bits. Default: fresh ones.")
+@cli.option("--by NAME", str, "Your name, for the result.", "")
+@cli.data_option
+@cli.out_option("For runs and reproduction.json; the same command continues there. Default: below runs/.")
+@cli.flag("--into-record", "Also put reproduction.json into the record.")
+@cli.unsafe_option
 def command(
     *,
     record: Path,
@@ -87,7 +72,7 @@ def command(
     out: Path | None,
     into_record: bool,
     unsafe: bool,
-) -> Answer:
+) -> cli.Answer:
     """Run RECORD again from its own source, and say whether its result holds. EXECUTES CODE FROM THE RECORD.
 
     First compares what the record names (data, packages, lock) with this machine, and says which promise each
@@ -116,23 +101,21 @@ def command(
     if into_record:
         wrote.append(record / REPRODUCTION)
         write_whole(record / REPRODUCTION, encode(results[0].reproduction))
-    answer = _judged(results[0]) if rival is None else _compared(results, folder)
+    if rival is None:
+        good = results[0].judgement.verdict in ("within", "faster")
+        answer = cli.Answer(results[0].facts, _table(results[0]), int(not good))
+    else:
+        answer = _compared(results, folder)
     return answer._replace(lines=[*answer.lines, *(f"wrote    {clean(str(path))}" for path in wrote)])
 
 
-def _judged(result: Result) -> Answer:
-    """Return the answer about one record."""
-    good = result.judgement.verdict in ("within", "faster")
-    return Answer(result.facts, _table(result), int(not good))
-
-
-def _compared(results: Sequence[Result], folder: Path) -> Answer:
+def _compared(results: Sequence[Result], folder: Path) -> cli.Answer:
     """Write `comparison.json`, and return the answer about a record and its rival."""
     try:
         found = compare([*zip(*(result.runs for result in results), strict=True)])
     except ValueError as error:  # too few finished, or numbers that no honest run has
         raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
-    write_whole(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(found), indent=2), b"\n")
+    write_whole(folder / "comparison.json", encode(found))
     ratio, loss = found.time_ratio, found.loss_difference
     change = f"{ratio.mean - 1:+.2%} of its time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
     verdict = "not resolvable here"
@@ -146,7 +129,7 @@ def _compared(results: Sequence[Result], folder: Path) -> Answer:
         f"rate     {found.rate_from}",
     ]
     facts = {"record": results[0].facts, "rival": results[1].facts, "comparison": found}
-    return Answer(facts, lines, int(not (ratio.high < 1 and loss.low <= 0)))
+    return cli.Answer(facts, lines, int(not (ratio.high < 1 and loss.low <= 0)))
 
 
 def _check_alike(*records: Record) -> None:
@@ -156,9 +139,7 @@ def _check_alike(*records: Record) -> None:
         for record in records
     ]
     if len(set(ran_on)) > 1:
-        raise UsageError(
-            f"{' and '.join(ran_on)} do not compare; need the same for both; choose other records"
-        )
+        raise UsageError(f"{' and '.join(ran_on)} do not compare; need the same for both; choose others")
 
 
 def _differences(points: Sequence[Point]) -> list[str]:

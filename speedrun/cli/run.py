@@ -7,32 +7,9 @@ from typing import Any
 
 import click
 
+from speedrun.cli import options as cli
+from speedrun.cli import run_options
 from speedrun.cli.card import card, following
-from speedrun.cli.options import (
-    COUNT,
-    SEED,
-    flag,
-    json_option,
-    new_command,
-    only_with_resume,
-    option,
-    parse_settings,
-    settings_option,
-    show,
-)
-from speedrun.cli.run_options import (
-    EXTRA_ARGUMENTS,
-    PROCESS_ARGUMENTS,
-    checkpoint_options,
-    config_options,
-    deadlines_s,
-    extra_options,
-    ghost_option,
-    new_folder,
-    process_options,
-    request_of,
-    wandb_option,
-)
 from speedrun.ground import children, signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import INTERRUPTED, UsageError
@@ -42,61 +19,53 @@ from speedrun.training import meet
 from speedrun.watch import PORT
 
 
-@new_command(
+@cli.new_command(
     "speedrun run --track smoke-cpu",
     "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
     "speedrun run --track webmini --data DIR --checkpoint-every 50",
     "speedrun run --resume runs/2026-11-21-webmini-1",
     "speedrun run --local-processes 2",
 )
-@config_options
-@settings_option
-@option("--seed N", SEED, "Of the initial weights.", 0)
-@option(
+@run_options.config_options
+@cli.settings_option
+@cli.option("--seed N", cli.SEED, "Of the initial weights.", 0)
+@cli.option(
     "--replicas N",
-    COUNT,
+    cli.COUNT,
     "Copies of the state, each sharded over as many devices. Default: one for each node.",
 )
-@checkpoint_options
-@process_options
-@ghost_option
-@wandb_option
-@extra_options
-@flag("-v/--verbose", "Print the kernel of each operation, and why. The log has both.")
-@json_option
+@run_options.checkpoint_options
+@run_options.process_options
+@run_options.ghost_option
+@run_options.wandb_option
+@run_options.extra_options
+@cli.flag("-v/--verbose", "Print the kernel of each operation, and why. The log has both.")
 @click.pass_context
 def command(
-    ctx: click.Context,
-    *,
-    track: str,
-    out: Path | None,
-    settings: tuple[str, ...],
-    resume: Path | None,
-    deadlines: tuple[str, ...],
-    local_processes: int | None,
-    coordinator: str | None,
-    wandb: str | None,
-    verbose: bool,
-    as_json: bool,
-    **given: Any,
-) -> None:
+    ctx: click.Context, *, track: str, out: Path | None, resume: Path | None, **given: Any
+) -> cli.Answer | None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
     tracks.load(track)
-    overrides, limits_s = parse_settings(settings), deadlines_s(deadlines)  # before JAX, whose import is slow
-    folder = out or new_folder(track)
-    if local_processes is not None:
-        ctx.exit(_in_processes(ctx, local_processes, resume or folder))
+    # Before JAX, whose import is slow.
+    overrides, limits_s = cli.parse_settings(given["settings"]), run_options.deadlines_s(given["deadlines"])
+    folder = resume or out or run_options.new_folder(track)
+    if given["local_processes"] is not None:
+        if given["coordinator"]:
+            raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
+        if not (code := local.run(given["local_processes"], _child_words(ctx, folder))):
+            record.need_finished(folder)
+        ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
 
-    config = request_of(
+    config = run_options.request_of(
         ctx.params,
         overrides,
-        resume or folder,
+        folder,
         seed=given["seed"],
         replicas=given["replicas"],
         checkpoint_every=0 if resume else given["checkpoint_every"] or given["sample_every"] or 0,
@@ -105,21 +74,21 @@ def command(
         resume=resume is not None,
     )
     if resume is not None:
-        only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
-    group = meet.find_group(coordinator, *(given[name] for name in PROCESS_ARGUMENTS[2:]))
+        cli.only_with_resume(ctx, *run_options.EXTRA_ARGUMENTS, "verbose", *run_options.PROCESS_ARGUMENTS)
+    group = meet.find_group(*(given[name] for name in run_options.PROCESS_ARGUMENTS[1:]))
     page = given["watch_port"] or (PORT if given["watch"] else None)
-    same = {name: given[name] for name in ("ghost", "sample_every", "sample_prompts", "init_from")}
-    extras = single.Extras(**same, wandb=wandb, watch_port=page)
-    done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
+    same = {name: given[name] for name in ("ghost", "wandb", "sample_every", "sample_prompts", "init_from")}
+    extras, shown = single.Extras(**same, watch_port=page), {"verbose": given["verbose"]}
+    done = single.run(config, meet.joined(group), extras, to_stderr=ctx.params["as_json"], **shown)
     if done is None:
-        return
+        return None
     lines = [card(done.rules, done.summary, done.report)]
     if done.bits_per_byte is not None:
         lines.append(f"bytes   {done.bits_per_byte:.3f} bits per byte of validation text")
     lines += [f"record  {done.config.out}", f"plot    {done.picture}"]
     lines.append(f"next    {following(done.config, done.summary, done.report)}")
-    show(done.facts(), lines, as_json=as_json)
-    ctx.exit(0 if done.summary.target_reached and done.report.exit_code == 0 else 1)
+    is_good = done.summary.target_reached and done.report.exit_code == 0
+    return cli.Answer(done.facts(), lines, 0 if is_good else 1)
 
 
 def _import_jax() -> None:
@@ -129,15 +98,6 @@ def _import_jax() -> None:
         importlib.import_module("speedrun.training.train")
     if got:
         signals.stop(got[0], None)
-
-
-def _in_processes(ctx: click.Context, number: int, out: Path) -> int:
-    """Run in several processes of this machine; return the exit code."""
-    if ctx.params["coordinator"]:
-        raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-    if not (code := local.run(number, _child_words(ctx, out))):
-        record.need_finished(out)
-    return code
 
 
 def _child_words(ctx: click.Context, out: Path) -> list[str]:

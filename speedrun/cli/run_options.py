@@ -3,20 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from speedrun.cli.options import (
-    COUNT,
-    NATURAL,
-    PATH,
-    Integer,
-    attention_option,
-    combined,
-    data_option,
-    flag,
-    option,
-    out_option,
-    recipe_option,
-    track_option,
-)
+from speedrun.cli import options as cli
 from speedrun.ground import clock
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.training import watchdog
@@ -25,7 +12,7 @@ from speedrun.training.request import RunConfig
 from speedrun.watch import PORT
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
-ghost_option = option(
+ghost_option = cli.option(
     "--ghost RECORD|best",
     str,
     "Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the fastest "
@@ -33,23 +20,21 @@ ghost_option = option(
 )
 
 #: `--wandb PROJECT`, as the argument `wandb` for `relay.relayed`.
-wandb_option = option(
-    "--wandb PROJECT", str, "Send the log to wandb from a child process. It cannot stop the run."
-)
+wandb_option = cli.option("--wandb PROJECT", str, "Send the log to wandb. This cannot stop the run.")
 
 #: The options that `request_of` reads.
-config_options = combined(
-    track_option(),
-    recipe_option(),
-    option("--devices N", COUNT, "Default: what the track asks for, or all there are."),
-    attention_option,
-    option(
+config_options = cli.combined(
+    cli.track_option(),
+    cli.recipe_option(),
+    cli.option("--devices N", cli.COUNT, "Default: what the track asks for, or all there are."),
+    cli.attention_option,
+    cli.option(
         "--microbatches N",
-        COUNT,
+        cli.COUNT,
         "Parts of a step's batch. Default: 8, or one for each device if there are more.",
     ),
-    data_option,
-    out_option("A new folder. Default: below runs/, with date, track and a number."),
+    cli.data_option,
+    cli.out_option("A new folder. Default: below runs/, with date, track and a number."),
 )
 
 
@@ -67,19 +52,19 @@ def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
 
 
 #: The options of a run that keeps checkpoints, resumes, or must not hang.
-checkpoint_options = combined(
-    option(
+checkpoint_options = cli.combined(
+    cli.option(
         "--checkpoint-every N",
-        COUNT,
+        cli.COUNT,
         "Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
     ),
-    option("--keep-checkpoints N", NATURAL, "How many of the newest to keep; 0: all.", 2),
-    option(
+    cli.option("--keep-checkpoints N", cli.NATURAL, "How many of the newest to keep; 0: all.", 2),
+    cli.option(
         "--resume DIR",
-        PATH,
+        cli.PATH,
         "Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
     ),
-    option(
+    cli.option(
         "--deadline PHASE=SECONDS",
         str,
         f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
@@ -88,50 +73,50 @@ checkpoint_options = combined(
     ),
 )
 #: The options of a run in several processes.
-process_options = combined(
-    option(
+process_options = cli.combined(
+    cli.option(
         "--local-processes N",
-        COUNT,
+        cli.COUNT,
         "Start N processes on this machine that share its devices, to try out what a cluster does.",
     ),
-    option(
+    cli.option(
         "--coordinator HOST:PORT",
         str,
         "Of process 0, if several share the run. SLURM and Open MPI need no such options.",
     ),
-    option("--processes N", COUNT, "How many share the run."),
-    option("--process I", NATURAL, "The number of this process."),
-    option(
+    cli.option("--processes N", cli.COUNT, "How many share the run."),
+    cli.option("--process I", cli.NATURAL, "The number of this process."),
+    cli.option(
         "--heartbeat SECONDS",
-        Integer(5),
+        cli.Integer(5),
         "A process that is silent for so long is lost, and the run ends.",
         HEARTBEAT_S,
     ),
-    option("--meet-within SECONDS", COUNT, "Time for all processes to connect.", MEET_S),
+    cli.option("--meet-within SECONDS", cli.COUNT, "Time for all processes to connect.", MEET_S),
 )
 #: The arguments of `process_options`.
 PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
 
 #: The options of what a single run does beside training, or starts from.
-extra_options = combined(
-    flag("--watch", "Serve a page of the run from a child process. It cannot stop the run."),
-    option("--watch-port N", Integer(1, 65_535), f"Serve it at this port of this machine. Default: {PORT}."),
-    option(
+extra_options = cli.combined(
+    cli.flag("--watch", "Serve a page of the run from a child process. It cannot stop the run."),
+    cli.option("--watch-port N", cli.Integer(1, 65_535), f"Serve it at this port. Default: {PORT}."),
+    cli.option(
         "--sample-every N",
-        COUNT,
+        cli.COUNT,
         "Let the checkpoints of each N steps write a text, beside the record; a child process does it. Without "
         "--checkpoint-every, it makes them.",
     ),
-    option(
+    cli.option(
         "--sample-prompt TEXT",
         str,
         "What these texts begin with. Default: the start of a document.",
         name="sample_prompts",
         multiple=True,
     ),
-    option(
+    cli.option(
         "--init-from SOURCE",
-        PATH,
+        cli.PATH,
         "Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
     ),
 )

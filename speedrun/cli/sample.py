@@ -4,20 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
-from speedrun.cli.options import (
-    COUNT,
-    NATURAL,
-    PATH,
-    SEED,
-    Number,
-    dtype_option,
-    json_option,
-    new_command,
-    option,
-    weights_options,
-)
+from speedrun.cli import options as cli
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
 
@@ -28,34 +16,34 @@ if TYPE_CHECKING:
     from speedrun.trained.words import Text
 
 
-@new_command(
+@cli.new_command(
     "speedrun sample runs/docs --prompt 'Return the'",
     'speedrun sample runs/docs --prompt "$(cat prompt.txt)" --tokens 200 --temperature 0.5 --top-k 40',
     "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
     "speedrun sample runs/first --ids 0,17,4",
     "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
 )
-@click.argument("source", type=PATH, metavar="RUN")
-@option(
+@click.argument("source", type=cli.PATH, metavar="RUN")
+@cli.option(
     "--prompt TEXT",
     str,
     "What the text begins with. Default: the start of a document.",
     name="prompts",
     multiple=True,
 )
-@option("--ids I,J,...", str, "A prompt as ids, taken as they are.", multiple=True)
-@option("--tokens N", COUNT, "How many to write.", 100)
-@option("--samples N", COUNT, "Texts of each prompt.", 1)
-@option("--temperature X", Number(0), "Of the softmax; 0: always the most probable token.", 0.8)
-@option("--top-k K", NATURAL, "Only the K most probable tokens; 0: all.", 0)
-@option("--top-p P", Number(0, 1), "Only the most probable tokens that have probability P together.", 1.0)
-@option("--seed N", SEED, "Of the draws.", 0)
-@weights_options
-@dtype_option
-@json_option
+@cli.option("--ids I,J,...", str, "A prompt as ids, taken as they are.", multiple=True)
+@cli.option("--tokens N", cli.COUNT, "How many to write.", 100)
+@cli.option("--samples N", cli.COUNT, "Texts of each prompt.", 1)
+@cli.option("--temperature X", cli.Number(0), "Of the softmax; 0: always the most probable token.", 0.8)
+@cli.option("--top-k K", cli.NATURAL, "Only the K most probable tokens; 0: all.", 0)
+@cli.option("--top-p P", cli.Number(0, 1), "Only the most probable tokens with probability P together.", 1.0)
+@cli.option("--seed N", cli.SEED, "Of the draws.", 0)
+@cli.weights_options
+@cli.dtype_option
+@click.pass_context
 def command(
-    *, source: Path, prompts: tuple[str, ...], ids: tuple[str, ...], as_json: bool, **given: Any
-) -> None:
+    ctx: click.Context, *, source: Path, prompts: tuple[str, ...], ids: tuple[str, ...], **given: Any
+) -> cli.Answer:
     """Continue prompts with the weights of RUN, which it keeps with --checkpoint-every.
 
     Or with those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large
@@ -65,7 +53,7 @@ def command(
 
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
-    spoken = words.Words(trained.track, trained.words_folder)
+    spoken = trained.words
     texts = prompts if prompts or ids else ("",)
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]
@@ -73,15 +61,15 @@ def command(
     click.echo(str(trained), err=True)
     how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
     found = [words.Text(spoken, start) for start in starts]
-    num_written, seconds = _write(decoder, starts, found, given["tokens"], how, is_shown=not as_json)
+    num_written, seconds = _write(
+        decoder, starts, found, given["tokens"], how, is_shown=not ctx.params["as_json"]
+    )
     rate = num_written / seconds if seconds else None
-    if as_json:
-        facts = {**trained.facts, **how._asdict()}
-        samples = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
-        click.echo(msgspec.json.encode({**facts, "tokens_per_s": rate, "samples": samples}))
     if rate is not None:
         rates = f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s"
         click.echo(f"{rates} after the first {decode.CHUNK} of each text", err=True)
+    samples = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
+    return cli.Answer({**trained.facts, **how._asdict(), "tokens_per_s": rate, "samples": samples}, ())
 
 
 def _write(

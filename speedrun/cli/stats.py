@@ -4,28 +4,25 @@ from pathlib import Path
 
 import click
 
-from speedrun.cli.options import PATH, Answer, Number, answering, new_command, option
+from speedrun.cli import options as cli
 from speedrun.ledger.statistics import Interval
 from speedrun.study.stats import Stats, stats
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 
 
-@new_command(
-    "speedrun stats records/smoke-cpu/2026-11-21-first", "speedrun stats RECORD --against PARENT --json"
-)
-@click.argument("record", type=PATH)
-@option("--target LOSS", Number(0), "Instead of the track's.")
-@option("--against RECORD", PATH, "Test whether its loss is the same.")
-@answering
-def command(*, record: Path, target: float | None, against: Path | None) -> Answer:
+@cli.new_command("speedrun stats runs/first", "speedrun stats RECORD --against PARENT --json")
+@click.argument("record", type=cli.PATH)
+@cli.option("--target LOSS", cli.Number(0), "Instead of the track's.")
+@cli.option("--against RECORD", cli.PATH, "Test whether its loss is the same.")
+def command(*, record: Path, target: float | None, against: Path | None) -> cli.Answer:
     """Test the mean loss of the finished runs of RECORD against the target.
 
     A declared batch is tested at its declared looks. Other runs are tested as well, but prove nothing for the board.
     Exits with 0 if the target is proven, with 1 if not.
     """
     found = stats(record, target=target, parent=against)
-    return Answer(found, _lines(found, against), 0 if found.passed else 1)
+    return cli.Answer(found, _lines(found, against), 0 if found.passed else 1)
 
 
 def _lines(found: Stats, against: Path | None) -> list[str]:
@@ -42,9 +39,7 @@ def _lines(found: Stats, against: Path | None) -> list[str]:
         f"test    mean below {found.target:g} by {_RULES[found.rule]}: {test}",
     ]
     if found.runs_needed:
-        lines.append(
-            f"power   {found.runs_needed} runs with this mean and noise pass with a probability of 90 %"
-        )
+        lines.append(f"power   {found.runs_needed} runs with this mean and noise pass 9 times of 10")
     elif found.sd is None and found.rule == "t":
         lines.append("power   noise needs at least two runs")
     elif not found.passed:

@@ -8,33 +8,19 @@ import msgspec
 
 from speedrun.board import submission
 from speedrun.board.leaks import Leak
-from speedrun.cli.options import PATH, flag, json_option, new_command, option, out_option, show
+from speedrun.cli import options as cli
 from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError
 from speedrun.ledger.record import load, need_record
 from speedrun.ledger.validate import examine
 
 
-@new_command(
-    "speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head --out submissions"
-)
-@click.argument("record", type=PATH)
-@out_option("Where to write. Default: the folder that holds the record.")
-@option("--name WORDS", str, "What changed, in a few words, for the folder's name. Default: the title.")
-@flag("--dry-run", "Show everything and write nothing.")
-@flag("--missed", "Submit a record that missed its target.")
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    *,
-    record: Path,
-    out: Path | None,
-    name: str | None,
-    dry_run: bool,
-    missed: bool,
-    as_json: bool,
-) -> None:
+@cli.new_command("speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head")
+@click.argument("record", type=cli.PATH)
+@cli.out_option("Where to write. Default: the folder that holds the record.")
+@cli.option("--name WORDS", str, "What changed, in a few words, for the folder's name. Default: the title.")
+@cli.flag("--dry-run", "Show everything and write nothing.")
+@cli.flag("--missed", "Submit a record that missed its target.")
+def command(*, record: Path, out: Path | None, name: str | None, dry_run: bool, missed: bool) -> cli.Answer:
     """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
 
     Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 and writes
@@ -47,8 +33,7 @@ def command(
     submission.require_acceptable(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
     submission.require_outside(record, out)
-    called = submission.name_of(loaded, name)
-    ready, archive = submission.prepare(loaded, report, name=called, out=out)
+    ready, archive = submission.prepare(loaded, report, name=submission.name_of(loaded, name), out=out)
     found = [_line(finding) for finding in ready.findings]
     if secrets := sum(finding.secret for finding in ready.findings):
         # A log cannot be edited, so the secret itself must be revoked.
@@ -56,10 +41,7 @@ def command(
             f"{record} seems to hold secrets ({secrets}), so nothing was written; revoke them where they were issued, "
             "then remove them from what people wrote, or run again without them"
         )
-        show({"error": error, "exit_code": 1, "findings": ready.findings}, found, as_json=as_json)
-        if not as_json:
-            click.echo(f"error: {error}", err=True)
-        ctx.exit(SpeedrunError.exit_code)
+        return cli.Answer({"error": error, "exit_code": 1, "findings": ready.findings}, found, error=error)
     if not dry_run:
         submission.write(ready, archive)
     passed, skipped = len(report.having("ok")), len(report.having("skipped"))
@@ -73,7 +55,7 @@ def command(
         *(f"    {line}" for line in ready.commands),
         "\nOr open the pull request in a browser with that text. Then tick the promises that you make.",
     ]
-    show({**msgspec.to_builtins(ready), "written": not dry_run}, lines, as_json=as_json)
+    return cli.Answer({**msgspec.to_builtins(ready), "written": not dry_run}, lines)
 
 
 def _line(finding: Leak) -> str:

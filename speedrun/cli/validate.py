@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from speedrun.cli.options import (
-    PATH,
-    data_option,
-    flag,
-    json_option,
-    new_command,
-    option,
-    show,
-    unsafe_option,
-)
+from speedrun.cli import options as cli
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import need_record
@@ -29,7 +20,7 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
 
 
-class _WithReplay(click.Command):
+class _WithReplay(cli.Command):
     """Reads a bare `--replay` as `--replay=some`; click would take the record for its value."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -39,30 +30,30 @@ class _WithReplay(click.Command):
         return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
 
 
-@new_command(
+@cli.new_command(
     "speedrun validate records/smoke-cpu/2026-11-21-first",
     "speedrun validate --explain V104",
     cls=_WithReplay,
 )
-@click.argument("records", metavar="RECORD...", type=PATH, nargs=-1)
-@flag("--strict", "Treat warnings as failures.")
-@option("--explain ID", str, "Say what one check demands, why, and what to do; then stop.")
-@option(
+@click.argument("records", metavar="RECORD...", type=cli.PATH, nargs=-1)
+@cli.flag("--strict", "Treat warnings as failures.")
+@cli.option("--explain ID", str, "Say what one check demands, why, and what to do; then stop.")
+@cli.option(
     "--replay [=all]",
     click.Choice(["some", "all"]),
-    "Also check V601 to V608 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
+    "Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
 )
-@option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
-@option(
+@cli.flag("--relower", "Also check V610: run its source in a sandbox, and see whether it makes its programs.")
+@cli.option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
+@cli.option(
     "--checkpoints DIR",
-    PATH,
+    cli.PATH,
     "With --replay: checkpoints of one run. A run without them is trained again in full.",
     multiple=True,
 )
-@flag("-v/--verbose", "Also show checks that passed or were skipped.")
-@unsafe_option
-@data_option
-@json_option
+@cli.flag("-v/--verbose", "Also show checks that passed or were skipped.")
+@cli.unsafe_option
+@cli.data_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -71,54 +62,46 @@ def command(
     strict: bool,
     explain: str | None,
     replay: "Which | None",
+    relower: bool,
     nonce: str | None,
     checkpoints: tuple[Path, ...],
-    verbose: bool,
-    unsafe: bool,
     data: Path | None,
-    as_json: bool,
-) -> None:
+    unsafe: bool,
+    verbose: bool,
+) -> cli.Answer:
     """Check every claim of the records in the folders RECORD.
 
-    Reads only: no network, no accelerator, and nothing of a record's source is executed. Exits with 0 if
-    all records are good, else with 1.
+    Reads only: no network, no accelerator, and nothing of a record's source is executed without --relower. Exits
+    with 0 if all records are good, else with 1.
     """
     if explain is not None:
-        return _explain(explain, as_json=as_json)
+        return _explain(explain)
     if not records:
         raise UsageError("no record given; name the folder that holds its source.txt")
     reports = {str(need_record(record)): validate(record, strict=strict) for record in records}
-    if replay:
-        from speedrun.referee.questions import Options, checked_nonce, examined
+    if replay or relower:
+        from speedrun.referee.questions import Options, checked_nonce, examined, relowered
 
-        options = Options(replay, checked_nonce(nonce), checkpoints, data, unsafe)
-        echo = sys.stderr if as_json else sys.stdout
-        reports = {path: examined(Path(path), report, options, echo) for path, report in reports.items()}
+        options = Options(replay or "some", checked_nonce(nonce), checkpoints, data, unsafe)
+        echo = sys.stderr if ctx.params["as_json"] else sys.stdout
+        for asked, judge in ((replay, examined), (relower, relowered)):
+            if asked:
+                reports = {path: judge(Path(path), one, options, echo) for path, one in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
     facts = {path: report.facts() for path, report in reports.items()}
     lines = []
     for path, report in reports.items():
         lines += [clean(path)] if len(reports) > 1 else []
         lines += _lines(report, verbose=verbose)
-    show(
-        {"exit_code": exit_code, "records": facts} if len(facts) > 1 else facts.popitem()[1],
-        lines,
-        as_json=as_json,
-    )
-    ctx.exit(exit_code)
+    told = {"exit_code": exit_code, "records": facts} if len(facts) > 1 else facts.popitem()[1]
+    return cli.Answer(told, lines, exit_code)
 
 
-def _explain(id: str, *, as_json: bool) -> None:
+def _explain(id: str) -> cli.Answer:
     check = find_check(id)
-    facts = {
-        "id": check.id,
-        "severity": check.severity,
-        "title": check.title,
-        "why": check.why,
-        "fix": check.hint,
-    }
+    told = {name: getattr(check, name) for name in ("id", "severity", "title", "why")}
     lines = [f"{check.id}  {check.title} ({check.severity})", f"why   {check.why}", f"fix   {check.hint}"]
-    show(facts, lines, as_json=as_json)
+    return cli.Answer({**told, "fix": check.hint}, lines)
 
 
 def _lines(report: Report, *, verbose: bool) -> Iterator[str]:

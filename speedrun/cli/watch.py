@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from speedrun.cli.options import PATH, new_command, option, port_option
+from speedrun.cli import options as cli
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import stoppable
@@ -15,14 +15,15 @@ from speedrun.watch import PORT, feed, server
 _RUNS = Path("runs")
 
 
-@new_command(
+@cli.new_command(
     "speedrun watch",
     "speedrun watch runs/first runs/second --ghost best",
     "speedrun run --track smoke-cpu --watch",
+    cls=click.Command,
 )
-@click.argument("runs", nargs=-1, type=PATH, metavar="[RUN]...")
-@port_option(PORT)
-@option(
+@click.argument("runs", nargs=-1, type=cli.PATH, metavar="[RUN]...")
+@cli.port_option(PORT)
+@cli.option(
     "--ghost RECORD|best",
     str,
     "Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
@@ -40,9 +41,7 @@ def command(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
         used = url.rstrip("/").rpartition(":")[2]
         click.echo(console.clean(f"watch   {shlex.join(map(str, folders))}"))
         click.echo(f"page    {url}   Ctrl-C ends it")
-        click.echo(
-            f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there"
-        )
+        click.echo(f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open it there")
         stopped()
 
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
@@ -61,9 +62,7 @@ def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
     if own is None and repo is None:
         raise UsageError(f"track {track.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
     if own is not None and repo not in (own.repo, None):
-        raise UsageError(
-            f"--repo {repo}: track {track.name!r} needs {own.repo}; choose a track that takes any shards"
-        )
+        raise UsageError(f"--repo {repo}: {track.name!r} needs {own.repo}; choose a track of any shards")
     source = own or Hub(repo=repo or "", revision="main", train_shards=1)
     return source if num_train is None else msgspec.structs.replace(source, train_shards=num_train)
 
@@ -131,8 +130,7 @@ def _is_complete(folder: Path, data: Data, source: Hub, manifest: Manifest) -> b
 
 def _present(folder: Path, data: Data) -> set[str]:
     """Return the names of all shards in the folder."""
-    train, val = _split((path.name for path in folder.iterdir()), data)
-    return {*train, *val}
+    return set().union(*_split((path.name for path in folder.iterdir()), data))
 
 
 def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
@@ -153,10 +151,7 @@ class _Download:
         self._stopped = threading.Event()
 
     def missing(self, num_train: int) -> list[str]:
-        """Return the shards to download, and those present that the manifest does not name, in order.
-
-        Includes all shards before the last one known: a gap would change the order of tokens.
-        """
+        """Return the shards to download, and those present that the manifest does not name, in order."""
         (train, val), present = _split(self._remote, self._data), _present(self._folder, self._data)
         if not val or len(train) < num_train:
             has = f"at {self._commit} it has {len(train)} and {len(val)}"
@@ -166,17 +161,13 @@ class _Download:
             raise DataError(f"{path}: not a shard of {self._repo}; need no others; remove it")
         known = present | set(self._manifest.shards)
         last = max(known & set(train), default="")
+        # All shards before the last one known: a gap would change the order of tokens.
         wanted = [name for name in val if name in known or name == val[0]]
         wanted += [name for name in train if name in train[:num_train] or name <= last]
         return [name for name in wanted if name not in present or name not in self._manifest.shards]
 
     def run(self, names: list[str], progress: Progress) -> Manifest:
-        """Transfer shards in the background, and name them in order.
-
-        Raises:
-            HubError: if a transfer fails.
-            DataError: if a shard is wrong, or the disk is too small.
-        """
+        """Transfer shards in the background, and name them in order."""
         for part in self._staging.rglob("*.incomplete"):  # from a killed process; the client never resumes it
             part.unlink()
         self._require_space(names, progress)
@@ -199,8 +190,8 @@ class _Download:
         return sum(self._remote[name].size or 0 for name in names)
 
     def _require_space(self, names: list[str], progress: Progress) -> None:
-        folders = (self._folder, self._staging)
-        new = [name for name in names if not any((folder / name).exists() for folder in folders)]
+        here = {path.name for folder in (self._folder, self._staging) for path in folder.glob("*")}
+        new = [name for name in names if name not in here]
         free_bytes, need_bytes = shutil.disk_usage(self._folder).free, self._size_bytes(new)
         need = f"{need_bytes / 1e9:.2f} GB"
         progress.say(f"{self._repo}@{self._commit}: {len(new)} shards to download, {need}")
@@ -253,11 +244,8 @@ class _Download:
         """Compare a shard with all digests that are known, and check every id."""
         name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
         lfs, known = self._remote[name].lfs, self._manifest.shards.get(name)
-        digests = {
-            "the hub": lfs and lfs.sha256,
-            MANIFEST: known and known.sha256,
-            "the track": self._data.sha256.get(name),
-        }
+        digests = {"the hub": lfs and lfs.sha256, MANIFEST: known and known.sha256}
+        digests["the track"] = self._data.sha256.get(name)
         for authority, need in digests.items():
             if need not in (got, None):
                 raise DataError(f"{path}: sha256 is {got}; {authority} says {need}; {advice}")
@@ -266,7 +254,5 @@ class _Download:
 
 def _next(transfers: "IMapIterator[ShardEntry]") -> ShardEntry | None:
     """Return the next finished shard; None if it takes long."""
-    try:
+    with suppress(multiprocessing.TimeoutError):
         return transfers.next(timeout=_UPDATE_S)
-    except multiprocessing.TimeoutError:
-        return None

@@ -66,21 +66,20 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
 
     logging.set_verbosity_error()  # its warnings contain signed addresses
     request = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
-    pauses_s = iter(PAUSES_S)
-    while True:
+    for pause_s in (*PAUSES_S, None):
         try:
             with _client_errors():
                 info = request(files_metadata=files_metadata)
-            break
+            if info.sha:
+                return info
+            raise HubError("the hub names no commit")
         except _NO_ANSWER:
-            raise HubError("the answer is not that of a hub") from None
+            break
         except HubError as error:
-            if not error.may_pass or (pause_s := next(pauses_s, None)) is None:
+            if not error.may_pass or pause_s is None:
                 raise
             threading.Event().wait(pause_s)
-    if not info.sha:
-        raise HubError("the hub names no commit")
-    return info
+    raise HubError("the answer is not that of a hub")
 
 
 def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[int], None]) -> None:

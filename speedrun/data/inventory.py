@@ -33,9 +33,7 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     sha256: str  #: of the file
     first: Place | None = None  #: of its first token
     text_bytes: int | None = None  #: of UTF-8 that its tokens stand for
-    source_tokens: int | None = (
-        None  #: in manifests until November 2026: of its documents, as the source counted them
-    )
+    source_tokens: int | None = None  #: in manifests until November 2026
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

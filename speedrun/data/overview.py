@@ -78,31 +78,27 @@ def verify(
     manifest = read_manifest(folder)
     if full:
         for shard in val:
-            if (first := shard.read(0, 1)[0]) != data.document_token:
-                raise DataError(
-                    f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}"
-                )
-    verified, done = [], 0
-    sizes = {shard.path: HEADER_BYTES + 2 * shard.num_tokens for shard in (*train, *val)}
-    for shard in (*train, *val):
-        report(done, sum(sizes.values()))
+            first, need = shard.read(0, 1)[0], data.document_token
+            if first != need:
+                raise DataError(f"{shard.path}: begins with id {first}; need {need}: {data.get}")
+    verified, shards = list[Verified](), (*train, *val)
+    sizes = [HEADER_BYTES + 2 * shard.num_tokens for shard in shards]
+    for shard in shards:
+        report(sum(sizes[: len(verified)]), sum(sizes))
         entry = manifest.shards.get(shard.path.name) if manifest else None
         got = _compared(shard, data, entry) if full else None
         verified.append(Verified(shard.path.name, shard.num_tokens, got))
-        done += sizes[shard.path]
     return verified
 
 
 def _compared(shard: Shard, data: Data, entry: ShardEntry | None) -> str:
     """Compare all bytes of a shard with track and manifest; return its digest."""
-    documents, got = count_documents(shard, data.document_token), sha256(shard.path)
-    for need in (data.sha256.get(shard.path.name, got), entry.sha256 if entry else got):
+    documents, got, path = count_documents(shard, data.document_token), sha256(shard.path), shard.path
+    for need in (data.sha256.get(path.name, got), entry.sha256 if entry else got):
         if got != need:
-            raise DataError(f"{shard.path}: sha256 is {got}; need {need}; delete it, then: {data.get}")
+            raise DataError(f"{path}: sha256 is {got}; need {need}; delete it, then: {data.get}")
     if entry and entry.documents != documents:
-        raise DataError(
-            f"{shard.path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}"
-        )
+        raise DataError(f"{path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}")
     return got
 
 
@@ -133,18 +129,8 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
     except DataError as error:
         problem = str(error)
     size_bytes = sum(path.lstat().st_size for path in paths)
-    return Holding(
-        track=track.id,
-        folder=str(folder),
-        shards=len(paths),
-        expected=expected,
-        tokens=tokens,
-        documents=documents,
-        size_bytes=size_bytes,
-        source=source,
-        complete=problem is None,
-        problem=problem,
-    )
+    counts = len(paths), expected, tokens, documents, size_bytes
+    return Holding(track.id, str(folder), *counts, source, complete=problem is None, problem=problem)
 
 
 def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from speedrun.data import shards
-from speedrun.data.documents import Source
 from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
 from speedrun.data.shards import write_shard
+from speedrun.data.sources import Source
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
@@ -69,16 +69,11 @@ class Prepared(NamedTuple):
         """Return the lines that tell what was made."""
         facts, num_shards = self.facts(), len(self.manifest.shards)
         found = f" ({self.found_shards} were there)" if self.found_shards else ""
-        said = [
-            f"{num_shards} shards{found}",
-            f"{facts['tokens']:,} tokens",
-            f"{facts['documents']:,} documents",
-        ]
-        if facts["text_bytes"] is not None:
-            said.append(
-                f"{facts['text_bytes'] / max(1, facts['tokens'] - facts['documents']):.2f} bytes a token"
-            )
-        lines = [f"made    {self.folder}: {'  '.join(said)}"]
+        tokens, documents, text_bytes = facts["tokens"], facts["documents"], facts["text_bytes"]
+        said = f"{num_shards} shards{found}  {tokens:,} tokens  {documents:,} documents"
+        if text_bytes is not None:
+            said += f"  {text_bytes / max(1, tokens - documents):.2f} bytes a token"
+        lines = [f"made    {self.folder}: {said}"]
         if num_shards == 1:
             lines += ["note    all tokens are in the validation shard; to train, choose fewer --shard-tokens"]
         return lines
@@ -109,15 +104,8 @@ def prepare(
     """
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    fresh = Manifest(
-        source=source.name,
-        settings=_settings(source, chosen, cut),
-        vocab_size=chosen.vocab_size,
-        document_token=chosen.document_token,
-        shards={},
-        complete=False,
-        next=Place("", 0),
-    )
+    settings, ids = _settings(source, chosen, cut), (chosen.vocab_size, chosen.document_token)
+    fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Place("", 0))
     manifest = _found(out, cut, fresh)
     found = len(manifest.shards)
     if manifest.complete:
@@ -138,18 +126,10 @@ def prepare(
 
 def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | int | float]:
     """Return everything that the bytes of the shards depend on."""
-    limit = {} if cut.limit_tokens is None else {"limit_tokens": cut.limit_tokens}
+    digest = hashlib.sha256(chosen.raw).hexdigest() if chosen.raw else ""
     own = {"document_text": chosen.document_text} if isinstance(chosen, FromFile) else {}
-    return {
-        **source.identity(),
-        "tokenizer": chosen.name,
-        "tokenizer_sha256": hashlib.sha256(chosen.raw).hexdigest() if chosen.raw else "",
-        **own,
-        "prefix": cut.prefix,
-        "shard_tokens": cut.shard_tokens,
-        **limit,
-        "scored_tokens": cut.scored_tokens,
-    }
+    lengths = {name: value for name, value in cut._asdict().items() if value is not None}
+    return {**source.identity(), "tokenizer": chosen.name, "tokenizer_sha256": digest, **own, **lengths}
 
 
 def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
@@ -192,18 +172,15 @@ class _Writer:
 
     def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
-        self.next = manifest.next or Place("", 0)  #: of the next token
-        self._written = sum(entry.tokens for entry in manifest.shards.values())
+        #: Places of the next token, and of the first one in the current shard.
+        self.next = self._first = manifest.next or Place("", 0)
+        self._written, self._filled = sum(entry.tokens for entry in manifest.shards.values()), 0
         self._buffer = np.empty(self._limit(), np.uint16)
-        self._begin()
 
     def _limit(self) -> int:
         """Return the maximum number of tokens of the current shard."""
         limit = self._cut.limit_tokens
         return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._written)
-
-    def _begin(self) -> None:
-        self._filled, self._first = 0, self.next
 
     @property
     def num_shards(self) -> int:
@@ -246,16 +223,14 @@ class _Writer:
             first=self._first,
             text_bytes=None if self._id_bytes_V is None else int(counts_V @ self._id_bytes_V),
         )
-        entries = {**self._manifest.shards, name: entry}
-        changes: dict[str, Any] = {"shards": entries, "next": self.next}
+        changes: dict[str, Any] = {"shards": {**self._manifest.shards, name: entry}, "next": self.next}
         if self.num_shards == 0 and self._id_bytes_V is not None:
             scored = ids[1 : self._cut.scored_tokens + 1]
             scored_bytes = int(self._counts(scored) @ self._id_bytes_V)
             changes |= {"scored_tokens": len(scored), "scored_bytes": scored_bytes}
         self._manifest = msgspec.structs.replace(self._manifest, **changes)
         write_manifest(self._out, self._manifest)
-        self._written += self._filled
-        self._begin()
+        self._written, self._filled = self._written + self._filled, 0
 
     def _counts(self, ids: np.ndarray) -> np.ndarray:
         """Return how often each id occurs, int64 [V]; in pieces, since `bincount` copies to int64."""

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from speedrun.data import documents, prep, tokenizer
+from speedrun.data import prep, tokenizer
 from speedrun.data.inventory import MANIFEST, Manifest, read_manifest
-from speedrun.data.sources import open_source
+from speedrun.data.sources import open_source, valid
 from speedrun.data.vocabulary import TOKENIZER
 from speedrun.ground.errors import DataError, UsageError, translate_os_errors
 from speedrun.ground.track import Track
@@ -40,12 +40,9 @@ SOURCE = "the documentation of this Python"  #: in the manifest
 
 def installed() -> dict[str, Path]:
     """Return the folders to read, by name: the standard library and the installed ones of `PACKAGES`."""
-    roots = {"python": Path(sysconfig.get_path("stdlib"))}
-    for package in PACKAGES:
-        spec = find_spec(package)
-        if spec is not None and spec.origin is not None:
-            roots[package] = Path(spec.origin).parent
-    return roots
+    specs = {package: find_spec(package) for package in PACKAGES}
+    roots = {name: Path(spec.origin).parent for name, spec in specs.items() if spec and spec.origin}
+    return {"python": Path(sysconfig.get_path("stdlib")), **roots}
 
 
 def collect(roots: dict[str, Path]) -> dict[str, str]:
@@ -88,7 +85,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
     for node in nodes:
         text = ast.get_docstring(node)
         if text and len(text) >= _MIN_CHARACTERS:
-            yield documents.valid(text)
+            yield valid(text)
 
 
 def make(track: Track, folder: Path) -> Manifest:

@@ -105,9 +105,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
             f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
         )
     if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
-        raise DataError(
-            f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
-        )
+        raise DataError(f"{path}: ids of {tokens.min()} to {tokens.max()}; need 0 to {UINT16_IDS - 1:,}")
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens.size
     write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)

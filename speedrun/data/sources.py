@@ -1,7 +1,8 @@
-"""Sources of documents, by name: files and folders, or a dataset of the hub.
+"""Documents in the order of their source: files and folders, or a dataset of the hub.
 
-Documents of files are rows of parquet, non-blank lines of JSON, or a whole .txt file, sorted by file name, then by row.
-`pyarrow` and `datasets` are imported where they are used.
+A source yields small blocks of documents, from any one on, which workers tokenize. Documents of files are rows of
+parquet, non-blank lines of JSON, or a whole .txt file, sorted by file name, then by row. `pyarrow` and `datasets` are
+imported where they are used.
 """
 
 import gzip
@@ -9,19 +10,45 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, Protocol
 
-from speedrun.data import documents, hub
-from speedrun.data.documents import Block, Source, need, of_batches, valid
+import msgspec
+
+from speedrun.data import hub
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError, translate_read_errors
 
 HUB = "hub:"  #: prefix of the names of datasets
 BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
+BATCH_ROWS = 256  #: rows of parquet decoded at a time; those of FineWeb hold 3 kB each
+
+
+class Block(NamedTuple):
+    """Consecutive documents."""
+
+    first: Place  #: of the first document
+    texts: list[str]
+    read_bytes: int  #: of the source's files, up to the end of this block
+
+
+class Source(Protocol):
+    """Where documents come from."""
+
+    name: str  #: as the user gave it
+    total_bytes: int  #: of its files; 0 if unknown
+
+    def identity(self) -> dict[str, str | int]:
+        """Return what determines the documents and their order."""
+        ...
+
+    def blocks(self, start: Place) -> Iterator[Block]:
+        """Yield all blocks from this row on."""
+        ...
 
 
 def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> Source:
@@ -39,9 +66,7 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
     remote = [name for name in names if name.startswith(HUB)]
     if not remote:
         if revision is not None:
-            raise UsageError(
-                f"--revision {revision} of {names[0]}; only a {HUB} source has one; leave it out"
-            )
+            raise UsageError(f"--revision {revision} of {names[0]}; only {HUB} sources have it; leave it out")
         return Files(names, column)
     if len(names) > 1:
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
@@ -88,18 +113,16 @@ class Dataset:
             rows = datasets.load_dataset(
                 self._path, self._config, split="train", streaming=True, revision=self._revision
             )
-            documents.require_column(self.name, self._column, rows.column_names or [self._column])
+            _require_column(self.name, self._column, rows.column_names or [self._column])
             rows = rows.select_columns([self._column]).with_format("arrow")
             at = start.reader or {"row": 0, "state": None}
             if at["state"] is not None:
                 rows.load_state_dict(at["state"])
-            tables: Any = rows.iter(documents.BATCH_ROWS)
+            tables: Any = rows.iter(BATCH_ROWS)
             for table in tables:
                 after = {"row": at["row"] + table.num_rows, "state": rows.state_dict()}
-                for block in of_batches(
-                    [table], self._column, Place("train", at["row"]), start.row, self.name
-                ):
-                    yield block._replace(first=Place("train", block.first.row, reader=at))
+                place = Place("train", at["row"], reader=at)
+                yield from _of_batches([table], self._column, place, start.row, self.name)
                 at = after
         except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
             raise _unreachable(self.name, error) from None
@@ -134,9 +157,7 @@ class Files:
             raise UsageError(f"{self.name}: two files have one name; need others; give the folder above them")
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
-                raise DataError(
-                    f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file"
-                )
+                raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
@@ -213,7 +234,7 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
         )
         texts, size = [], 0
         for number, line in islice(enumerate(line for line in unpacked if not line.isspace()), row, None):
-            texts.append(documents.of_line(line, column, str(path), number))
+            texts.append(_of_line(line, column, str(path), number))
             size += len(line)
             if size >= BLOCK_BYTES:
                 yield Block(Place("", row), texts, file.tell())
@@ -236,17 +257,15 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            documents.require_column(str(path), column, file.schema_arrow.names)
+            _require_column(str(path), column, file.schema_arrow.names)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             group, skipped = 0, 0
             while group < len(sizes) and skipped + sizes[group] <= row:
                 skipped, group = skipped + sizes[group], group + 1
             groups = list(range(group, len(sizes)))
-            batches = file.iter_batches(
-                documents.BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False
-            )
+            batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False)
             per_row = path.stat().st_size / max(1, sum(sizes))
-            for block in of_batches(batches, column, Place("", skipped), row, str(path)):
+            for block in _of_batches(batches, column, Place("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
     except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
         reason = " ".join(str(error).split())
@@ -254,3 +273,71 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
 
 
 READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}
+
+
+# --- documents --------------------------------------------------------------------------------------------
+
+
+def texts(source: Source) -> Iterator[str]:
+    """Yield all texts of a source; raise DataError as the source does."""
+    for block in source.blocks(Place("", 0)):
+        yield from block.texts
+
+
+def valid(text: str) -> str:
+    """Return the text with surrogate pairs joined, and lone surrogates replaced by U+FFFD as in tiktoken."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def need(package: str) -> None:
+    """Raise UsageError, which says how to install it, unless a package is there."""
+    if find_spec(package) is None:
+        raise UsageError(f"package {package} is needed, and not installed; scripts/install.sh prep adds it")
+
+
+def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:
+    """Yield Arrow's consecutive batches or tables from a row on; the first of them is at `at`, `name` is for errors."""
+    for batch in batches:
+        first, texts = max(row, at.row), []
+        for number, value in enumerate(batch.column(column).slice(first - at.row), first):
+            try:
+                texts.append(_checked(value.as_py(), name, number, column))
+            except UnicodeDecodeError as error:  # Arrow itself does not check
+                raise _not_utf8(name, number, error) from None
+        if texts:
+            yield Block(msgspec.structs.replace(at, row=first), texts, 0)
+        at = msgspec.structs.replace(at, row=at.row + batch.num_rows)
+
+
+def _require_column(name: str, column: str, names: Sequence[str]) -> None:
+    """Raise DataError, with its columns, unless a source has that of the text."""
+    if column not in names:
+        raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
+
+
+def _of_line(line: bytes, column: str, name: str, row: int) -> str:
+    """Return the text of a line of JSON; `name` and `row` are for errors."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, row, error) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: row {row:,} is not JSON: {error}; repair or remove it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{name}: row {row:,} is not a JSON object; repair or remove it")
+    return _checked(found.get(column), name, row, column)
+
+
+def _checked(text: object, name: str, row: int, column: str) -> str:
+    if not isinstance(text, str):
+        got = f"{type(text).__name__} as {column!r}"
+        raise DataError(f"{name}: row {row:,} has {got}; need a text; choose with --column or repair it")
+    return valid(text)
+
+
+def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{name}: row {row:,} is not UTF-8 at its byte {error.start:,}; repair or remove it")

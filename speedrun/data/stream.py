@@ -144,12 +144,11 @@ class TokenStream:
                 ahead = min(2 * max(ahead, num_tokens), shard.num_tokens - offset)
                 text, is_end = shard.read(offset, offset + ahead), offset + ahead == shard.num_tokens
                 starts = np.count_nonzero(text == self._document_token)
-                if found := packed(text, shape, self._document_token, is_end=is_end):
+                if found := _filled(text, shape, self._document_token, is_end=is_end):
                     ids_BT, length = found
-                    self.cursor = Cursor(index, offset + length)
-                    self._note(
-                        Span(shard.path.name, shard.num_tokens, offset, offset + length, length - num_tokens)
-                    )
+                    stop, skipped = offset + length, length - num_tokens
+                    self.cursor = Cursor(index, stop)
+                    self._note(Span(shard.path.name, shard.num_tokens, offset, stop, skipped))
                     return ids_BT
             if not starts and not offset:
                 raise DataError(
@@ -173,21 +172,11 @@ class TokenStream:
             self.ranges = (*self.ranges, new)
 
 
-def packed(
+def _filled(
     text: np.ndarray, shape: Shape, document_token: int | None, *, is_end: bool
 ) -> tuple[np.ndarray, int] | None:
-    """Pack the documents of a text into a batch.
-
-    Args:
-        text: uint16; what comes before its first document is skipped.
-        shape: of the batch.
-        document_token: opens each document.
-        is_end: whether the text ends with a document; its last one may be longer otherwise, and is not used.
-
-    Returns:
-        The batch with its last targets, uint16 [B, T + 1], and the number of tokens up to the next document. None if
-        the text does not fill it.
-    """
+    """Pack a text's documents: uint16 [B, T + 1], and the tokens up to the next one; None if they do not fill it."""
+    # Unless the text ends with it, the last document may be longer, and is not used.
     starts = np.flatnonzero(text == document_token)
     documents = pairwise([*starts.tolist(), len(text)] if is_end else starts.tolist())
     ids_BT, stop = np.empty((shape.num_sequences, shape.seq_len + 1), text.dtype), 0
@@ -287,9 +276,7 @@ def validation_sha256(shard: Shard, num_tokens: int) -> str:
 def _check_length(shard: Shard, num_tokens: int) -> None:
     if shard.num_tokens < num_tokens + 1:
         need = num_tokens + 1
-        raise DataError(
-            f"{shard.path}: {shard.num_tokens:,} tokens; validation needs {need:,}; get a whole one"
-        )
+        raise DataError(f"{shard.path}: {shard.num_tokens:,} tokens; validation needs {need:,}; get it whole")
 
 
 class Prefetch:

@@ -1,4 +1,4 @@
-"""A synthetic token stream with a known entropy rate, which `tests/test_synthetic.py` computes.
+"""A synthetic token stream with a known entropy rate, which `tests/test_generated.py` computes.
 
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
@@ -24,7 +24,7 @@ import numpy as np
 from speedrun.data.inventory import Manifest, ShardEntry, write_manifest
 from speedrun.data.shards import sha256, write_shard
 from speedrun.ground.errors import DataError, translate_os_errors
-from speedrun.ground.track import Track
+from speedrun.ground.track import Data, Track
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3
@@ -141,13 +141,9 @@ def write(track: Track, folder: Path) -> Manifest:
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(
-        source=f"speedrun data synth --track {track.name}",
-        settings=dict(settings),
-        vocab_size=track.data.vocab_size,
-        document_token=track.data.document_token,
-        shards={name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)},
-    )
+    shards = {name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)}
+    ids = track.data.vocab_size, track.data.document_token
+    manifest = Manifest(f"speedrun data synth --track {track.name}", dict(settings), *ids, shards)
     write_manifest(folder, manifest)
     return manifest
 
@@ -163,3 +159,43 @@ def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEn
             f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
         )
     return ShardEntry(tokens=tokens.size, documents=int(np.sum(tokens == DOCUMENT)), sha256=got)
+
+
+# --- random tokens in documents as long as FineWeb's, for timing without real shards -----------------------
+
+#: Tokens of a document of FineWeb, as modded-nanogpt's authors counted in ten shards; lengths are log-normal.
+MEDIAN, MEAN = 403, 690
+_ZIPF_OFFSET = 2.7  #: of ids; the weight of rank r is 1 / (r + offset)
+
+
+def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
+    """Return lengths of consecutive documents, i64 [N], with the sum `num_tokens`; the last one is cut off."""
+    sigma = np.sqrt(2 * np.log(MEAN / MEDIAN))
+    rng, ends = np.random.default_rng(seed), np.zeros(1, np.int64)
+    while ends[-1] < num_tokens:
+        more = np.ceil(rng.lognormal(np.log(MEDIAN), sigma, 1024)).astype(np.int64)
+        ends = np.concatenate([ends, ends[-1] + np.cumsum(more)])
+    return np.diff(np.minimum(ends, num_tokens)[: np.searchsorted(ends, num_tokens) + 1])
+
+
+def imitated(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) -> np.ndarray:
+    """Return a stream of documents with independent ids, of a Zipf distribution below `vocab_size`: i32 [num_tokens].
+
+    The document token opens each document and occurs nowhere else.
+    """
+    rng = np.random.default_rng(seed)
+    weights = np.cumsum(1 / (np.arange(vocab_size - 1) + _ZIPF_OFFSET))
+    ids = np.searchsorted(weights, rng.random(num_tokens) * weights[-1], side="right").astype(np.int32)
+    ids += ids >= document_token
+    lengths = document_lengths(num_tokens, seed)
+    ids[np.cumsum(lengths) - lengths] = document_token
+    return ids
+
+
+def write_imitation(folder: Path, rules: Data, train_tokens: int) -> None:
+    """Write a training shard and a validation shard, named as a track finds them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {"val_000000": rules.val_tokens + 1, "train_000001": train_tokens}
+    for seed, (part, count) in enumerate(counts.items()):
+        ids = imitated(count, vocab_size=rules.vocab_size, document_token=rules.document_token, seed=seed)
+        write_shard(folder / f"imitation_{part}.bin", ids.astype(np.uint16))

@@ -1,23 +1,33 @@
 """Tokenizers: GPT-2's, any file of the `tokenizers` library, or bytes.
 
 Special tokens in a text are ordinary text: the characters "<|endoftext|>" on a web page never become a document token.
-`tokenizers` is imported where it is used.
+`tiktoken` and `tokenizers` are imported where they are used.
 """
 
+import re
+import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from speedrun.data.documents import Block, need
-from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks
+from speedrun.data import vocabulary
 from speedrun.data.inventory import Place
+from speedrun.data.sources import Block, need
 from speedrun.ground.errors import DataError, UsageError, translate_read_errors, unknown
 from speedrun.ground.wholefile import read_regular, write_whole
+
+END_OF_TEXT = "<|endoftext|>"
+
+#: GPT-2's ranks in one file. Source: tiktoken, `tiktoken_ext/openai_public.py`.
+RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+#: GPT-2's words, which are encoded independently of each other. Source: the same.
+_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 class Tokenizer(Protocol):
@@ -84,6 +94,89 @@ class Bytes:
         return (np.arange(self.vocab_size) < self.document_token).astype(np.int64)
 
 
+# --- GPT-2 ------------------------------------------------------------------------------------------------
+
+
+def cached_ranks() -> bytes:
+    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing there, or damaged.
+
+    Raises:
+        UsageError: if tiktoken is not installed.
+        DataError: if they cannot be downloaded.
+    """
+    need("tiktoken")
+    from tiktoken.load import read_file_cached
+
+    try:
+        return read_file_cached(RANKS_URL, vocabulary.RANKS_SHA256)
+    except (OSError, ValueError) as error:  # also those of the network
+        raise DataError(
+            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
+            f"need {RANKS_URL}; copy that file and pass --tokenizer PATH/r50k_base.tiktoken"
+        ) from None
+
+
+class Tiktoken:
+    """GPT-2's tokenizer."""
+
+    name = "gpt2"
+    vocab_size, document_token = 50257, 50256
+
+    def __init__(self, raw: bytes) -> None:
+        """Load the ranks from the content of their file; raise ValueError if they are not GPT-2's."""
+        import tiktoken
+
+        self.raw = raw
+        self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
+        self.encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=_WORDS,
+            mergeable_ranks=self._ranks,
+            special_tokens={END_OF_TEXT: self.document_token},
+            explicit_n_vocab=self.vocab_size,
+        )
+        #: Each thread has a copy: two that shared one were sometimes slower than one thread.
+        self._own = threading.local()
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """As `Tokenizer`; the ids of `encode_ordinary`, without a Python integer per token."""
+        if not hasattr(self._own, "encoding"):
+            self._own.encoding = copy(self.encoding)  # 25 ms
+        return [_ids(self._own.encoding, text) for text in texts]
+
+    def id_bytes_V(self) -> np.ndarray:
+        """As `Tokenizer`."""
+        id_bytes_V = np.zeros(self.vocab_size, np.int64)
+        id_bytes_V[list(self._ranks.values())] = [len(token) for token in self._ranks]
+        return id_bytes_V
+
+
+def _ids(encoding: Any, text: str) -> np.ndarray:
+    return np.concatenate([encoding.encode_to_numpy(part, disallowed_special=()) for part in parts(text)])
+
+
+#: Longer documents are split: tiktoken's matcher fails on much longer white space before a word.
+_LONG_CHARACTERS = 2**16
+_WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+#: Starts of words: white space after printable ASCII, and the last character of long white space.
+_BORDERS = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[{_WHITE}]{{1000}})")
+
+
+def parts(text: str) -> Iterator[str]:
+    """Split a long document at starts of words; the parts encode to the ids of the whole.
+
+    This bounds memory, and lets tiktoken encode a million blanks before a word. A word is never split.
+    """
+    start = 0
+    if len(text) > _LONG_CHARACTERS:
+        for border in _BORDERS.finditer(text):
+            far = border.start() - start >= _LONG_CHARACTERS
+            if far or text[border.start() - 1].isspace():
+                yield text[start : border.start()]
+                start = border.start()
+    yield text[start:]
+
+
 # --- a file of `tokenizers` -------------------------------------------------------------------------------
 
 
@@ -95,10 +188,8 @@ class FromFile:
         import tokenizers
 
         self.name, self.raw, self.document_text = name, raw, document_text
-        # The library raises nothing more specific.
-        with translate_read_errors(
-            name, "a file as `tokenizers` saves it is needed; name another", Exception
-        ):
+        advice = "a file as `tokenizers` saves it is needed; name another"
+        with translate_read_errors(name, advice, Exception):  # the library raises nothing more specific
             self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -132,11 +223,9 @@ class FromFile:
 
     def id_bytes_V(self) -> np.ndarray | None:
         """As `Tokenizer`; known for byte-level models, which spell each byte as one character."""
-        import tokenizers
+        from tokenizers.decoders import ByteLevel
 
-        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
-            return None
-        if self._tokenizer.normalizer is not None:
+        if not isinstance(self._tokenizer.decoder, ByteLevel) or self._tokenizer.normalizer is not None:
             return None
         id_bytes_V = np.zeros(self.vocab_size, np.int64)
         for token, index in self._tokenizer.get_vocab(with_added_tokens=False).items():
@@ -173,11 +262,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
     tokenizer = Model(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    special, alphabet = [document_text], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[document_text],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     write_whole(out, tokenizer.to_str(pretty=True).encode(), b"\n")
@@ -229,20 +316,11 @@ def encoded(
 
 
 def _encoded(chosen: Tokenizer, block: Block) -> Encoded:
-    ids, starts = joined(chosen.encode(block.texts), chosen.document_token)
-    return Encoded(block.first, ids, starts, block.read_bytes)
-
-
-def joined(texts: Sequence[np.ndarray], document_token: int) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate documents, with a document token before each.
-
-    Returns:
-        ids, uint16 [N + D]; starts, int64 [D]: positions of the document tokens.
-    """
+    texts = chosen.encode(block.texts)
     counts = np.array([1 + len(ids) for ids in texts], np.int64)
     starts = np.cumsum(counts) - counts
     ids = np.empty(counts.sum(), np.uint16)
-    ids[starts] = document_token
+    ids[starts] = chosen.document_token
     for start, of_text in zip(starts, texts, strict=True):
         ids[start + 1 : start + 1 + len(of_text)] = of_text
-    return ids, starts
+    return Encoded(block.first, ids, starts, block.read_bytes)

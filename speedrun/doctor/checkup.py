@@ -1,6 +1,5 @@
 """All checks in order, and the next command. JAX is imported only if its version is right."""
 
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,20 +67,12 @@ def _driver(found: list[gpus.Gpu], *, needed: bool) -> Iterator[Check]:
 
 def fitting(track: Track, machine: devices.Machine, *, needed: bool) -> Check:
     """Check that the hardware of a track is here. CPU tracks simulate theirs."""
-    problem = _misfit(track, machine)
-    found = f"{problem or 'fits this machine'}: {track.summary}"
-    return Check(f"track {track.name}", found, ok=not problem, needed=needed)
-
-
-def _misfit(track: Track, machine: devices.Machine) -> str:
-    rules = track.rules
-    if rules.platform in ("any", "cpu"):
-        return ""
-    need = max(rules.num_devices, 1)
-    if machine.platform == rules.platform and machine.num_devices >= need:
-        return ""
-    there = f"{machine.num_devices} x {machine.kind}"
-    return f"needs {need} {rules.platform} devices, {there} are here"
+    rules, need = track.rules, max(track.rules.num_devices, 1)
+    has_them = machine.platform == rules.platform and machine.num_devices >= need
+    fits = has_them or rules.platform in ("any", "cpu")
+    missing = f"needs {need} {rules.platform} devices, {machine.num_devices} x {machine.kind} are here"
+    found = "fits this machine" if fits else missing
+    return Check(f"track {track.name}", f"{found}: {track.summary}", ok=fits, needed=needed)
 
 
 def advice(checks: list[Check], *, asked: str | None) -> str:
@@ -97,6 +88,5 @@ def advice(checks: list[Check], *, asked: str | None) -> str:
     if not marks.get(f"data {track.name}"):
         return track.data.get
     if track.rules.ranked:
-        argv = ["speedrun", "batch", "--track", track.name, "--runs", str(track.rules.min_runs)]
-        return shlex.join(argv)
+        return f"speedrun batch --track {track.name} --runs {track.rules.min_runs}"
     return f"speedrun run --track {track.name}"

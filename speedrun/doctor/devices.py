@@ -61,9 +61,7 @@ def _collective(mesh: "Mesh") -> Check:
     program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
     total = jax.jit(program)(jax.numpy.arange(mesh.size, dtype="float32"))
     agree = float(total[0]) == mesh.size * (mesh.size - 1) / 2
-    return Check(
-        "collective", f"a sum over the devices {'comes out right' if agree else 'is wrong'}", ok=agree
-    )
+    return Check("collective", f"a sum over the devices {'is right' if agree else 'is wrong'}", ok=agree)
 
 
 def _measured(over: "Mesh", machine: Machine) -> Iterator[Check]:

@@ -103,10 +103,8 @@ def loads() -> list[Load]:
     """Return the current state of all GPUs; raise NoAnswerError as `found`, or if a field is unknown."""
     fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "clocks_event_reasons.active")
     return [
-        Load(
-            _int(clock), _int(most), _int(heat), tuple(_REASONS[b] for b in _REASONS if b & (_int(bits) or 0))
-        )
-        for clock, most, heat, bits in _query(*fields)
+        Load(_int(clock), _int(top), _int(hot), tuple(_REASONS[b] for b in _REASONS if b & (_int(bits) or 0)))
+        for clock, top, hot, bits in _query(*fields)
     ]
 
 

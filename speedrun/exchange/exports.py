@@ -6,13 +6,12 @@ less than the record and prove nothing.
 
 import csv
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
-from speedrun.exchange.wandb_runs import offline_runs
+from speedrun.exchange.relay import offline_runs
 from speedrun.ground import console, runlog
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
@@ -79,12 +78,7 @@ def _text(record: Record) -> dict[str, bytes]:
 
 
 #: From a record to files by relative path.
-FORMS: dict[str, Callable[[Record], dict[str, bytes]]] = {
-    "classic": _classic,
-    "csv": _csv,
-    "text": _text,
-    "wandb": offline_runs,
-}
+FORMS = {"classic": _classic, "csv": _csv, "text": _text, "wandb": offline_runs}
 
 
 def export(record: Record, form: str, out: Path) -> list[Path]:

@@ -1,5 +1,10 @@
-"""Commands and modules as child processes: signals are forwarded, and the child ends before its parent."""
+"""Commands and modules as child processes: signals are forwarded, and the child ends before its parent.
 
+`beside` is for what a run depends on in no way: `--wandb`, `--watch` and `--sample-every`. It works until its standard
+input ends, with the run, and is killed if it then stays. Whatever goes wrong is one warning.
+"""
+
+import contextlib
 import fcntl
 import os
 import shlex
@@ -7,20 +12,22 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
-from typing import Any
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from speedrun.ground import signals
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, translate_os_errors
-from speedrun.ground.exit_codes import meaning
+from speedrun.ground import errors, signals
+from speedrun.ground.console import Printer, clean
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.ground.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
+NICENESS = 10  #: of a process beside a run, which needs the cores
+_HASTE_S = 10.0
 
 
 @contextmanager
@@ -48,6 +55,33 @@ def run_module(module: str, request: msgspec.Struct) -> int:
     """Run a module of this package on a request; return as `wait_for` does."""
     with started(module, request) as child:
         return wait_for(child)
+
+
+def trained(
+    config: msgspec.Struct, printer: Printer, *, keep_open: Sequence[int] = (), stderr: int | None = None
+) -> tuple[int, str]:
+    """Train in a process of its own; show each line of its log, and whatever else it prints.
+
+    It inherits the descriptors `keep_open`. Its standard error goes to `stderr`, as for `Popen`; None: to ours.
+
+    Returns:
+        What `wait_for` returns, and the last line that was none of the log.
+    """
+    said, pipes = [""], {"stdout": PIPE, "stderr": stderr, "text": True, "pass_fds": keep_open}
+    with started("speedrun.training.train", config, **pipes) as process:
+
+        def show() -> None:
+            assert process.stdout is not None
+            with process.stdout as lines:
+                for line in map(str.rstrip, lines):
+                    if not printer.relay(line) and line:
+                        said[0] = line
+
+        shown = threading.Thread(target=show)
+        shown.start()
+        code = wait_for(process)
+        shown.join()
+    return code, said[0]
 
 
 def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:
@@ -95,7 +129,7 @@ def shell_code(code: int) -> int:
 def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
     """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
     resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
-    ended = f"ended with {meaning(code)}" if code else "left no result, although its process succeeded"
+    ended = f"ended with {errors.meaning(code)}" if code else "left no result, although its process succeeded"
     error = SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}")
     error.exit_code = shell_code(code) or SpeedrunError.exit_code
     return error
@@ -109,7 +143,7 @@ def locked(path: Path) -> Iterator[int]:
         UsageError: if another process holds the lock.
         StorageError: if the file cannot be opened for writing.
     """
-    with translate_os_errors(path):
+    with errors.translate_os_errors(path):
         file = path.open("rb+")  # network disks lock only files that are open for writing
     with file:
         try:
@@ -117,3 +151,91 @@ def locked(path: Path) -> Iterator[int]:
         except BlockingIOError:
             raise UsageError(f"{path.parent} is being run by another process; wait for it to end") from None
         yield file.fileno()
+
+
+def samples_of(record: Path) -> Path:
+    """Return the file that `--sample-every` writes beside a record."""
+    return Path(f"{record.resolve()}.samples.jsonl")
+
+
+class Remedy(NamedTuple):
+    """What a warning says beside the problem."""
+
+    name: str  #: of the companion
+    purpose: str  #: what the command is for
+    command: Sequence[str]  #: what to type
+
+
+@contextmanager
+def beside(
+    module: str, words: Sequence[str], remedy: Remedy, *, leave_s: float, is_heard: bool = False
+) -> Iterator[None]:
+    """Run a module of this package inside the block.
+
+    Args:
+        module: its name; it sets its own priority.
+        words: its arguments.
+        remedy: for the warning.
+        leave_s: from the end of the block until it is killed; at most `_HASTE_S` if the block raised.
+        is_heard: print what it prints, too; it must start no process that stays.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            # Not a pipe: processes that it starts would hold it open.
+            said = stack.enter_context(tempfile.TemporaryFile())
+            # A child that is killed cannot remove its scratch files.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            child = Popen(
+                [sys.executable, "-m", module, *words],
+                stdin=PIPE,
+                stdout=PIPE if is_heard else DEVNULL,
+                stderr=said,
+                env={**os.environ, "TMPDIR": scratch},
+                process_group=0,  # a Ctrl-C is for the run
+            )
+        except OSError as error:
+            _warn(remedy, f"it cannot start: {error.strerror}")
+            yield
+            return
+        overdue: list[str] = []
+        waiting = threading.Thread(target=_report, args=[child, said, remedy, overdue], daemon=True)
+        waiting.start()
+        try:
+            yield
+        except BaseException:
+            leave_s = min(leave_s, _HASTE_S)
+            raise
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+            try:
+                waiting.join(leave_s)
+            finally:  # also if a signal ends the waiting
+                if waiting.is_alive():
+                    overdue.append(f"it did not end within {leave_s:.0f} s after the run")
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.killpg(child.pid, signal.SIGKILL)
+                    waiting.join()
+
+
+def _report(child: Popen[bytes], said: IO[bytes], remedy: Remedy, overdue: list[str]) -> None:
+    """Say what the child prints, and wait for it; warn if it failed, or was killed because it was `overdue`."""
+    with child.stdout or contextlib.nullcontext(()) as printed:
+        for line in printed:
+            say(line.decode(errors="replace").rstrip("\n"))
+    if not (code := child.wait()):
+        return
+    said.seek(0)
+    problem = said.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
+    if code < 0 or not problem:
+        problem = "".join(overdue) or f"its process ended with {errors.meaning(code)}"
+    _warn(remedy, problem)
+
+
+def _warn(remedy: Remedy, problem: str) -> None:
+    say(f"warning: {remedy.name}: {problem}; {remedy.purpose}: {shlex.join(remedy.command)}")
+
+
+def say(line: str) -> None:
+    """Print a line on standard error."""
+    sys.stderr.write(clean(line) + "\n")

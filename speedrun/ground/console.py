@@ -96,9 +96,8 @@ class TextLog:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
                 return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
             case runlog.Exported() as made:
-                return (
-                    f"prog  {made.num_bytes / 1e3:.1f} kB of programs for the record in {made.seconds:.1f} s"
-                )
+                size_kb = made.num_bytes / 1e3
+                return f"prog  {size_kb:.1f} kB of programs for the record in {made.seconds:.1f} s"
             case runlog.Plan() as plan:
                 return self._plan(plan)
             case runlog.Compile() as done:
@@ -111,15 +110,12 @@ class TextLog:
                 how = "restored" if warm.state_hash == self._state_hash else "NOT restored"
                 return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | state {warm.state_hash[:8]} {how}"
             case runlog.Resume() as old:
-                self._train_time_s, self._shown = (
-                    old.train_time_s,
-                    (old.step, old.train_time_s, old.tokens_seen),
-                )
+                self._train_time_s = old.train_time_s
+                self._shown = (old.step, old.train_time_s, old.tokens_seen)
                 return f"{self._at(old.step)}  goes on from {old.run_id}, state {old.state_hash[:8]}"
             case runlog.Checkpoint() as kept:
-                return (
-                    f"{self._at(kept.step)}  checkpoint, state {kept.state_hash[:8]}  ({kept.seconds:.2f} s)"
-                )
+                at, held_s = self._at(kept.step), kept.seconds
+                return f"{at}  checkpoint, state {kept.state_hash[:8]}  ({held_s:.2f} s)"
             case runlog.ClockStart():
                 self._clock_runs = True
                 return "---- clock start ".ljust(_RULE_WIDTH, "-")
@@ -192,9 +188,8 @@ def _goodput(end: runlog.RunEnd) -> list[str]:
         return []
     share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
     parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in end.phases.items())
-    return [
-        f"        goodput {share:.1%} | wall {wall_s:.1f} s = {parts} | lost to restarts {end.lost_s:.1f} s"
-    ]
+    lost = f"lost to restarts {end.lost_s:.1f} s"
+    return [f"        goodput {share:.1%} | wall {wall_s:.1f} s = {parts} | {lost}"]
 
 
 def render(lines: Iterable[Line]) -> str:
@@ -225,9 +220,8 @@ class Printer:
         """
         self._stream, self._ghost, self._legend, self._verbose = stream, ghost, legend, verbose
         self._text, self._num_steps, self._is_live = TextLog(), 0, False
-        self._status: Stopwatch | None = (
-            None  #: since the line of the newest step was written, if it is there
-        )
+        #: Since the line of the newest step was written, if it is there.
+        self._status: Stopwatch | None = None
 
     def __call__(self, line: Line) -> None:
         """Show one event."""

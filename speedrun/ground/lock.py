@@ -42,16 +42,14 @@ def _locked(
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                found = f"{folder}: another program writes into it"
                 if refuse is not None:
-                    raise refuse(
-                        f"{folder}: another program writes into it; wait for its end, or choose another folder"
-                    ) from None
-                say(f"{folder}: another program writes into it; waiting for it to end")
+                    raise refuse(f"{found}; wait for its end, or choose another folder") from None
+                say(f"{found}; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:  # some network disks have no locks
-                raise (refuse or DataError)(
-                    f"{path}: cannot be locked: {error.strerror}; choose a folder on another disk"
-                ) from None
+                hint = "choose a folder on another disk"
+                raise (refuse or DataError)(f"{path}: cannot be locked: {error.strerror}; {hint}") from None
             # The previous holder removed its file, and another process may have made a new one: only that counts.
             try:
                 is_ours = os.path.samestat(path.stat(), os.fstat(file.fileno()))

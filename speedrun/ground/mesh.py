@@ -39,9 +39,8 @@ def prepare(platform: str) -> None:
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())
     if rest:
-        raise UsageError(
-            f"{processes.count()} processes cannot share {CPU_DEVICES} simulated devices; need 1, 2, 4 or 8 of them"
-        )
+        found = f"{processes.count()} processes cannot share {CPU_DEVICES} simulated devices"
+        raise UsageError(f"{found}; need 1, 2, 4 or 8 of them")
     for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
         if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
             jax.config.update(name, value)
@@ -56,26 +55,21 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) < num_devices:
-        raise UsageError(
-            f"found {len(devices)} {devices[0].platform} devices, need {num_devices}; "
-            f"pass --devices {len(devices)} or run where {num_devices} are visible"
-        )
+        hint = f"pass --devices {len(devices)} or run where {num_devices} are visible"
+        raise UsageError(f"found {len(devices)} {devices[0].platform} devices, need {num_devices}; {hint}")
     if processes.count() > 1 and len(devices) > num_devices:
-        raise UsageError(
-            f"{processes.count()} processes have {len(devices)} devices, need all of them to be used; "
-            f"pass --devices {len(devices)} or start fewer processes"
-        )
+        found = f"{processes.count()} processes have {len(devices)} devices, need all of them to be used"
+        raise UsageError(f"{found}; pass --devices {len(devices)} or start fewer processes")
     shares = Counter(device.process_index for device in devices)
     if len(set(shares.values())) > 1:
-        raise UsageError(
-            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices; need equal "
-            "numbers; check CUDA_VISIBLE_DEVICES and the node that has fewer"
+        found = (
+            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices"
         )
+        hint = "check CUDA_VISIBLE_DEVICES and the node that has fewer"
+        raise UsageError(f"{found}; need equal numbers; {hint}")
     if num_devices % replicas:
-        raise UsageError(
-            f"{num_devices} devices cannot be shared by {replicas} replicas; need a multiple; "
-            "pass another number of --devices or --replicas"
-        )
+        found = f"{num_devices} devices cannot be shared by {replicas} replicas"
+        raise UsageError(f"{found}; need a multiple; pass another number of --devices or --replicas")
     return arranged(devices[:num_devices], replicas)
 
 

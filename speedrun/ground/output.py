@@ -64,19 +64,16 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
     exit code that means something else.
     """
     said, recipe = text_of(error), line_of_recipe(error)
+    short = said[:_LONGEST].rstrip(".")
     if recipe and isinstance(error, UsageError):
         return UsageError(said)
     if isinstance(error, SpeedrunError | Terminated) and not recipe:
         return error
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
-        return UsageError(
-            f"out of memory: {said[:_LONGEST].rstrip('.') or 'no more to be had'}; ask for less, or use more devices"
-        )
+        return UsageError(f"out of memory: {short or 'no more to be had'}; ask for less, or use more devices")
     if recipe and not isinstance(error, KeyboardInterrupt):
-        kind = type(error).__name__
-        return UsageError(
-            f"{kind}: {said[:_LONGEST].rstrip('.')}; {_raised_at(error)}; 'speedrun --debug' shows the traceback"
-        )
+        kind, at = type(error).__name__, _raised_at(error)
+        return UsageError(f"{kind}: {short}; {at}; 'speedrun --debug' shows the traceback")
     return None
 
 
@@ -170,9 +167,8 @@ class _Unfailing(io.FileIO):
 def unfailing(descriptor: int, encoding: str = "utf-8") -> TextIO:
     """Return a text stream that never fails: not for a closed pipe, a full disk or a character it cannot encode."""
     raw = io.BufferedWriter(_Unfailing(descriptor, "wb", closefd=False))
-    return io.TextIOWrapper(
-        raw, encoding, errors="backslashreplace", line_buffering=descriptor == 2 or os.isatty(descriptor)
-    )
+    by_line = descriptor == 2 or os.isatty(descriptor)
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=by_line)
 
 
 def tolerate_closed_streams() -> None:

@@ -6,16 +6,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from speedrun.ground import sourcefile
 from speedrun.ground.errors import UsageError, translate_read_errors
-from speedrun.ground.sourcefile import (
-    IMPORTED,
-    RECIPES,
-    RECIPES_VARIABLE,
-    ROOT,
-    check_path,
-    find,
-    recipe_folders,
-)
+from speedrun.ground.sourcefile import IMPORTED, RECIPES, RECIPES_VARIABLE, ROOT, check_path, find
 from speedrun.ground.wholefile import read_regular
 
 _MOST_BYTES = 2**20  #: of a recipe's file
@@ -39,8 +32,8 @@ def resolve(choice: str) -> str:
         return choice
     path = Path(choice).absolute()
     _check(path)
-    folders = [str(path.parent), *(str(folder) for folder in recipe_folders() if folder != path.parent)]
-    os.environ[RECIPES_VARIABLE] = os.pathsep.join(folders)
+    others = [folder for folder in sourcefile.recipe_folders() if folder != path.parent]
+    os.environ[RECIPES_VARIABLE] = os.pathsep.join(map(str, [path.parent, *others]))
     _forget_outdated()
     return path.stem
 
@@ -57,9 +50,7 @@ def _check(path: Path) -> None:
     if os.pathsep in str(path.parent):
         raise UsageError(f"{path}: its folder has a {os.pathsep!r} in its name; move or rename it")
     if (ROOT / RECIPES / path.name).exists():
-        raise UsageError(
-            f"{path}: recipe {path.stem} ships with this package; rename the file and its recipe"
-        )
+        raise UsageError(f"{path}: recipe {path.stem} ships with this package; rename file and recipe")
     advice = "need a Python file in UTF-8 that defines RECIPE, so that a record can carry it"
     with translate_read_errors(path, advice, kind=UsageError):
         check_path(f"{RECIPES}/{path.name}")

@@ -80,9 +80,8 @@ class RecipeFinder:
 def check_path(path: str) -> str:
     """Return `path`; raise ValueError unless it is relative, of plain ASCII names, and ends in .py or .toml."""
     if len(path) > _MAX_PATH or not _PATH.fullmatch(path):
-        raise ValueError(
-            f"source path {path!r}; need a short relative path of plain names that ends in .py or .toml"
-        )
+        need = "need a short relative path of plain names that ends in .py or .toml"
+        raise ValueError(f"source path {path!r}; {need}")
     return path
 
 

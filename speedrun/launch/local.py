@@ -9,8 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from subprocess import Popen
 
 from speedrun.ground import signals
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated
-from speedrun.ground.exit_codes import EXIT_CODES, LOST
+from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, LOST, SpeedrunError, Terminated
 
 _GRACE_S = 30.0  #: for the other processes to end, after one failed with an exit code of ours
 _PR_SET_PDEATHSIG = 1  #: of Linux
@@ -24,9 +23,10 @@ def run(num_processes: int, words: list[str]) -> int:
     Raises:
         SpeedrunError: if one was lost; names it, and what ended it.
     """
-    coordinator = f"127.0.0.1:{_free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     argv = [sys.executable, "-m", "speedrun", "run", *words]
-    argv += ["--coordinator", coordinator, "--processes", str(num_processes)]
+    argv += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(num_processes)]
     children: list[Popen[bytes]] = []
     got: list[int] = []
 
@@ -98,17 +98,10 @@ def _lost(children: list[Popen[bytes]]) -> str:
 
 
 def _cause(code: int) -> str:
-    return (
-        f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, see above"
-    )
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, see above"
 
 
 def _is_stopped(child: Popen[bytes]) -> bool:
     if child.returncode is not None:
         return False
     return os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

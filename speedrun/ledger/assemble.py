@@ -52,15 +52,13 @@ def assemble(
         if ABOUT not in record.raw:
             edits = {"title": default_title, **edits}
         # The track of the runs may be unknown here: what follows from the runs needs its target.
-        record = dataclasses.replace(
-            record, about=replace(record.about, **edits), track=record.track or track.load(record.track_name)
-        )
-        if (size := len(encode(record.about))) > MOST_ABOUT_BYTES:
-            raise UsageError(
-                f"{size:,} bytes in about.json; a record holds at most {MOST_ABOUT_BYTES:,}; say it in fewer words"
-            )
+        rules = record.track or track.load(record.lead.start.track.rpartition("@")[0])
+        record = dataclasses.replace(record, about=replace(record.about, **edits), track=rules)
+        if (size := len(about := encode(record.about))) > MOST_ABOUT_BYTES:
+            most = f"a record holds at most {MOST_ABOUT_BYTES:,}"
+            raise UsageError(f"{size:,} bytes in about.json; {most}; say it in fewer words")
         own = record.raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
-        write_whole(record_dir / ABOUT, encode(record.about))
+        write_whole(record_dir / ABOUT, about)
         summary = summarize(record)
         write_whole(record_dir / "README.md", readme_head(record, summary).encode(), own)
         return summary
@@ -68,13 +66,14 @@ def assemble(
 
 def reproduce_command(run: Run) -> str:
     """Return the command line that makes this run again."""
-    name = run.start.track.rpartition("@")[0]
-    recipe, seed, (num_devices, _) = run.start.recipe, str(run.start.seed), run.hardware
-    command = ["speedrun", "run", "--track", name, "--recipe", recipe, "--seed", seed]
+    name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
+    command = ["speedrun", "run", "--track", name, "--recipe", run.start.recipe]
+    command += ["--seed", str(run.start.seed)]
+    known = track.load(name) if name in track.names() else None
     # A run that was killed before its preflight has no devices.
-    if name in track.names() and num_devices not in (0, track.load(name).rules.num_devices):
+    if known and num_devices not in (0, known.rules.num_devices):
         command += ["--devices", str(num_devices)]
-    if name in track.names() and track.load(name).synthetic is None:
+    if known and known.synthetic is None:
         command += ["--data", "DIR"]
     for key, value in run.start.overrides.items():
         command += ["--set", f"{key}={value}"]
@@ -89,8 +88,14 @@ def sources(runs: Sequence[Run]) -> list[str]:
 
 def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
     """Return what a record is and what was measured, by name. Some of the texts are strangers'."""
-    about, lead = record.about, record.lead
+    about, lead, declared = record.about, record.lead, record.declaration
+    # The config may hold anything.
+    recipe = lead.start.config.get("recipe")
+    parent = recipe.get("parent") if isinstance(recipe, dict) else None
+    parent = f"recipe {parent}" if isinstance(parent, str) else "none"
+    promised = f"{len(declared.seeds)} declared" if declared else f"{len(record.runs)}"
     broken = summary.num_runs - summary.num_finished
+    promised += f"; {broken} did not finish" * bool(broken)
     rows = [
         ("track", lead.start.track),
         ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
@@ -98,17 +103,13 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
         ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
         ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
         ("cold wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
-        (
-            "runs",
-            f"{summary.num_finished} finished of {record.declared_runs}{' declared' * bool(record.declaration)}"
-            f"{f'; {broken} did not finish' * bool(broken)}",
-        ),
+        ("runs", f"{summary.num_finished} finished of {promised}"),
         ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
         ("tokens", f"{summary.num_tokens:,}"),
         ("hardware", "{} x {}".format(*lead.hardware) if lead.hardware[0] else "not known"),
         ("source", f"{record.source_lines:,} lines, sha256 {record.source_sha256[:16]}"),
         ("authors", ", ".join(about.authors) or "not named"),
-        ("parent", about.parent_record or _parent_recipe(lead)),
+        ("parent", about.parent_record or parent),
     ]
     if begun_from := sources(record.runs):
         rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
@@ -130,13 +131,6 @@ def readme_head(record: Record, summary: Summary) -> str:
         HEAD_END,
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def _parent_recipe(run: Run) -> str:
-    """Return the parent of the recipe, for records without a parent. The config may hold anything."""
-    recipe = run.start.config.get("recipe")
-    parent = recipe.get("parent") if isinstance(recipe, dict) else None
-    return f"recipe {parent}" if isinstance(parent, str) else "none"
 
 
 def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> str:

@@ -3,11 +3,11 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import statistics
-from speedrun.ledger.format import Declaration, Look, Strict
+from speedrun.ledger.format import Declaration, Look
 from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import MeanTest
 
@@ -31,21 +31,9 @@ def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[L
         UsageError: if the second comes before the first.
     """
     if then is not None and then <= num_runs:
-        raise UsageError(
-            f"got {num_runs} runs, then {then}; the second number counts all runs, so it must be larger"
-        )
+        raise UsageError(f"got {num_runs} runs, then {then}; the second counts all runs: it must be larger")
     counts = [num_runs] if then is None else [num_runs, then]
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
-
-
-class TestResult(Strict, frozen=True):
-    """The test of a declared batch at its last look: see `ledger.statistics`."""
-
-    rule: Literal["t", "z"]
-    num_runs: int
-    p: float
-    alpha: float
-    passed: bool
 
 
 class Standing(NamedTuple):
@@ -60,22 +48,14 @@ class Standing(NamedTuple):
         """Whether the batch proves its target."""
         return self.test is not None and self.test.passed
 
-    @property
-    def result(self) -> TestResult | None:
-        """The test as a summary holds it."""
-        test = self.test
-        return test and TestResult(test.rule, test.num_runs, test.p, test.alpha, test.passed)
 
-
-def standing(
-    declaration: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None
-) -> Standing:
+def standing(promise: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None) -> Standing:
     """Return the progress of a batch. The seed of a run that broke off is run again."""
     done = completed(runs)
     losses: list[float] = []
     test = None
-    for look in declaration.looks:
-        seeds = declaration.seeds[: look.num_runs]
+    for look in promise.looks:
+        seeds = promise.seeds[: look.num_runs]
         losses = [done[seed] for seed in seeds if seed in done]
         if math.inf in losses or 0 < len(losses) == look.num_runs:
             test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)

@@ -49,10 +49,8 @@ def changed_lines(source_text: str, parent_source_text: str) -> int:
 
 
 def _science_lines(source_text: str) -> Counter[str]:
-    files = split_source(source_text).items()
-    return Counter(
-        line for path, text in files if is_science(path) for line in text.split("\n") if line.strip()
-    )
+    texts = [text for path, text in split_source(source_text).items() if is_science(path)]
+    return Counter(line for text in texts for line in text.split("\n") if line.strip())
 
 
 class Import(NamedTuple):

@@ -30,19 +30,15 @@ class Examination(Strict, frozen=True):
     findings: Path  #: file to write
 
 
-class Replayed(Strict, frozen=True):
+class Replayed(Stretch, frozen=True):
     """A stretch that was trained again."""
 
-    start: int
-    stop: int
-    from_checkpoint: bool
     state_hash: str  #: at its start
     stop_hash: str  #: of the state after its last step
     losses: tuple[float, ...]
     vals: tuple[tuple[int, float], ...]  #: step and loss of each validation, by the examiner's scorer
-    cursors: tuple[
-        tuple[int, int], tuple[int, int]
-    ]  #: shard and offset of the next token, at its start and its end
+    #: Shard and offset of the next token, at its start and its end.
+    cursors: tuple[tuple[int, int], tuple[int, int]]
 
 
 class Findings(Strict, frozen=True):
@@ -52,6 +48,9 @@ class Findings(Strict, frozen=True):
     val_loss: float  #: of that state in nats, by the examiner's scorer; on another platform, of `sample`
     own: bool  #: whether that state is the run's own, from its checkpoint
     dtype: str  #: "bfloat16" if its training programs hold numbers of 16 bits or fewer, else "float32"
+    num_params: tuple[int, int]  #: the state holds at least and at most: some may be padding
+    state_bytes_per_device: int
+    batch_tokens: tuple[int, ...]  #: of each step
     columns: int  #: of the logits
     num_ids: int  #: of the track
     rows: float  #: nats; largest change of a log-probability when rows of the head are permuted

@@ -13,9 +13,6 @@ import hashlib
 import msgspec
 
 ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
-ABOUT_SCHEMA = "speedrun.about/1"
-BATCH_SCHEMA = "speedrun.batch/1"
-REPRODUCTION_SCHEMA = "speedrun.reproduction/2"
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +41,7 @@ class Look(Strict, frozen=True):
     alpha: float
 
 
-class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
+class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1"):
     """`batch.json`: written before the first run. Every run logs its digest."""
 
     track: TrackRef
@@ -62,7 +59,7 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     created_utc: str
 
 
-class About(Strict, frozen=True, tag_field="schema", tag=ABOUT_SCHEMA):
+class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
     """`about.json`: what its authors say of a record."""
 
     title: str = "untitled"
@@ -71,8 +68,8 @@ class About(Strict, frozen=True, tag_field="schema", tag=ABOUT_SCHEMA):
     changes: tuple[str, ...] = ()  #: from the parent; one sentence each
 
 
-def encode(file: Strict) -> bytes:
-    """Return the canonical bytes of a file of a record: JSON, indented for people and `diff`."""
+def encode(file: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of a file, of a record or beside it: JSON, indented for people and `diff`."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 #: The root of the repository.
 ROOT = Path(__file__).parent.parent.parent
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _ANSWER_S = 20.0
 #: No prompt, no lock, and no request to a server if this is a partial clone.
 _QUIET = {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
@@ -21,14 +21,9 @@ def files_here(paths: Iterable[str]) -> dict[str, bytes]:
     return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).is_file()}
 
 
-def is_commit(name: str) -> bool:
-    """Return whether a text has the form of a commit's digest."""
-    return _COMMIT.fullmatch(name) is not None and len(set(name)) > 1
-
-
 def is_complete() -> bool:
     """Return whether this code is in a repository with its whole history."""
-    return (ROOT / ".git").exists() and _git("rev-parse", "--is-shallow-repository") == b"false\n"
+    return _git("rev-parse", "--is-shallow-repository") == b"false\n"
 
 
 @lru_cache(maxsize=256)
@@ -42,16 +37,18 @@ def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
     Returns:
         None if the commit is unknown here: no git, no repository, or not in this one.
     """
-    if not _COMMIT.fullmatch(commit) or not (ROOT / ".git").exists():
+    if not COMMIT.fullmatch(commit):
         return None
     names = [f"{commit}^{{commit}}", *(f"{commit}:{path}" for path in paths)]
-    answer = _git("cat-file", "--batch", text="".join(f"{one}\n" for one in names))
-    if answer is None:
-        return None
-    found = _objects(answer, names)
-    if found.pop(names[0]) is None:
-        return None
-    return {name.partition(":")[2]: content for name, content in found.items() if content is not None}
+    answer = _git("cat-file", "--batch", text="".join(f"{one}\n" for one in names)) or b""
+    found: dict[str, bytes] = {}
+    for name in names if answer else ():
+        # Of each: `ID TYPE SIZE`, a newline, the content, a newline; or a line without a size.
+        head, _, answer = answer.partition(b"\n")
+        if len(words := head.split()) == 3:
+            found[name], answer = answer[: int(words[2])], answer[int(words[2]) + 1 :]
+    is_known = found.pop(names[0], None) is not None
+    return {name.partition(":")[2]: content for name, content in found.items()} if is_known else None
 
 
 def base(commit: str) -> str:
@@ -59,7 +56,7 @@ def base(commit: str) -> str:
 
     It holds nothing that was changed for a record, as the record's own commit may.
     """
-    if not _COMMIT.fullmatch(commit) or not (ROOT / ".git").exists():
+    if not COMMIT.fullmatch(commit):
         return ""
     return (_git("merge-base", commit, "HEAD") or b"").decode().strip()
 
@@ -81,24 +78,13 @@ def added_first(folder: Path, names: Sequence[str]) -> str | None:
 
 def _git(*argv: str, text: str = "") -> bytes | None:
     """Return the output of git in this repository, or None if it fails."""
+    # A repository that only contains this code's folder, as an environment may be in one, says nothing about it.
+    environment = {**os.environ, **_QUIET, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
     try:
         return subprocess.run(
             ["git", "-C", str(ROOT), *argv],
             input=text.encode(),
-            env={**os.environ, **_QUIET}, capture_output=True, timeout=_ANSWER_S, check=True,
+            env=environment, capture_output=True, timeout=_ANSWER_S, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _objects(answer: bytes, names: list[str]) -> dict[str, bytes | None]:
-    """Parse `git cat-file --batch`: for each name `ID TYPE SIZE`, a newline, the content, a newline."""
-    found: dict[str, bytes | None] = {}
-    for name in names:
-        head, _, answer = answer.partition(b"\n")
-        match head.split():
-            case [_, _, size]:
-                found[name], answer = answer[: int(size)], answer[int(size) + 1 :]
-            case _:
-                found[name] = None
-    return found

@@ -9,19 +9,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, read_regular
 from speedrun.ledger import archive
-from speedrun.ledger.decoding import FormatError
-from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, sha256
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, encode, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
-from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.ledger.source import split_source
 
 _MIB = MOST_ABOUT_BYTES = 2**20
@@ -77,16 +78,6 @@ class Record:
         return next(iter(self.finished), self.runs[0])
 
     @property
-    def track_name(self) -> str:
-        """The name of the track without its version, as its runs have it."""
-        return self.lead.start.track.rpartition("@")[0]
-
-    @property
-    def declared_runs(self) -> int:
-        """The number of runs that were declared before the first; without a declaration, those that exist."""
-        return len(self.declaration.seeds) if self.declaration else len(self.runs)
-
-    @property
     def created_utc(self) -> str:
         """When its first run began."""
         return min(run.created_utc for run in self.runs)
@@ -133,20 +124,20 @@ def load(root: Path) -> Record:
     folders = run_folders(raw)
     malformed: list[str] = [] if folders else ["the record holds no runs"]
 
-    def attempt(path: str, read: Callable[[], _Read]) -> _Read | None:
+    def attempt(path: str, read: Callable[..., _Read], *given: object) -> _Read | None:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
-            return read()
+            return read(*given)
         except FormatError as error:
             if path not in refused:
-                malformed.append(str(error))
+                malformed.append(f"{path}: {error}")
             return None
 
-    read = [attempt(f"runs/{folder}/{LOG}", partial(read_run, raw, folder)) for folder in folders]
+    read = [attempt(f"runs/{folder}/{LOG}", read_run, raw, folder) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(path, lambda: read_json(raw[path], path, kind)) if path in raw else None
+        return attempt(path, decode, raw[path], kind) if path in raw else None
 
     return Record(
         root=root,
@@ -162,6 +153,24 @@ def load(root: Path) -> Record:
     )
 
 
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
+
+    Raises:
+        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
+            another schema; or a time without a time zone.
+    """
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    check_range(file)
+    check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
+    return file
+
+
 def load_result(folder: Path) -> Record:
     """Read a whole record of a known track with a finished run.
 
@@ -170,9 +179,8 @@ def load_result(folder: Path) -> Record:
     """
     record = load(folder)
     if not record.finished or record.track is None or not record.whole or record.malformed:
-        raise UsageError(
-            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
-        )
+        need = "is no whole record with a finished run of a known track"
+        raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' says why")
     return record
 
 
@@ -193,9 +201,8 @@ def need_record(folder: Path) -> Path:
 def need_finished(folder: Path) -> None:
     """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
     if not (folder.is_dir() and load(folder).finished):
-        raise SpeedrunError(
-            f"{folder} has no finished run, although its process succeeded; need one; look for what ends it"
-        )
+        got = f"{folder} has no finished run, although its process succeeded"
+        raise SpeedrunError(f"{got}; need one; look for what ends it")
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:
@@ -205,10 +212,8 @@ def known_track(runs: Sequence[Run]) -> Track | None:
         return None
     track_id, sha256 = named.pop()
     name = track_id.rpartition("@")[0]
-    if name not in track.names() or track.sha256(name) != sha256:
-        return None
-    rules = track.load(name)
-    return rules if rules.id == track_id else None
+    is_known = name in track.names() and (track.load(name).id, track.sha256(name)) == (track_id, sha256)
+    return track.load(name) if is_known else None
 
 
 def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:

@@ -13,7 +13,7 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.console import clean
-from speedrun.ledger.format import REPRODUCTION_SCHEMA, Strict
+from speedrun.ledger.format import Strict
 from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import FEW_RUNS, Interval
 
@@ -65,7 +65,7 @@ class Outcome(Strict, frozen=True):
     hardware: Hardware
 
 
-class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCHEMA):
+class Reproduction(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction/2"):
     """`reproduction.json`."""
 
     record_id: str
@@ -160,13 +160,9 @@ def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
 def outcome_of(run: Run) -> Outcome:
     """Return what is kept of a finished or non-finite run."""
     loss, time_s = (run.val_loss, run.train_time_s) if run.finished else (None, None)
-    return Outcome(
-        run.folder, run.start.seed, run.outcome, loss, time_s, run.final_hash, _hardware_of(run.preflight)
-    )
-
-
-def _hardware_of(hw: runlog.Preflight) -> Hardware:
-    return Hardware(hw.platform, hw.device_kind, hw.num_devices, hw.matmul_gflops)
+    hw = run.preflight
+    here = Hardware(hw.platform, hw.device_kind, hw.num_devices, hw.matmul_gflops)
+    return Outcome(run.folder, run.start.seed, run.outcome, loss, time_s, run.final_hash, here)
 
 
 def point(what: str, recorded: str, here: str, *, equal: bool | None = None, lost: str = "") -> Point:
@@ -177,18 +173,14 @@ def point(what: str, recorded: str, here: str, *, equal: bool | None = None, los
 
 def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> tuple[Point, ...]:
     """Compare kind and number of devices, and the median benchmark of each side."""
-    platform = recorded[0].platform
-    theirs, ours = (
-        f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in (recorded[0], here[0])
-    )
+    first = recorded[0], here[0]
+    kinds = [f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in first]
     rates = [median(one.matmul_gflops for one in side) for side in (recorded, here)]
-    near = min(rates) >= SAME_BENCH.get(platform, max(SAME_BENCH.values())) * max(rates) > 0
-    their_rate, our_rate = (f"{rate:,.0f} Gflop/s" for rate in rates)
+    near = min(rates) >= SAME_BENCH.get(first[0].platform, max(SAME_BENCH.values())) * max(rates) > 0
+    shown = [f"{rate:,.0f} Gflop/s" for rate in rates]
+    devices = point("devices", *kinds, lost="comparable times, and equal bits")
     busy = "comparable times: another machine, or a busy one"
-    return (
-        point("devices", theirs, ours, lost="comparable times, and equal bits"),
-        point("bench", their_rate, our_rate, equal=near, lost=busy),
-    )
+    return devices, point("bench", *shown, equal=near, lost=busy)
 
 
 def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Judgement:
@@ -202,9 +194,9 @@ def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> J
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None
     time = time_ratio(record, done) if done else None
-    recorded = [_hardware_of(run.preflight) for run in record]
-    hardware = hardware_points(recorded, [run.hardware for run in found.runs])
-    hashes = {run.start.seed: run.final_hash for run in record}
+    old = [outcome_of(run) for run in record]
+    hardware = hardware_points([run.hardware for run in old], [run.hardware for run in found.runs])
+    hashes = {run.seed: run.final_hash for run in old}
     num_same_bits = sum(hashes.get(run.seed) == run.final_hash for run in done)
     return Judgement(
         hardware=hardware,

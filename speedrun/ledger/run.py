@@ -14,28 +14,23 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.errors import NonFiniteError
-from speedrun.ledger.decoding import FormatError, check_range, decode
-from speedrun.ledger.format import LOG, Strict
+from speedrun.ledger.format import LOG
 
 #: Events that a finished run has exactly once.
-_ONCE = (
-    runlog.Preflight,
-    runlog.DataReady,
-    runlog.Plan,
-    runlog.ClockStart,
-    runlog.ClockStop,
-    runlog.RunEnd,
-)
+_ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
-
-
 #: The commit that reads records of the first format, which kept a run's facts in a file beside its log.
 READS_OLDER = "e330e64"
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
+#: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
+_LARGEST = 2.0**128
 _Event = TypeVar("_Event", bound=runlog.Event)
-_File = TypeVar("_File", bound=Strict)
+
+
+class FormatError(ValueError):
+    """A file of a record that does not have the declared form."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +80,9 @@ class Run:
     @property
     def broke_off(self) -> str:
         """Where and why a run that did not finish broke off."""
-        begun = bool(self.of(runlog.ClockStart))
-        where = (
-            f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
-            if begun
-            else "before the clock"
-        )
+        where = "before the clock"
+        if self.of(runlog.ClockStart):
+            where = f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
         errors = [f"{error.kind}: {error.message}" for error in self.of(runlog.Error)]
         return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
 
@@ -159,11 +151,6 @@ class Run:
         return self.of(runlog.ClockStop)[0].train_time_s
 
     @property
-    def own_time_s(self) -> float:
-        """Train time of this process alone, without the run that it resumes."""
-        return self.train_time_s - self.origin.train_time_s
-
-    @property
     def val_loss(self) -> float:
         """The result: loss of the last validation, from its exact sum."""
         return loss_of(self.vals[-1])
@@ -174,22 +161,7 @@ def loss_of(val: runlog.Val) -> float:
     return float.fromhex(val.nll_sum) / val.tokens
 
 
-def read_json(raw: bytes, path: str, kind: type[_File]) -> _File:
-    """Decode the JSON file at a path.
-
-    Raises:
-        FormatError: if it does not fit its type.
-    """
-    try:
-        file = decode(raw, kind)
-        if (created_utc := getattr(file, "created_utc", None)) is not None:  # `about.json` has none
-            _check_moment(created_utc)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
-    return file
-
-
-def _check_moment(utc: str) -> None:
+def check_moment(utc: str) -> None:
     """Raise FormatError unless a text is a time stamp with a time zone."""
     try:
         zone = datetime.fromisoformat(utc).tzinfo
@@ -197,6 +169,23 @@ def _check_moment(utc: str) -> None:
         raise FormatError(str(error)) from None
     if zone is None:
         raise FormatError(f"{utc!r} has no time zone")
+
+
+def check_range(holder: object) -> None:
+    """Check every number in a file or event, at any depth.
+
+    Raises:
+        FormatError: if one is not finite, or its magnitude is above 2^128.
+    """
+    left = [msgspec.to_builtins(holder)]
+    while left:
+        match left.pop():
+            case dict() as table:
+                left += table.values()
+            case list() | tuple() as row:
+                left += row
+            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
+                raise FormatError("a number is out of range; at most 2^128 is permitted")
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
@@ -207,10 +196,10 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
     """
     path = f"runs/{folder}/{LOG}"
     if path not in raw:
-        raise FormatError(f"{path}: missing")
+        raise FormatError("missing")
     log = raw[path].split(b"\n")
     if log.pop():
-        raise FormatError(f"{path}: the last line is torn")
+        raise FormatError("the last line is torn")
     lines = []
     for number, raw_line in enumerate(log, 1):
         try:
@@ -218,10 +207,10 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
         except FormatError as error:
             older = number == 1 and b'"ev":"run_start"' in raw_line and b'"format":' not in raw_line
             why = f"an older speedrun wrote it; commit {READS_OLDER} reads it" if older else error
-            raise FormatError(f"{path} line {number}: {why}") from None
+            raise FormatError(f"line {number}: {why}") from None
     run = Run(tuple(log), tuple(lines), folder)
     if problem := grammar_problem(run):
-        raise FormatError(f"{path}: {problem}")
+        raise FormatError(problem)
     return run
 
 
@@ -229,7 +218,7 @@ def _read_line(raw_line: bytes) -> runlog.Line:
     """Decode one line; raise FormatError unless it is canonical, with valid hex floats and stamps."""
     try:
         line = runlog.decode(raw_line)
-        _check_moment(line.t_utc)
+        check_moment(line.t_utc)
         check_range(line)
         if isinstance(line.event, runlog.Val):
             check_range(float.fromhex(line.event.nll_sum))
@@ -250,17 +239,14 @@ def grammar_problem(run: Run) -> str | None:
     first = run.origin.step
     if [step.step for step in run.steps] != list(range(first, first + len(run.steps))):
         return f"steps must be numbered {first}, {first + 1}, {first + 2}, ... without a gap"
-    if kinds.count(runlog.Resume) > 1 or (
-        run.resumed and runlog.ClockStart in kinds[: kinds.index(runlog.Resume)]
-    ):
+    resumed_late = run.resumed and runlog.ClockStart in kinds[: kinds.index(runlog.Resume)]
+    if kinds.count(runlog.Resume) > 1 or resumed_late:
         return "a run resumes at most one other, before its clock starts"
     if not run.finished:
         return None
     for kind in _ONCE:
-        if kinds.count(kind) != 1:
-            return (
-                f"a finished run has one {kind.__struct_config__.tag} event, this log has {kinds.count(kind)}"
-            )
+        if (count := kinds.count(kind)) != 1:
+            return f"a finished run has one {kind.__struct_config__.tag} event, this log has {count}"
     clock = [kind for kind in kinds if kind in _CLOCK]
     num_pauses = kinds.count(runlog.ClockPause)
     if clock != [runlog.ClockStart, *(runlog.ClockPause, runlog.ClockResume) * num_pauses, runlog.ClockStop]:

@@ -43,10 +43,8 @@ def _is_end(line: bytes) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    if not path.exists():
-        return b""
     with translate_os_errors(path, UsageError):
-        return read_regular(path)
+        return read_regular(path) if path.exists() else b""
 
 
 def _salvage(folder: Path) -> bool:

@@ -8,7 +8,7 @@ are used. Source of the rules: modded-nanogpt (p < 0.01).
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev, variance
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ WIDENED: dict[int, float] = {1: 1.43, 2: 1.30, 3: 1.24, 4: 1.18}
 Rule = Literal["t", "z"]
 
 
-class MeanTest(NamedTuple):
+class MeanTest(msgspec.Struct, frozen=True):
     """Result of a one-sided test that the mean is below a target."""
 
     rule: Rule
@@ -40,11 +40,7 @@ class MeanTest(NamedTuple):
     statistic: float
     p: float
     alpha: float  #: the level
-
-    @property
-    def passed(self) -> bool:
-        """Whether the test rejects the null hypothesis."""
-        return self.p < self.alpha
+    passed: bool  #: whether the test rejects the null hypothesis
 
 
 def normal_cdf(x: float) -> float:
@@ -117,23 +113,21 @@ def mean_below(
     n, mean, rule = len(losses), fmean(losses), rule_for(len(losses), known_sigma)
     alpha = ALPHA[rule] if alpha is None else alpha
     if not math.isfinite(mean):  # a non-finite run fails the batch
-        return MeanTest(rule, n, mean, math.inf, math.inf, 1.0, alpha)
+        return MeanTest(rule, n, mean, math.inf, math.inf, 1.0, alpha, passed=False)
     sd = stdev(losses) if n > 1 else 0.0
     sigma = max(sd, WIDENED[n] * (known_sigma or 0.0)) if rule == "z" else sd
     # Runs without any scatter are copies of one run and prove nothing.
     statistic = (mean - target) / (sigma / math.sqrt(n)) if sigma > 0 else 0.0
     p = normal_cdf(statistic) if rule == "z" or n == 1 else student_cdf(n - 1, statistic)
-    return MeanTest(rule, n, mean, sigma, statistic, p, alpha)
+    return MeanTest(rule, n, mean, sigma, statistic, p, alpha, passed=p < alpha)
 
 
 #: Quantiles of the sample sd over which the power of the z-test is averaged; accurate to four digits.
 _QUANTILES = 2000
 
 
-def power(
-    num_runs: int, margin: float, sigma: float, *, rule: Rule, alpha: float, known_sigma: float | None = None
-) -> float:
-    """Return the probability that a batch passes if its true mean is `margin` below the target.
+def power(num_runs: int, margin: float, sigma: float, known_sigma: float | None, num_looks: int = 1) -> float:
+    """Return the probability that a batch passes one look if its true mean is `margin` below the target.
 
     Mean and sd of normal samples are independent, so the power of the z-test is its power given the sample sd, averaged
     over that sd.
@@ -142,39 +136,29 @@ def power(
         num_runs: of the batch.
         margin: nats.
         sigma: true sd of single runs.
-        rule: of the test.
-        alpha: level of the test.
-        known_sigma: of the z-test; None: it uses the true sigma without widening.
+        known_sigma: that of the track, which chooses the rule.
+        num_looks: among which the level is divided.
     """
     from scipy import special
 
-    shift = margin / sigma * math.sqrt(num_runs)
-    if rule == "z":
-        if known_sigma is None:
-            return float(special.ndtr(shift + special.ndtri(alpha)))
-        least, freedom, critical = WIDENED[num_runs] * known_sigma / sigma, num_runs - 1, special.ndtri(alpha)
-        if not freedom:
-            return float(special.ndtr(shift + critical * least))
-        used = (
-            max(math.sqrt(special.chdtri(freedom, (i + 0.5) / _QUANTILES) / freedom), least)
-            for i in range(_QUANTILES)
-        )
-        return fmean(special.ndtr(shift + critical * one) for one in used)
-    if num_runs < 2:
-        return 0.0
-    freedom = num_runs - 1
-    return float(special.nctdtr(freedom, -shift, special.stdtrit(freedom, alpha)))
+    shift, freedom, rule = margin / sigma * math.sqrt(num_runs), num_runs - 1, rule_for(num_runs, known_sigma)
+    alpha = ALPHA[rule] / num_looks
+    if rule == "t":
+        return float(special.nctdtr(freedom, -shift, special.stdtrit(freedom, alpha))) if freedom else 0.0
+    least, critical = WIDENED[num_runs] * (known_sigma or 0.0) / sigma, special.ndtri(alpha)
+    if not freedom:
+        return float(special.ndtr(shift + critical * least))
+    tails = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
+    used = (max(math.sqrt(special.chdtri(freedom, tail) / freedom), least) for tail in tails)
+    return fmean(special.ndtr(shift + critical * one) for one in used)
 
 
 def batch_needed(margin: float, sigma: float, *, known_sigma: float | None, num_looks: int = 1) -> int | None:
     """Return the smallest batch that passes with probability POWER, by the rule of its size; None above MOST_RUNS."""
-
-    def passes(n: int) -> bool:
-        rule = rule_for(n, known_sigma)
-        alpha = ALPHA[rule] / num_looks
-        return power(n, margin, sigma, rule=rule, alpha=alpha, known_sigma=known_sigma) >= POWER
-
-    return next(filter(passes, range(1, MOST_RUNS + 1)), None) if margin > 0 else None
+    for n in range(1, MOST_RUNS + 1) if margin > 0 else ():
+        if power(n, margin, sigma, known_sigma, num_looks) >= POWER:
+            return n
+    return None
 
 
 class Interval(msgspec.Struct, frozen=True):

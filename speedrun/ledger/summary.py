@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from speedrun.ground import console
-from speedrun.ledger.batch import TestResult, standing
+from speedrun.ledger.batch import standing
 from speedrun.ledger.format import Strict
 from speedrun.ledger.record import Record
+from speedrun.ledger.statistics import MeanTest
 
 
 class Summary(Strict, frozen=True, omit_defaults=True):
@@ -29,7 +30,7 @@ class Summary(Strict, frozen=True, omit_defaults=True):
     step_p95_ms: float
     step_max_ms: float
     data_wait_share: float | None  #: of the train time
-    test: TestResult | None = None  #: None without a declared batch, or before its first look
+    test: MeanTest | None = None  #: None without a declared batch, or before its first look
 
 
 def summarize(record: Record) -> Summary:
@@ -53,14 +54,12 @@ def summarize(record: Record) -> Summary:
         cold_wall_s_mean=_mean([run.end.cold_wall_s for run in done]),
         compile_s_mean=_mean([run.end.compile_s for run in done]),
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
-        num_tokens=max(
-            (run.steps[-1].tokens_seen if run.steps else run.origin.tokens_seen for run in done), default=0
-        ),
+        num_tokens=max((at.tokens_seen for run in done for at in (run.origin, *run.steps[-1:])), default=0),
         step_p50_ms=p50_ms,
         step_p95_ms=p95_ms,
         step_max_ms=max_ms,
         data_wait_share=data_wait_s / train_time_s if data_wait_s is not None and train_time_s else None,
-        test=promised and standing(promised, runs, target.loss, target.sigma).result,
+        test=promised and standing(promised, runs, target.loss, target.sigma).test,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from speedrun.ground.console import clean
 from speedrun.ground.errors import unknown
 from speedrun.ledger.checks import CHECKS
-from speedrun.ledger.checks.examination import REPLAY_CHECKS
+from speedrun.ledger.checks.examination import LOWERED, REPLAY_CHECKS
 from speedrun.ledger.checks.table import Check, Skip
 from speedrun.ledger.record import Record, UnknownTrack, load
 
@@ -47,23 +47,14 @@ class Report:
 
     def shown(self, *, verbose: bool) -> list[Result]:
         """Return the results to print, problems last; without `verbose`, problems and what an examination found."""
-        order: tuple[Status, ...] = ("skipped", "ok", "warning", "failed")
-        return [
-            result
-            for status in order
-            for result in self.having(status)
-            if verbose
-            or status in ("warning", "failed")
-            or (status == "ok" and result.check.id.startswith("V6"))
-        ]
+        found = [result for result in self.having("ok") if verbose or result.check.id.startswith("V6")]
+        skipped = self.having("skipped") if verbose else []
+        return [*skipped, *found, *self.having("warning"), *self.having("failed")]
 
     def facts(self) -> dict[str, object]:
         """Return the exit code and every result, as `--json` prints them."""
-        results = [
-            {"id": result.check.id, "status": result.status, "messages": result.messages}
-            for result in self.results
-        ]
-        return {"exit_code": self.exit_code, "results": results}
+        found = [{"id": one.check.id, "status": one.status, "messages": one.messages} for one in self.results]
+        return {"exit_code": self.exit_code, "results": found}
 
     def __repr__(self) -> str:
         return f"<Report {self.verdict}>"
@@ -114,7 +105,7 @@ def find_check(id: str) -> Check:
     Raises:
         UsageError: if there is none; it names the nearest.
     """
-    checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS)]
+    checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS), LOWERED]
     for check in checks:
         if check.id == id.upper():
             return check

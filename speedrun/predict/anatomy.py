@@ -5,7 +5,7 @@ Tests pin these numbers, so that a change which adds an all-gather shows.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,20 +30,10 @@ class Collective(msgspec.Struct, frozen=True):
     groups: tuple[tuple[int, ...], ...] = ()  #: of devices; empty: all are one group
 
 
-class Memory(msgspec.Struct, frozen=True):
-    """Memory that the compiler assigns on one device, without scratch space that libraries allocate at run time."""
-
-    peak_bytes: int  #: arguments, results and temporaries at the worst moment
-    argument_bytes: int
-    output_bytes: int
-    donated_bytes: int  #: results that reuse the memory of arguments
-    temporary_bytes: int
-
-
 class Anatomy(msgspec.Struct, frozen=True):
     """One call of a compiled program on one device."""
 
-    memory: Memory
+    memory: Any  #: as XLA assigns it on one device, without scratch space that libraries allocate at run time
     collectives: tuple[Collective, ...]  #: in the order of the schedule
     custom_calls: dict[str, int]  #: number of runs, by target
     traffic: dict[str, int]  #: bytes to and from memory (`hlo.Module.traffic_bytes`) by kind of kernel
@@ -70,21 +60,14 @@ def dissect(compiled: "Compiled") -> Anatomy:
     Raises:
         ValueError: if its backend gives neither text nor memory.
     """
-    stats, text = compiled.memory_analysis(), compiled.as_text()
-    if stats is None or text is None:
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or text is None:
         raise ValueError(f"got {compiled}, which cannot be read; need a program for CPU or CUDA")
-    memory = Memory(
-        peak_bytes=stats.peak_memory_in_bytes,
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        donated_bytes=stats.alias_size_in_bytes,
-        temporary_bytes=stats.temp_size_in_bytes,
-    )
     return read(text, memory)
 
 
-def read(text: str, memory: Memory) -> Anatomy:
-    """Read the text of a scheduled module.
+def read(text: str, memory: Any = None) -> Anatomy:
+    """Read the text of a scheduled module, and how its memory is assigned.
 
     Raises:
         ValueError: for any other text.
@@ -93,15 +76,17 @@ def read(text: str, memory: Memory) -> Anatomy:
     calls: Counter[str] = Counter()
     traffic: Counter[str] = Counter()
     arrays: dict[str, int] = {}
+    unknown_loops = 0
     for one, computation, times in module.executed():
         target = one.attribute(r'custom_call_target="([^"]*)"')
         if target and not one.opcode.endswith("-done"):
             calls[target] += times
+        unknown_loops += one.opcode == "while" and not hlo.trip_count(one)
         if moved := times * module.traffic_bytes(one, computation):
             traffic[target or one.kind] += moved
             arrays |= {str(array): array.num_bytes for array in one.results}
     collectives = tuple(found for step in module.executed() for _, found in ended(module, step))
-    return Anatomy(memory, collectives, dict(calls), dict(traffic), arrays, module.unknown_loops())
+    return Anatomy(memory, collectives, dict(calls), dict(traffic), arrays, unknown_loops)
 
 
 def ended(module: hlo.Module, step: hlo.Executed) -> Iterable[tuple[str, Collective]]:

@@ -11,17 +11,17 @@ are fewer FLOPs, instructions, bytes or starts, never a better rate.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from speedrun.data.imitation import document_lengths
+from speedrun.data.synthetic import document_lengths
 from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, hlo
 from speedrun.science.inputs import Static
@@ -35,10 +35,7 @@ from speedrun.training.program import Program
 Kind = Literal[
     "GEMM bf16", "GEMM FP8", "GEMM f32", "attention", "head passes", "elementwise", "Muon", "communication"
 ]
-KINDS: tuple[Kind, ...] = (
-    *("GEMM bf16", "GEMM FP8", "GEMM f32", "attention"),
-    *("head passes", "elementwise", "Muon", "communication"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
 #: Arithmetic unit. "attention": products inside attention kernels, with exponentials between them.
@@ -136,9 +133,9 @@ def steps_of(program: Program, stage: Stage) -> range:
 def mosaic_calls(program: Program, stage: Stage, device: Device) -> set[str]:
     """Return the operations, "head" and "mlp", for which a device gets kernels in Mosaic GPU."""
     static = next(iter(_inputs(program, stage)))
-    choices = _traced(program, stage, static, device.compute_capability).choices
+    found = _traced(program, stage, static, device.compute_capability).choices
     return {
-        call.split()[0] for call, one in choices.items() if one.name == "mosaic" or "mosaic's" in one.reason
+        call.split()[0] for call, one in found.items() if one.name == "mosaic" or "mosaic's" in one.reason
     }
 
 
@@ -218,13 +215,9 @@ def seconds(work: Work, device: Device) -> tuple[float, Bound]:
 
 def flops_rate(device: Device, unit: Unit) -> float:
     """Return the vendor's rate: float32 runs as TF32, at half the rate of bf16; 8 bits as bf16 without FP8 units."""
-    match unit:
-        case "fp8":
-            return device.fp8_flops or device.bf16_flops
-        case "f32":
-            return device.bf16_flops / 2
-        case _:
-            return device.bf16_flops
+    if unit == "fp8":
+        return device.fp8_flops or device.bf16_flops
+    return device.bf16_flops / 2 if unit == "f32" else device.bf16_flops
 
 
 def floor_s(line: Line, device: Device) -> float:
@@ -238,70 +231,58 @@ def gemm(unit: Unit) -> Kind:
     return "GEMM FP8" if unit == "fp8" else "GEMM f32" if unit == "f32" else "GEMM bf16"
 
 
-def table(works: Iterable[Work], device: Device) -> tuple[Line, ...]:
+def table(works: Sequence[Work], device: Device) -> tuple[Line, ...]:
     """Sum kernels by kind."""
-    lines: dict[Kind, list[Line]] = {kind: [] for kind in KINDS}
+    by_kind = ([work for work in works if work.kind == kind] for kind in KINDS)
+    return tuple(_line(same, device) for same in by_kind if same)
+
+
+def _line(works: list[Work], device: Device) -> Line:
+    """Sum kernels of one kind."""
+    by_bound: dict[Bound, float] = {}
     for work in works:
         took_s, bound = seconds(work, device)
-        line = Line(work.kind, took_s, bound, work.flops, work.instructions, work.num_bytes, work.starts)
-        lines[work.kind].append(line)
-    return tuple(summed(same) for same in lines.values() if same)
+        by_bound[bound] = by_bound.get(bound, 0.0) + took_s
+    amounts = zip(*((one.flops, one.instructions, one.num_bytes, one.starts) for one in works), strict=True)
+    longest = max(by_bound, key=by_bound.__getitem__)
+    return Line(works[0].kind, sum(by_bound.values()), longest, *map(sum, amounts))
 
 
-def summed(lines: list[Line]) -> Line:
-    """Sum lines of one kind."""
-    by_bound: dict[Bound, float] = {}
-    for line in lines:
-        by_bound[line.bound] = by_bound.get(line.bound, 0.0) + line.seconds
-    return Line(
-        kind=lines[0].kind,
-        seconds=sum(by_bound.values()),
-        bound=max(by_bound, key=by_bound.__getitem__),
-        flops=sum(line.flops for line in lines),
-        instructions=sum(line.instructions for line in lines),
-        num_bytes=sum(line.num_bytes for line in lines),
-        starts=sum(line.starts for line in lines),
-    )
+def priced(module: hlo.Module, attention: Attention) -> Iterator[tuple[hlo.Executed, Work | None]]:
+    """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel.
 
-
-class Pricer:
-    """Computes the work of each kernel of a compiled program."""
-
-    def __init__(self, module: hlo.Module, attention: Attention) -> None:
-        """Divide attention evenly over its kernels, which are opaque to XLA."""
-        self._module = module
-        calls: Counter[bool] = Counter()
-        for step in module.executed():
-            if _is_opaque(step, "attention"):
-                calls[_is_backward(step.instruction)] += step.times
-        self._flops = {way: flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention)}
-
-    def kernels(self) -> Iterator[tuple[hlo.Executed, Work | None]]:
-        """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel."""
-        for step in self._module.executed():
-            yield step, self._work(step)
-
-    def _work(self, step: hlo.Executed) -> Work | None:
-        one, computation, _ = step
-        num_bytes = self._module.traffic_bytes(one, computation)
-        if not num_bytes or one.kind in anatomy.COLLECTIVES:
-            return None
+    Attention is divided evenly over its kernels, which are opaque to XLA.
+    """
+    calls: Counter[bool] = Counter()
+    for step in module.executed():
         if _is_opaque(step, "attention"):
-            return Work("attention", self._flops[_is_backward(one)], "attention", num_bytes=num_bytes)
-        if _is_opaque(step, "loss_head"):
-            logits = max(array.size for name in one.operands for array in computation[name].arrays)
-            return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
-        products = self._module.products(one, computation)
-        unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
-        elements = self._module.elements(one, computation)
-        instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in elements.computed.items())
-        return Work(
-            kind=_kind(one, unit if products else None),
-            flops=sum(product.flops for product in products),
-            unit=unit,
-            instructions=0 if products else instructions + _ACCESS * elements.accessed,
-            num_bytes=num_bytes,
-        )
+            calls[_is_backward(step.instruction)] += step.times
+    flops = [flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention)]
+    for step in module.executed():
+        yield step, _work(module, step, flops)
+
+
+def _work(module: hlo.Module, step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
+    one, computation, _ = step
+    num_bytes = module.traffic_bytes(one, computation)
+    if not num_bytes or one.kind in anatomy.COLLECTIVES:
+        return None
+    if _is_opaque(step, "attention"):
+        return Work("attention", attention_flops[_is_backward(one)], "attention", num_bytes=num_bytes)
+    if _is_opaque(step, "loss_head"):
+        logits = max(array.size for name in one.operands for array in computation[name].arrays)
+        return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
+    products = module.products(one, computation)
+    unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
+    elements = module.elements(one, computation)
+    instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in elements.computed.items())
+    return Work(
+        kind=_kind(one, unit if products else None),
+        flops=sum(product.flops for product in products),
+        unit=unit,
+        instructions=0 if products else instructions + _ACCESS * elements.accessed,
+        num_bytes=num_bytes,
+    )
 
 
 def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:

@@ -8,7 +8,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground import devices
+from speedrun.ground import devices, provenance
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import arranged
 from speedrun.science.step import TrainState
@@ -37,9 +36,9 @@ CUBLAS_GEMMS: Options = {"xla_gpu_enable_triton_gemm": False}
 
 def missing_wheels() -> list[str]:
     """Return the missing wheels of the first compiler, or none if any is complete. A CUDA toolkit on PATH counts."""
-    toolkit = shutil.which("ptxas") is not None
+    here, toolkit = provenance.installed(), shutil.which("ptxas") is not None
     lacking = [
-        [name for name in wheels if not _installed(name) and not (toolkit and name.startswith("nvidia-"))]
+        [name for name in wheels if name not in here and not (toolkit and name.startswith("nvidia-"))]
         for wheels in COMPILERS
     ]
     return lacking[0] if all(lacking) else []
@@ -119,19 +118,9 @@ def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
 
 
 def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeStruct:
-    return _placed(
-        program, np.broadcast_to(np.int32(0), (num_sequences, seq_len)), P(program.mesh.axis_names)
-    )
+    return _placed(program, np.empty((num_sequences, seq_len), np.int32), P(program.mesh.axis_names))
 
 
 def _schedule(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the types of `Program.schedule`."""
     return {name: _placed(program, x, P()) for name, x in program.step.plan.schedule.items()}
-
-
-def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True

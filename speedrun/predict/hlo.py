@@ -128,27 +128,18 @@ class Module(NamedTuple):
     computations: dict[str, Computation]
     entry: str
 
-    def executed(self) -> Iterator[Executed]:
-        """Yield every instruction of the entry and of what it runs, in the order of the schedule.
+    def executed(self, name: str = "", times: int = 1) -> Iterator[Executed]:
+        """Yield every instruction of a computation, by default the entry, and of what it runs, in the schedule's order.
 
-        The body of a loop counts by its trip count, or once if that is unknown (`unknown_loops`). All branches of a
-        conditional count. A fusion is one kernel, so its inside is left out, as are the functions of reductions.
+        The body of a loop counts by its trip count, or once if that is unknown. All branches of a conditional count. A
+        fusion is one kernel, so its inside is left out, as are the functions of reductions.
         """
-        yield from self._executed(self.entry, 1)
-
-    def _executed(self, name: str, times: int) -> Iterator[Executed]:
-        computation = self.computations[name]
+        computation = self.computations[name or self.entry]
         for instruction in computation.values():
             yield Executed(instruction, computation, times)
             trips = times * (trip_count(instruction) or 1)
             for callee in _entered(instruction):
-                yield from self._executed(callee, trips)
-
-    def unknown_loops(self) -> int:
-        """Count the loops with unknown trip count, which `executed` takes once."""
-        return sum(
-            one.instruction.opcode == "while" and not trip_count(one.instruction) for one in self.executed()
-        )
+                yield from self.executed(callee, trips)
 
     def traffic_bytes(self, instruction: Instruction, computation: Computation) -> int:
         """Return the bytes that an instruction reads from and writes to device memory, without caching.
@@ -159,52 +150,60 @@ class Module(NamedTuple):
         """
         if instruction.opcode in _FREE:
             return 0
-        fused = self.fused(instruction)
-        reads = _reads(instruction, computation) if fused is None else _reads_fused(fused)
-        writes = sum(array.num_bytes for array in self.written(instruction, computation))
+        kernel = self._kernel(instruction, computation)
+        reads = sum(_taken(source, kernel.inside) for source in kernel.sources)
+        writes = sum(array.num_bytes for array in kernel.written)
         starts, ends = instruction.opcode.endswith("-start"), instruction.opcode.endswith("-done")
         return (0 if ends else reads) + (0 if starts else writes)
 
-    def written(self, instruction: Instruction, computation: Computation) -> list[Array]:
-        """Return the arrays that a kernel writes."""
-        fused = self.fused(instruction)
-        return _written(instruction, computation) if fused is None else _written(_root(fused), fused)
-
     def products(self, instruction: Instruction, computation: Computation) -> list[Product]:
         """Return the matrix products of a kernel: its own, or those inside its fusion."""
-        inside = self.fused(instruction) or {instruction.name: instruction}
-        around = self.fused(instruction) or computation
-        return [found for one in inside.values() if (found := _product(one, around))]
+        kernel = self._kernel(instruction, computation)
+        return [found for one in kernel.inside.values() if (found := _product(one, kernel.around))]
 
     def elements(self, instruction: Instruction, computation: Computation) -> Elements:
         """Count the elements that a kernel computes, each once, and those that it reads and writes.
 
         Of an update in place, only the update counts.
         """
-        fused = self.fused(instruction)
-        inside, around = fused or {instruction.name: instruction}, fused or computation
+        kernel = self._kernel(instruction, computation)
         computed: Counter[str] = Counter()
-        for one in inside.values():
+        for one in kernel.inside.values():
             of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
-            arrays = [array for name in of for array in around[name].arrays]
-            arrays = arrays or (_written(one, around) if one.opcode in _UPDATES else one.arrays)
+            arrays = [array for name in of for array in kernel.around[name].arrays]
+            arrays = arrays or (_written(one, kernel.around) if one.opcode in _UPDATES else one.arrays)
             computed[one.opcode] += max((array.size for array in arrays), default=0)
-        named = (computation[name] for name in dict.fromkeys(instruction.operands) if name in computation)
-        sources = named if fused is None else (one for one in fused.values() if one.opcode == "parameter")
         read = [
-            x.size * _taken(one, inside) // one.num_bytes
-            for one in sources
+            x.size * _taken(one, kernel.inside) // one.num_bytes
+            for one in kernel.sources
             if one.num_bytes
             for x in one.arrays
         ]
-        return Elements(
-            computed, max(read, default=0) + sum(x.size for x in self.written(instruction, computation))
-        )
+        return Elements(computed, max(read, default=0) + sum(x.size for x in kernel.written))
 
     def fused(self, instruction: Instruction) -> Computation | None:
         """The inside of a fusion."""
         names = instruction.calls("calls") if instruction.kind == "fusion" else []
         return self.computations[names[0]] if names else None
+
+    def _kernel(self, instruction: Instruction, computation: Computation) -> "_Kernel":
+        if fused := self.fused(instruction):
+            root = next(one for one in fused.values() if one.is_root)
+            sources = [one for one in fused.values() if one.opcode == "parameter"]
+            return _Kernel(fused, fused, sources, _written(root, fused))
+        named = dict.fromkeys(instruction.operands)
+        sources = [computation[name] for name in named if name in computation]
+        inside = {instruction.name: instruction}
+        return _Kernel(inside, computation, sources, _written(instruction, computation))
+
+
+class _Kernel(NamedTuple):
+    """A fusion, or an instruction by itself."""
+
+    inside: Computation
+    around: Computation  #: has the operands of what is inside
+    sources: list[Instruction]  #: what it reads
+    written: list[Array]
 
 
 def parse(text: str) -> Module:
@@ -307,21 +306,6 @@ def _product(one: Instruction, computation: Computation) -> Product | None:
     depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", summed))
     unit = "fp8" if left.dtype.startswith("f8") else "f32" if left.dtype == "f32" else "bf16"
     return Product(unit, 2.0 * depth * one.results[0].size)
-
-
-def _root(computation: Computation) -> Instruction:
-    return next(one for one in computation.values() if one.is_root)
-
-
-def _reads(instruction: Instruction, computation: Computation) -> int:
-    """Return the bytes that an instruction outside of fusions reads: each operand once."""
-    alone = {instruction.name: instruction}
-    return sum(_taken(computation[name], alone) for name in dict.fromkeys(instruction.operands))
-
-
-def _reads_fused(fused: Computation) -> int:
-    """Return the bytes that a fusion reads of its parameters."""
-    return sum(_taken(one, fused) for one in fused.values() if one.opcode == "parameter")
 
 
 def _taken(source: Instruction, users: Computation) -> int:

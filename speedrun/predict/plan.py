@@ -190,12 +190,8 @@ def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> S
     step_s = sum(line.seconds for line in mean)
     weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
     return StagePlan(
-        num_steps=stage.num_steps,
-        batch_tokens=stage.batch_tokens,
-        memory_bytes=found.memory_bytes,
-        traffic_bytes=found.traffic_bytes,
-        gathered_bytes=found.gathered_bytes,
-        scattered_bytes=found.scattered_bytes,
+        *(stage.num_steps, stage.batch_tokens),
+        *found[:4],  # bytes
         compute_floor_s=sum(cost.floor_s(line, device) for line in mean),
         traffic_floor_s=found.traffic_bytes / device.memory_rate,
         communication_floor_s=sent_bytes / device.link_rate,
@@ -214,9 +210,7 @@ class _Found(NamedTuple):
     traffic_bytes: int
     gathered_bytes: int
     scattered_bytes: int
-    lines_with: Callable[
-        [Attention], tuple[Line, ...]
-    ]  #: its time by kind of kernel, given the FLOPs of attention
+    lines_with: Callable[[Attention], tuple[Line, ...]]  #: its time by kind, given the FLOPs of attention
 
 
 def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
@@ -294,7 +288,7 @@ def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
         return scaling.replayed(module, attention, device, program.num_devices, num_nodes=1).lines
 
     return _Found(
-        memory_bytes=found.memory.peak_bytes,
+        memory_bytes=found.memory.peak_memory_in_bytes,
         traffic_bytes=found.traffic_bytes,
         gathered_bytes=found.sent_bytes("all-gather"),
         scattered_bytes=found.sent_bytes("reduce-scatter"),

@@ -93,12 +93,9 @@ class Scaling(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
         rows = [
-            {
-                **msgspec.structs.asdict(scale),
-                "step_s": scale.step_s,
-                "unhidden_s": scale.unhidden_s,
-                "efficiency": self.nodes[0].step_s / scale.step_s,
-            }
+            msgspec.structs.asdict(scale)
+            | {"step_s": scale.step_s, "unhidden_s": scale.unhidden_s}
+            | {"efficiency": self.nodes[0].step_s / scale.step_s}
             for scale in self.nodes
         ]
         return {"recipe": self.recipe, "device": self.device._asdict(), "nodes": rows}
@@ -220,7 +217,7 @@ def replayed(
     began_s: dict[str, float] = {}
     trips: list[Trip] = []
     works: list[Work] = []
-    for step, work in cost.Pricer(module, attention).kernels():
+    for step, work in cost.priced(module, attention):
         began_s[step.instruction.name] = now_s
         for start, one in anatomy.ended(module, step):
             per_node, nodes = _reach(one, num_devices, num_nodes)

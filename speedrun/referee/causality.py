@@ -88,8 +88,11 @@ def known(
         x_ND = _flat(model.hidden(ids_BT))
         cases = [_other_ends(model, ids_BT, at_B, text, draw) for at_B in places_QB]
         if batch > 1:
-            cases.append(_other_company(model, ids_BT, text.rows_RT[next(batches)], draw))
-        cases.append(_other_rows(x_ND, cases[-1].x_ND, draw))
+            random_BT = draw.integers(0, text.num_ids, ids_BT.shape, ids_BT.dtype)
+            for others_BT, num_kept in ((text.rows_RT[next(batches)], batch // 2), (random_BT, 1)):
+                cases.append(_other_company(model, ids_BT, others_BT, num_kept, draw))
+        cases.append(_other_rows(x_ND, draw.permutation(cases[-1].x_ND), 0.5, draw))
+        cases.append(_other_rows(x_ND, draw.choice(x_ND), 8 / model.chunk, draw))
         for places_K in parts(len(x_ND), model.chunk, draw):
             log_probs_KV = model.log_probs(x_ND[places_K])
             for case in cases:
@@ -123,18 +126,18 @@ def _other_ends(
 
 
 def _other_company(
-    model: Model, ids_BT: np.ndarray, others_BT: np.ndarray, draw: np.random.Generator
+    model: Model, ids_BT: np.ndarray, others_BT: np.ndarray, num_kept: int, draw: np.random.Generator
 ) -> _Case:
-    """Put other sequences in the places of about half of a batch."""
-    kept_B1 = (draw.permutation(len(ids_BT)) < len(ids_BT) // 2)[:, None]
+    """Put other sequences in the places of all but some of a batch."""
+    kept_B1 = (draw.permutation(len(ids_BT)) < num_kept)[:, None]
     x_ND = _flat(model.hidden(np.where(kept_B1, ids_BT, others_BT)))
     return _Case("company", x_ND, np.broadcast_to(kept_B1, ids_BT.shape).reshape(-1))
 
 
-def _other_rows(x_ND: np.ndarray, others_ND: np.ndarray, draw: np.random.Generator) -> _Case:
-    """Put other outputs in the places of about half of the rows of the head."""
-    kept_N = draw.random(len(x_ND)) < 0.5
-    return _Case("rows", np.where(kept_N[:, None], x_ND, draw.permutation(others_ND)), kept_N)
+def _other_rows(x_ND: np.ndarray, others_ND: np.ndarray, share: float, draw: np.random.Generator) -> _Case:
+    """Put other outputs in the places of all but a share of the rows of the head."""
+    kept_N = draw.random(len(x_ND)) < share
+    return _Case("rows", np.where(kept_N[:, None], x_ND, others_ND), kept_N)
 
 
 def places(rows_RT: np.ndarray, separator: int, draw: np.random.Generator) -> np.ndarray:
@@ -159,11 +162,14 @@ def places(rows_RT: np.ndarray, separator: int, draw: np.random.Generator) -> np
 def changed(ids_T: np.ndarray, at: int, text: Text, draw: np.random.Generator) -> np.ndarray:
     """Return a sequence with another end, whose first token differs.
 
-    Half of all ends are those of another sequence, as it is scored. The others are, with equal probability: random ids;
-    the end of another sequence with separators at `at` and at random; the own end without separators, with one token
-    changed, or after an extra separator.
+    Near the start all is random: coarse numbers about a whole text could survive a change of its half. Half of all
+    other ends are those of another sequence, as it is scored. The rest are, with equal probability: random ids; the end
+    of another sequence with separators at `at` and at random; the own end without separators, with one token changed,
+    or after an extra separator.
     """
     kind = draw.integers(1, _KINDS) if draw.random() < 0.5 else 0
+    if at <= _EDGES:
+        kind = 1
     new_T, (num_ids, separator), num_later = ids_T.copy(), text[1:], len(ids_T) - at
     others_RT = text.rows_RT[text.rows_RT[:, at] != ids_T[at]]
     if kind in (0, 2) and len(others_RT):

@@ -8,6 +8,7 @@ N tokens of a chunk, V vocabulary, L leaves of the state.
 """
 
 import json
+import math
 import sys
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from speedrun.data import inventory, stream
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import CheckpointError, UsageError
+from speedrun.ground.console import clean
+from speedrun.ground.errors import CheckpointError, SpeedrunError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import require_regular
 from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
@@ -34,7 +36,7 @@ from speedrun.training.fingerprint import state_hash
 from speedrun.training.request import decoded
 
 _TEXTS = 140  #: scored sequences to change
-_OTHERS = 64  #: sequences of other text, at most
+_OTHERS, _OTHER_TOKENS = 64, 2**14  #: sequences of other text at most, or more short ones of so many tokens
 #: Of both, and of scored ones, on another platform than the run's: a CPU takes minutes for each.
 _FEW, _SAMPLE = 8, 16
 
@@ -47,7 +49,13 @@ def examine(request: Examination) -> Findings:
             missing or damaged.
     """
     meshes.prepare(tracks.load(request.track).rules.platform)
-    return _Examiner(request).findings()
+    try:
+        return _Examiner(request).findings()
+    except SpeedrunError:
+        raise
+    except Exception as error:  # untrusted programs raise whatever comes
+        why = clean(repr(error), limit=200)
+        raise UsageError(f"its programs cannot be examined ({why}); need those that a run exports") from error
 
 
 class _Examiner:
@@ -101,6 +109,9 @@ class _Examiner:
             val_loss=float(nll_R.mean()),
             own=own,
             dtype=self.programs.dtype,
+            num_params=self.programs.num_params,
+            state_bytes_per_device=self.programs.state_bytes_per_device,
+            batch_tokens=tuple(math.prod(self.programs.shape(name)) for name in self.programs.lowered.steps),
             columns=self.programs.exported("logits").out_avals[0].shape[1],
             num_ids=self.track.data.vocab_size,
             rows=known.rows,
@@ -111,7 +122,7 @@ class _Examiner:
             constant_bytes=self.programs.constant_bytes,
             shuffled_loss=float(self._nll(params, stream.Batch(*few_BT)).mean()),
             other_loss=float(others_R.mean()) if compared else None,
-            other_error=_error(nll_R, others_R) if compared else 0.0,
+            other_error=_error(nll_R, others_R, math.log(self.track.data.vocab_size)) if compared else 0.0,
             stretches=tuple(replayed),
             sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)) if self.foreign else (),
         )
@@ -243,7 +254,7 @@ class _Examiner:
         length, last = self._shape_BT[1], len(self.shards.train) - 1
         read = cursor.offset if cursor.shard == last else 0
         places = [(self.shards.val[0], self.track.data.val_tokens), (self.shards.train[last], read)]
-        most = _FEW if self.foreign else _OTHERS
+        most = _FEW if self.foreign else max(_OTHERS, _OTHER_TOKENS // length)
         num_rows = [max(0, min((shard.num_tokens - at - 1) // length, most)) for shard, at in places]
         shard, start = places[int(np.argmax(num_rows))]
         ids = shard.read(start, min(start + max(num_rows) * length + 1, shard.num_tokens)).astype(np.int32)
@@ -273,14 +284,13 @@ def _number(x: Any) -> np.ndarray:
     return np.nan_to_num(x, nan=most, posinf=most, neginf=-most)
 
 
-def _error(first_R: np.ndarray, second_R: np.ndarray) -> float:
+def _error(first_R: np.ndarray, second_R: np.ndarray, most: float) -> float:
     """Return the standard error of the difference between the means of two samples of sequences.
 
-    By the smaller of both deviations: losses that are wild on one of the texts would hide any difference.
+    By the smaller of both deviations, of losses of at most that of a guess: wild ones would hide any difference.
     """
-    return float(
-        min(x_R.std(ddof=1) for x_R in (first_R, second_R)) * (1 / len(first_R) + 1 / len(second_R)) ** 0.5
-    )
+    sds = [np.minimum(x_R, most).std(ddof=1) for x_R in (first_R, second_R)]
+    return float(min(sds) * (1 / len(first_R) + 1 / len(second_R)) ** 0.5)
 
 
 if __name__ == "__main__":

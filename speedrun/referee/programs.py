@@ -1,6 +1,7 @@
 """The programs that a record carries: reads StableHLO, inspects and compiles it."""
 
 import lzma
+import math
 import re
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.archive import Archive
+from speedrun.science.params import SHARDS
 from speedrun.science.step import COMPILER_OPTIONS
 from speedrun.training.program import inspect
 
@@ -100,6 +102,20 @@ class Programs:
         """Shape, dtype and sharding of each leaf of a state."""
         first, num_leaves = self.lowered.steps[0], len(self.archive.leaves)
         return self._args(first)[:num_leaves]
+
+    @property
+    def num_params(self) -> tuple[int, int]:
+        """The least and the most parameters that a state can hold: some rows of each array may be padding."""
+        params = self.state[1 : 1 + self.archive.num_params]
+        most = sum(x.size for x in params)
+        padding = sum(x.size // max(1, *x.shape[:1]) for x in params) * (SHARDS - 1)
+        return most - padding, most
+
+    @property
+    def state_bytes_per_device(self) -> int:
+        """Bytes of a state that each device holds."""
+        shapes = ((x.sharding.shard_shape(x.shape) if x.sharding else x.shape, x.dtype) for x in self.state)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     def _args(self, name: str) -> list[jax.ShapeDtypeStruct]:
         """Return the arguments of a program; those for a single device have no sharding."""

@@ -1,4 +1,6 @@
-"""`speedrun validate --replay`: check runs against their programs and states. Executes no source of a record.
+"""`speedrun validate --replay`: check runs against their programs and states, without executing source of a record.
+
+`--relower` executes it, to see whether it makes these programs.
 
 Runs, stretches and positions are drawn from a nonce that is unknown beforehand. Nothing drawn may follow from the log,
 because an author can rewrite a log until the draw suits it.
@@ -10,19 +12,21 @@ import random
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
 from speedrun.data import generated, inventory
 from speedrun.data.overview import verify
-from speedrun.ground import runlog
+from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import archive
-from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined
+from speedrun.ledger import archive, format
+from speedrun.ledger.checks.examination import LOWERED, REPLAY_CHECKS, Examined
+from speedrun.ledger.checks.table import Skip
 from speedrun.ledger.findings import Examination, Stretch
-from speedrun.ledger.record import load
+from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run
 from speedrun.ledger.validate import Report, ask
 from speedrun.referee import sandbox
@@ -95,7 +99,7 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
 
 
 def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
-    """Return the report with the results of V601 to V608 added.
+    """Return the report with the results of V601 to V609 added.
 
     Args:
         folder: the record.
@@ -107,13 +111,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
         UsageError: if a check failed, no run finished, a run carries no programs, or there is no sandbox.
         SpeedrunError: if an examination ends with an error.
     """
-    if failed := report.having("failed"):
-        raise UsageError(
-            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; fix that first"
-        )
-    record = load(folder)
-    if not record.finished:
-        raise UsageError(f"{folder}: no run finished; an examination needs a final state")
+    record = _sound(folder, report)
     runs = {run.folder: run for run in record.finished}
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
@@ -134,6 +132,55 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
         for rerun, raw in zip(reruns, archives, strict=True)
     ]
     return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
+
+
+def _sound(folder: Path, report: Report) -> Record:
+    """Return a record that passes all other checks; raise UsageError for another."""
+    if failed := report.having("failed"):
+        raise UsageError(
+            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; fix that first"
+        )
+    record = load(folder)
+    if not record.finished:
+        raise UsageError(f"{folder}: no run finished; an examination needs a final state")
+    return record
+
+
+def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
+    """Return the report with the result of V610 added: lower the source again, once for each archive of programs.
+
+    Args:
+        folder: the record.
+        report: of the other checks; if one failed, nothing is executed.
+        options: `data` and `unsafe` count.
+        echo: where progress goes.
+
+    Raises:
+        UsageError: if a check failed, no run finished, or there is no sandbox.
+        SpeedrunError: if the source ends with an error.
+    """
+    record = _sound(folder, report)
+    runs = {made.sha256: run for run in record.finished for made in run.of(runlog.Exported)}
+    here = provenance.software()
+
+    def find(_record: Record) -> Iterator[str]:
+        if not runs:
+            raise Skip("no run carries programs")
+        for sha256, run in runs.items():
+            theirs = run.preflight.software
+            for name in ("jax", "jaxlib"):
+                if theirs.get(name) != here[name]:
+                    raise Skip(
+                        f"lowered by {name} {theirs.get(name)}; this is {here[name]}, which may lower otherwise"
+                    )
+            rerun = Rerun(folder, run.folder, unsafe=options.unsafe)
+            print(f"lowering the source of {run.folder} again", file=echo, flush=True)
+            found = format.sha256(rerun.lowered(rerun.check_data(options.data, echo), echo))
+            if found != sha256:
+                yield f"{run.folder}: its source makes {archive.name_of(found)}, the run {archive.name_of(sha256)}"
+
+    print(sandbox.protections(unsafe=options.unsafe), file=echo, flush=True)
+    return Report((*report.results, ask(replace(LOWERED, find=find), record)), report.strict)
 
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:

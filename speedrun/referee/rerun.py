@@ -1,6 +1,7 @@
-"""Starts the sandboxed processes that run what a record carries: its source to train again, or our examiner.
+"""Starts the sandboxed processes that run what a record carries: its source to train or lower again, or our examiner.
 
-Only `speedrun reproduce` runs the source, and its help says so; `validate --replay` has its programs examined.
+Only `speedrun reproduce` and `validate --relower` run the source, and their help says so; `validate --replay` has its
+programs examined.
 """
 
 import os
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TextIO
 
@@ -18,9 +20,9 @@ from speedrun.data import generated, inventory, shards
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import DataError, SpeedrunError, UsageError
-from speedrun.ground.exit_codes import EXIT_CODES, meaning
+from speedrun.ground.errors import EXIT_CODES, DataError, SpeedrunError, UsageError, meaning
 from speedrun.ground.wholefile import write_whole
+from speedrun.ledger import archive
 from speedrun.ledger.findings import Examination, Findings
 from speedrun.ledger.record import load, read_files
 from speedrun.referee import sandbox
@@ -31,9 +33,24 @@ _PACKAGE = Path(__file__).parent.parent
 #: What any process needs. No compilation cache: foreign code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
+_EXAMINER = ("-m", "speedrun.referee.examiner")
+
 #: Time limit of a run: bounds, and factor on its own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0
 _MOST_STACKS_BYTES = 1 << 22
+
+#: What the source lowers its programs with: its own functions, which V503 compares with the harness.
+_LOWER = """
+import sys
+from pathlib import Path
+from speedrun.ledger.archive import pack
+from speedrun.training.exports import exported
+from speedrun.training.prepare import prepare
+from speedrun.training.request import RunConfig, decoded
+request = Path(sys.argv[1])
+made = pack(exported(prepare(decoded(request.read_bytes(), RunConfig))))
+request.with_name("programs.xz").write_bytes(made)
+"""
 
 
 class Rerun:
@@ -107,16 +124,43 @@ class Rerun:
         """
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * self.old.end.cold_wall_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
-            made, code = Path(scratch, "record"), Path(scratch, "source")
-            for path, text in self._source.items():
-                file = code / path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
+            made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, data)
+            train = ("-m", "speedrun.training.train")
             try:
-                self._start("speedrun.training.train", config, Path(scratch), echo, code, [data], limit_s)
+                self._start(train, config, Path(scratch), echo, code, [data], limit_s)
             finally:
                 _bring(made, out)
+
+    def lowered(self, data: Path, echo: TextIO) -> bytes:
+        """Unpack the source into a scratch folder, let it lower its programs, and return their archive.
+
+        Args:
+            data: folder of shards: see `check_data`. Of validation shards the source sees headers and sizes only.
+            echo: where its output goes.
+
+        Raises:
+            SpeedrunError: if it ends with an error, or leaves no archive.
+        """
+        with tempfile.TemporaryDirectory(prefix="speedrun-source-") as name:
+            scratch = Path(name)
+            code, seen = self._unpacked(scratch), scratch / "data"
+            readable = _without_text(data, seen, self._rules.data.val)
+            config = self._config(scratch / "record", self.old.start.seed, seen)
+            self._start(("-c", _LOWER), config, scratch, echo, code, readable, _LEAST_S)
+            try:
+                return plain(scratch / "programs.xz", archive.MOST_BYTES)
+            except (OSError, ValueError) as error:
+                raise SpeedrunError(f"the source of {self.old.folder} left no programs: {error}") from None
+
+    def _unpacked(self, scratch: Path) -> Path:
+        """Write the files of the source; return their folder."""
+        code = scratch / "source"
+        for path, text in self._source.items():
+            file = code / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        return code
 
     def examine(self, request: Examination, scratch: Path, echo: TextIO) -> Findings:
         """Run our examiner on the programs of the record, without any of its source.
@@ -130,12 +174,12 @@ class Rerun:
             SpeedrunError: if it ends with an error.
         """
         readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
-        self._start("speedrun.referee.examiner", request, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
+        self._start(_EXAMINER, request, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
         return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
 
     def _start(
         self,
-        module: str,
+        words: tuple[str, str],
         request: object,
         scratch: Path,
         echo: TextIO,
@@ -143,13 +187,13 @@ class Rerun:
         readable: Iterable[Path],
         limit_s: float,
     ) -> None:
-        """Run a module in the sandbox, with the path of a file that holds the request as its only argument."""
+        """Run Python in the sandbox, with the path of a file that holds the request as its only argument."""
         path = scratch / "request.json"
         path.write_bytes(msgspec.json.encode(request, enc_hook=str))
         # Foreign code gets the variables that the run had, and none of ours that may hold a secret.
         keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         found = sandbox.run(
-            [sys.executable, "-m", module, str(path)],
+            [sys.executable, *words, str(path)],
             scratch,
             readable=readable,
             environment={**keep, **self._environment, "PYTHONPATH": str(code)},
@@ -158,7 +202,7 @@ class Rerun:
             unsafe=self._unsafe,
         )
         if found:
-            what = "the examiner" if module == "speedrun.referee.examiner" else "the source"
+            what = "the examiner" if words == _EXAMINER else "the source"
             error = SpeedrunError(
                 f"{what} of {self.old.folder} ended with {meaning(found)}; see its output above"
             )
@@ -184,6 +228,21 @@ class Rerun:
             microbatches=start.config.get("microbatches"),
             attention=start.config.get("attention", "auto"),
         )
+
+
+def _without_text(data: Path, seen: Path, validation: str) -> list[Path]:
+    """Make a folder with links to the files of another, which are returned, and validation shards of zeros alone."""
+    seen.mkdir()
+    files = [path for path in data.iterdir() if path.is_file()]
+    blank = [path for path in files if fnmatch(path.name, validation)]
+    for path in blank:
+        with path.open("rb") as shard, (seen / path.name).open("wb") as made:
+            made.write(shard.read(shards.HEADER_BYTES))
+            made.truncate(path.stat().st_size)
+    others = [path.resolve() for path in files if path not in blank]
+    for path in others:
+        (seen / path.name).symlink_to(path)
+    return others
 
 
 def plain(path: Path, most_bytes: int) -> bytes:

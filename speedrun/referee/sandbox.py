@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from speedrun.ground import children, console
-from speedrun.ground.errors import SpeedrunError, UsageError
-from speedrun.ground.exit_codes import EXIT_CODES
+from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError
 
 #: What every program needs to load. Nothing else of /etc: it holds names and keys.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")

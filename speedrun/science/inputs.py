@@ -88,7 +88,5 @@ def _plain(name: str, value: Any) -> Any:
             return np.array(value)
     elif isinstance(value, int | str):
         return str(value) if isinstance(value, str) else value if isinstance(value, bool) else int(value)
-    raise UsageError(
-        f"its schedule gives {name!r} as {' '.join(repr(value).split())[:60]}; need a bool, int or str, which is "
-        f"compiled in, or up to {MOST_NUMBERS:,} numbers of NumPy, which are traced"
-    )
+    need = f"a bool, int or str, which is compiled in, or up to {MOST_NUMBERS:,} numbers of NumPy, which are traced"
+    raise UsageError(f"its schedule gives {name!r} as {' '.join(repr(value).split())[:60]}; need {need}")

@@ -75,6 +75,11 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32)
 
 
+def gaussian(sd: float) -> Init:
+    """Return an initialiser: normal with mean zero and this standard deviation."""
+    return lambda key, shape: sd * normal(key, shape)
+
+
 def zeros(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return zeros: the head, and projections into the stream (record 2024-10-14)."""
     return jnp.zeros(shape, jnp.float32)
@@ -83,6 +88,12 @@ def zeros(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def uniform_fan_in(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draw uniformly with standard deviation 0.5 / sqrt(fan in); fan in is the last axis (record 21)."""
     bound = math.sqrt(3) * 0.5 / math.sqrt(shape[-1])
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
+def uniform_within_fan_in(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw uniformly within 1 / sqrt(fan in), PyTorch's default for linear layers; fan in is the last axis."""
+    bound = shape[-1] ** -0.5
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
 
@@ -110,9 +121,8 @@ class Layout:
         for name, spec in self.table.items():
             twin = self.table.get(spec.like or name, spec)
             if (twin.shape, twin.init, twin.like) != (spec.shape, spec.init, None):
-                raise UsageError(
-                    f"its table draws {name!r} like {spec.like!r}; need one with its own draw, same shape and init"
-                )
+                need = "need one with its own draw, same shape and init"
+                raise UsageError(f"its table draws {name!r} like {spec.like!r}; {need}")
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:
@@ -124,11 +134,11 @@ class Layout:
                 group = "" if spec.group == "matrix" else f"{spec.group}."
                 members = alike.setdefault(f"{group}{min(rows, cols)}x{max(rows, cols)}", [])
                 members += [Member(name, i, rows, cols) for i in range(math.prod(spec.shape[:-2]))]
-        return {
-            f"bank.{shape}.{start // SHARDS}": tuple(members[start : start + SHARDS])
-            for shape, members in alike.items()
-            for start in range(0, len(members), SHARDS)
-        }
+        banks = {}
+        for shape, members in alike.items():
+            parts = (members[start : start + SHARDS] for start in range(0, len(members), SHARDS))
+            banks |= {f"bank.{shape}.{i}": tuple(part) for i, part in enumerate(parts)}
+        return banks
 
     @cached_property
     def tables(self) -> tuple[str, ...]:

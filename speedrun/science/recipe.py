@@ -100,9 +100,7 @@ class Recipe:
     eval_seq_len: Count
     compute_dtype: Dtype
     carry: Callable[[Any], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
-    constants: Callable[[Any, Vocabulary], Constants] = (
-        no_constants  #: inputs that are the same at every step
-    )
+    constants: Callable[[Any, Vocabulary], Constants] = no_constants  #: inputs that are equal at all steps
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -200,11 +198,10 @@ def describe(value: Any) -> Any:
 
 def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:
     """Return `node` with new settings by dotted name. Each value is rebuilt once, so settings can change together."""
-    parts = _parts(node)
-    fresh = {
-        name: new[key] if (key := above + name) in new else _rebuilt(part, new, f"{key}.")
-        for name, part in parts.items()
-    }
+    parts, fresh = _parts(node), {}
+    for name, part in parts.items():
+        key = above + name
+        fresh[name] = new[key] if key in new else _rebuilt(part, new, f"{key}.")
     if fresh == parts:
         return node
     try:

@@ -53,15 +53,10 @@ def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
             new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
     new |= _smoke(known) if name == "smoke" else {}
     for key, old in known.items():
-        if (
-            key.startswith("config.")
-            and isinstance(old, int)
-            and old % 768 == 0 < old
-            and key not in {**new, **given}
-        ):
-            raise UsageError(
-                f"size={name} has no rule for {key}, a multiple of the width; --set {key}=..., too"
-            )
+        is_unset = key.startswith("config.") and key not in {**new, **given}
+        if is_unset and isinstance(old, int) and old % 768 == 0 < old:
+            hint = f"--set {key}=..., too"
+            raise UsageError(f"size={name} has no rule for {key}, a multiple of the width; {hint}")
     return new
 
 

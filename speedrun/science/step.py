@@ -90,9 +90,8 @@ class Step:
 
         def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
             # Zeros inherit no sharding: without a spec, XLA would put them on one device.
-            names = [
-                k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in self.layout.specs
-            ]
+            keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+            names = [key for key in keys if key in self.layout.specs]
             is_alike = names and leaf.shape[:1] == abstract.params[names[-1]].shape[:1]
             return self.layout.specs[names[-1]] if is_alike else P()
 
@@ -120,12 +119,7 @@ class Step:
         )
 
     def _train_step(
-        self,
-        static: Static,
-        state: TrainState,
-        tokens_BT: jax.Array,
-        targets_BT: jax.Array,
-        schedule: Params,
+        self, static: Static, state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params
     ) -> tuple[TrainState, StepMetrics]:
         """Compute one device's part of a step."""
         inputs, batch = self.plan.at(state.step, schedule, static), Batch(tokens_BT, targets_BT, state.carry)
@@ -145,10 +139,7 @@ class Step:
         return loss, self._scatter_mean(self.layout.pack(grads))
 
     def _accumulate(self, params: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
-        """Return mean loss and gradients over this device's sequences, one micro-batch at a time.
-
-        Gradients of several micro-batches are summed in float32; those of a single one stay in the compute dtype.
-        """
+        """Return mean loss and gradients over this device's sequences: sums over micro-batches are in float32."""
         num_local = self.microbatches // self.mesh.size
 
         @partial(jax.grad, has_aux=True)

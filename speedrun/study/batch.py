@@ -17,14 +17,14 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import read_regular
-from speedrun.ledger import decoding, format, statistics
+from speedrun.ledger import format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
-from speedrun.ledger.record import load
+from speedrun.ledger.record import decode, load
+from speedrun.ledger.run import FormatError
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.summary import Summary
 from speedrun.study import race
-from speedrun.training import child
 from speedrun.training.request import RunConfig
 
 
@@ -85,12 +85,12 @@ class Batch:
         path = self.folder / format.BATCH
         try:
             raw = read_regular(path)
-            self._declared = decoding.decode(raw, format.Declaration)
+            self._declared = decode(raw, format.Declaration)
         except OSError:
             raise UsageError(
                 f"{self.folder} holds no {format.BATCH}; declare a batch: speedrun batch --runs N"
             ) from None
-        except decoding.FormatError as error:
+        except FormatError as error:
             raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
         self._sha256 = format.sha256(raw)
         self._told: set[str] = set()  # runs that were killed
@@ -111,7 +111,7 @@ class Batch:
             while now.missing:
                 seed = now.missing[0]
                 with race.live(sys.stderr if self.to_stderr else sys.stdout, self._ghost) as printer:
-                    code, _ = child.trained(self._request(seed), printer, keep_open=(lock,))
+                    code, _ = children.trained(self._request(seed), printer, keep_open=(lock,))
                 now = self._standing()
                 if seed in now.missing or code not in (0, NonFiniteError.exit_code):
                     raise children.run_error(code, "batch", self.folder, self.data)
@@ -122,9 +122,7 @@ class Batch:
         """Salvage killed runs, write the record, and report its standing."""
         for run_id in {*salvage(self.folder)} - self._told:
             self._told.add(run_id)
-            sys.stderr.write(
-                f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
-            )
+            sys.stderr.write(f"warning: {run_id} was killed; its log stays, as of a run that broke off\n")
         if list(self.folder.glob("runs/*")):
             self._assemble()
         target = self._rules.target

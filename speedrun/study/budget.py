@@ -122,7 +122,5 @@ def lines(budget: Budget, error: float) -> list[str]:
         if budget.num_devices and budget.dollars is not None
         else ""
     )
-    runs = (
-        f"{budget.num_runs} runs of {duration(budget.run_s)}, {duration(budget.train_s)} of them on the clock"
-    )
+    runs = f"{budget.num_runs} runs of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
     return [disk, f"batch  {runs} | about {duration(budget.total_s)} in all, {basis}{cost}"]

@@ -11,11 +11,11 @@ The best of many arms looks better than it is, so only runs with fresh seeds con
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from speedrun.ledger.statistics import mean_interval
+from speedrun.ledger.statistics import Interval, mean_interval
 from speedrun.study.comparison import seconds_per_nat
 from speedrun.study.trials import Arm, Experiment, Kind, Runs, Standing
 
@@ -29,19 +29,11 @@ NEGLIGIBLE = 0.01
 Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
 
 
-class Effect(msgspec.Struct, frozen=True):
-    """A mean difference over pairs."""
+class Effect(Interval, frozen=True):
+    """A mean difference over pairs, with its 95 % interval."""
 
-    mean: float
-    low: float  #: of the interval, 95 %
-    high: float
     p: float  #: of no difference
     adjusted_p: float  #: Holm's
-
-    @property
-    def covers_zero(self) -> bool:
-        """Whether the interval contains zero."""
-        return self.low <= 0 <= self.high
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -95,22 +87,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def p_of_zero(differences: Sequence[float]) -> float:
-    """Return the two-sided p of a zero mean by Student's t; 1 if all differences are equal.
-
-    Raises:
-        ValueError: for fewer than two.
-    """
-    from scipy import special
-
-    if len(differences) < 2:
-        raise ValueError(f"got {len(differences)} differences; a test needs two")
-    if not (sd := stdev(differences)):
-        return 1.0
-    t = fmean(differences) / sd * math.sqrt(len(differences))
-    return 2 * float(special.stdtr(len(differences) - 1, -abs(t)))
-
-
 def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs) -> tuple[Finding, ...]:
     """Compare the arms of each pair on these seeds; adjust p over the pairs."""
     found = [_finding(arm, other, seeds, runs) for arm, other in pairs]
@@ -152,10 +128,14 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
 
 
 def _effect(differences: Sequence[float]) -> Effect | None:
+    from scipy import stats
+
     interval = mean_interval(differences)
     if interval is None:
         return None
-    p = p_of_zero(differences)
+    # Differences without any scatter are those of copies of one run, and prove nothing.
+    tested: Any = stats.ttest_1samp(differences, 0) if stdev(differences) else None
+    p = 1.0 if tested is None else float(tested.pvalue)
     return Effect(interval.mean, interval.low, interval.high, p, adjusted_p=p)
 
 
@@ -168,7 +148,7 @@ def _verdict(found: Finding) -> Verdict:
         return "unresolved"
     if effect.adjusted_p < LEVEL:
         return "better" if effect.mean < 0 else "worse"
-    if effect.covers_zero and max(-effect.low, effect.high) <= found.negligible_s:
+    if effect.low <= 0 <= effect.high and max(-effect.low, effect.high) <= found.negligible_s:
         return "equal"
     return "unresolved"
 
@@ -185,7 +165,8 @@ def winner(found: Sequence[Finding]) -> Finding | None:
 
 def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
     """Summarize the runs so far."""
-    found = findings(experiment.pairs, experiment.seeds, runs)
+    pairs = [(arm, experiment.arm(arm.against)) for arm in experiment.arms if arm.against is not None]
+    found = findings(pairs, experiment.seeds, runs)
     best = winner(found)
     confirmation = None
     if best is not None and experiment.confirming:

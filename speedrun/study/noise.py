@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from speedrun.exchange.curves import ContextRun, can_identify
+from speedrun.exchange.foreign import ContextRun, can_identify
 from speedrun.ledger.statistics import pooled_sd
 
 

@@ -25,9 +25,7 @@ def table(found: Summary) -> list[str]:
         arm, *rest = _row(found.confirmation, found.kind)
         rows.append((f"{arm}, fresh seeds", *rest))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return [*lines, *_price(found), f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
 
 
@@ -38,20 +36,12 @@ def count(number: int, noun: str) -> str:
 
 def _row(one: Finding, kind: Kind) -> tuple[str, ...]:
     time = "-"
-    if one.log_time is not None:
-        mean, low, high = (
-            100 * math.expm1(x) for x in (one.log_time.mean, one.log_time.low, one.log_time.high)
-        )
+    if (effect := one.log_time) is not None:
+        mean, low, high = (100 * math.expm1(x) for x in (effect.mean, effect.low, effect.high))
         time = f"{mean:+.1f} % [{low:+.1f}, {high:+.1f}]"
     p = "-" if one.together_s is None else f"{one.together_s.adjusted_p:.2g}"
-    return (
-        one.arm,
-        _interval(one.loss, ".4f"),
-        time,
-        _interval(one.together_s, ".2f"),
-        p,
-        _verdict(one, kind),
-    )
+    loss, together = _interval(one.loss, ".4f"), _interval(one.together_s, ".2f")
+    return one.arm, loss, time, together, p, _verdict(one, kind)
 
 
 def _interval(effect: Effect | None, digits: str) -> str:

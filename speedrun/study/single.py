@@ -18,7 +18,7 @@ from speedrun.ledger.salvage import ended
 from speedrun.ledger.summary import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
-from speedrun.trained import samples, start
+from speedrun.trained import samples, sources
 from speedrun.training.request import RunConfig
 from speedrun.training.resume_settings import resumed
 from speedrun.training.train import train
@@ -142,7 +142,7 @@ def _begun(config: RunConfig, init_from: Path | None) -> RunConfig:
     rules = tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None
     processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
-    return config if init_from is None else start.start_from(config, init_from)
+    return config if init_from is None else sources.start_from(config, init_from)
 
 
 def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bool) -> None:

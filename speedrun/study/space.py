@@ -66,9 +66,7 @@ def grid(space: Space) -> list[dict[str, str]]:
             raise UsageError(f"--set {key} is a range; add --trials K to draw from it, or list values")
         axes[key] = values
     if (number := math.prod(map(len, axes.values()))) > MOST_ARMS:
-        raise UsageError(
-            f"got {number:,} combinations; need at most {MOST_ARMS}; list fewer, or add --trials K"
-        )
+        raise UsageError(f"got {number:,} combinations; need at most {MOST_ARMS}, or --trials K")
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 

@@ -57,6 +57,9 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
             )
     blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
     test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma)
+    others = [] if parent is None else [run.val_loss for run in load_result(parent).finished]
+    if parent is not None and min(len(others), len(losses)) < 2:
+        raise UsageError(f"--against compares {len(losses)} runs with {len(others)}; need two on each side")
     is_tested = len(losses) + len(blown_up) > 1
     sd = stdev(losses) if len(losses) > 1 else None
     noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
@@ -79,14 +82,5 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
         alpha=test.alpha,
         passed=is_tested and test.passed,
         runs_needed=needed,
-        equivalent=None if parent is None else _equivalence(parent, losses),
+        equivalent=None if parent is None else statistics.equivalent(others, losses),
     )
-
-
-def _equivalence(parent: Path, losses: list[float]) -> statistics.Equivalence:
-    others = [run.val_loss for run in load_result(parent).finished]
-    if min(len(others), len(losses)) < 2:
-        raise UsageError(
-            f"--against compares {len(losses)} runs with {len(others)}; need two finished ones on each side"
-        )
-    return statistics.equivalent(others, losses)

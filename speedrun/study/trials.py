@@ -9,7 +9,6 @@ extended after its results are known.
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,14 +17,13 @@ import msgspec
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import read_regular
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.decoding import FormatError
 from speedrun.ledger.format import TrackRef, sha256
 from speedrun.ledger.record import read_files, run_folders
-from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.run import FormatError, Run, read_run
 from speedrun.training.request import RunConfig
 
 EXPERIMENT = "experiment.json"
-EXPERIMENT_SCHEMA = "speedrun.experiment/1"
+SCHEMA = "speedrun.experiment/1"
 
 #: Name of the arm that is the recipe as it is; a ladder has none.
 BASELINE = "as it is"
@@ -56,9 +54,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source_sha256: str
 
 
-class Experiment(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag=EXPERIMENT_SCHEMA
-):
+class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag=SCHEMA):
     """`experiment.json`."""
 
     standing: Standing
@@ -76,11 +72,6 @@ class Experiment(
     def arm(self, name: str) -> Arm:
         """Return the arm of this name."""
         return next(arm for arm in self.arms if arm.name == name)
-
-    @property
-    def pairs(self) -> list[tuple[Arm, Arm]]:
-        """Each arm that is compared with another, and that one."""
-        return [(arm, self.arm(arm.against)) for arm in self.arms if arm.against is not None]
 
 
 class Trial(NamedTuple):
@@ -163,7 +154,14 @@ def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> 
     found: Runs = {}
     for arm, seed in wanted:
         for attempt in sorted(arm_folder(folder, experiment, arm).glob(f"{seed}-*")):
-            for run in _completed_runs(attempt):
+            raw, _ = read_files(attempt)
+            for name in run_folders(raw):
+                try:
+                    run = read_run(raw, name)
+                except FormatError:  # it was killed
+                    continue
+                if run.outcome not in ("finished", "non-finite"):
+                    continue
                 start = run.start.seed, run.start.config_sha256, run.start.source_sha256
                 if start != (seed, arm.config_sha256, arm.source_sha256):
                     raise UsageError(
@@ -171,11 +169,3 @@ def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> 
                     )
                 found.setdefault((arm.name, seed), run)
     return found
-
-
-def _completed_runs(attempt: Path) -> Iterator[Run]:
-    raw, _ = read_files(attempt)
-    for name in run_folders(raw):
-        with suppress(FormatError):  # it was killed
-            if (run := read_run(raw, name)).outcome in ("finished", "non-finite"):
-                yield run

@@ -103,7 +103,7 @@ class Decoder:
         self._fixed = jax.jit(self.model.fixed)(self._params)
         # Other functions each time, whose programs JAX must not look up.
         self._start = jax.jit(lambda *args: self._read(*args))
-        self._extend = jax.jit(lambda *args: self.write(*args), static_argnums=4, donate_argnums=2)
+        self._extend = jax.jit(lambda *args: self._write(*args), static_argnums=4, donate_argnums=2)
         self._differ = jax.jit(jax.vmap(self.model.differences))
 
     def start(self, prompts: Sequence[np.ndarray]) -> Texts:
@@ -160,25 +160,17 @@ class Decoder:
         caches = jax.lax.map(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1], tokens_PT)
         return Texts(tokens_PT, length_P, stream_P, caches)
 
-    def _next(
-        self, params: Params, fixed: list[jax.Array], texts: Texts
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Return the logits after each text, and the caches with its last token."""
+    def _write(
+        self, params: Params, fixed: list[jax.Array], texts: Texts, how: Draw, num_tokens: int
+    ) -> tuple[Texts, jax.Array]:
+        rows_P, draw = jnp.arange(len(texts.length_P)), jax.vmap(partial(drawn, how=how))
 
-        def of_one(tokens_T: jax.Array, length: jax.Array, cache: list[jax.Array]) -> Any:
+        def after(tokens_T: jax.Array, length: jax.Array, cache: list[jax.Array]) -> Any:
             x_BTD, cache = self.model.step(fixed, cache, tokens_T[None], length - 1)
             return self._logits(params, x_BTD[0])[0], cache
 
-        return jax.vmap(of_one)(texts.tokens_PT, texts.length_P, texts.caches)
-
-    def write(
-        self, params: Params, fixed: list[jax.Array], texts: Texts, how: Draw, num_tokens: int
-    ) -> tuple[Texts, jax.Array]:
-        """Compute `extend`; to be traced. `fixed` is that of `model`."""
-        rows_P, draw = jnp.arange(len(texts.length_P)), jax.vmap(partial(drawn, how=how))
-
         def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
-            z_PV, caches = self._next(params, fixed, texts)
+            z_PV, caches = jax.vmap(after)(texts.tokens_PT, texts.length_P, texts.caches)
             # Of text and position alone, so that pauses do not matter.
             keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
             keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
@@ -192,10 +184,6 @@ class Decoder:
 
 def decoder_of(trained: Trained, num_positions: int) -> Decoder:
     """Return the decoder of a trained model for sequences of up to so many tokens; see `Decoder`."""
-    return Decoder(
-        trained.program.recipe,
-        trained.inputs,
-        trained.params,
-        vocab_size=trained.track.data.vocab_size,
-        num_positions=num_positions,
-    )
+    recipe, vocab_size = trained.program.recipe, trained.track.data.vocab_size
+    model = recipe, trained.inputs, trained.params
+    return Decoder(*model, vocab_size=vocab_size, num_positions=num_positions)

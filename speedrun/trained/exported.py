@@ -29,7 +29,6 @@ from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained, own_recipe
-from speedrun.trained.words import Words
 from speedrun.training.program import Program
 
 FACTS = "model.json"
@@ -203,7 +202,7 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
     Raises:
         DataError: if the data needs one that is not there.
     """
-    path = Words(trained.track, trained.words_folder).path
+    path = trained.words.path
     if path is None or (path.name == vocabulary.RANKS and not path.exists()):
         return {}
     with translate_read_errors(path, "need the tokenizer; name its folder with --data"):
@@ -253,16 +252,10 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     meshes.prepare("any")
     known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
     program = Program(chosen, meshes.make_mesh(1), vocabulary=known)
-    return Trained(
-        program,
-        track,
-        inventory.data_folder(track, data),
-        facts.step,
-        placed(program, arrays(folder, program)),
-        overrides=facts.overrides,
-        origin={"weights": folder.resolve().name, "sha256": facts.weights_sha256},
-        tokenizer=folder if facts.tokenizer else None,
-    )
+    shards, packed = inventory.data_folder(track, data), placed(program, arrays(folder, program))
+    origin = {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
+    own = folder if facts.tokenizer else None
+    return Trained(program, track, shards, facts.step, packed, facts.overrides, origin=origin, tokenizer=own)
 
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:

@@ -28,8 +28,8 @@ from jax.extend.core import JaxprEqn, Var
 from speedrun.science.kernels import attention as definition
 from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.trained.alignment import RUNNING, Time, dtype_of, passage, shape_of, with_shapes_of_rows
-from speedrun.trained.equations import Values, bind, needed, run, traced, variables
+from speedrun.trained import equations
+from speedrun.trained.equations import Time, Values, bind, run, variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,23 +72,21 @@ class _Position:
         rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
         wholes = [i for i, x in enumerate(values) if isinstance(x, Whole) and x.time is not None]
         for i in [*rows, *wholes]:
-            way = passage(eqn, i, values[i].time)
+            way = equations.passage(eqn, i, values[i].time)
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
-                if not rows and not jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact):
+                if not rows and not jnp.issubdtype(equations.dtype_of(eqn.outvars[0]), jnp.inexact):
                     alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
                     return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
-                params = with_shapes_of_rows(eqn, way.out)
+                params = equations.with_shapes_of_rows(eqn, way.out)
                 return [Row(y, way.out) for y in bind(eqn, [self._row(*x) for x in operands], params)]
-        is_running = eqn.primitive.name in RUNNING and not eqn.params["reverse"]
+        is_running = eqn.primitive.name in equations.RUNNING and not eqn.params["reverse"]
         return self._whole(eqn, values, times[0] if is_running else None)
 
-    def _fits(self, values: list[Any], times: Sequence[Time | None]) -> bool:
+    def _fits(self, xs: list[Any], times: Sequence[Time | None]) -> bool:
         """Return whether all rows lie where they are needed, or are needed whole."""
-        return all(
-            time in (None, x.time) for x, time in zip(values, times, strict=True) if isinstance(x, Row)
-        )
+        return all(time in (None, x.time) for x, time in zip(xs, times, strict=True) if isinstance(x, Row))
 
     def _whole(self, eqn: JaxprEqn, values: list[Any], time: Time | None) -> list[Any]:
         found = bind(eqn, [self.whole(x, value) for x, value in zip(eqn.invars, values, strict=True)])
@@ -139,38 +137,33 @@ class Incremental:
         """
         self._is_whole = is_whole
         tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
-        jaxpr, consts = traced(function, params, tokens)
+        jaxpr, consts = equations.traced(function, params, tokens)
         *self._params, self._tokens = jaxpr.invars
         self._states: Any = jaxpr.outvars[0]
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         on_tokens: set[Any] = {self._tokens}
         self._eqns: list[JaxprEqn] = []  #: which depend on tokens
         self._fixed_eqns: list[JaxprEqn] = []
-        for eqn in needed(jaxpr):
+        for eqn in equations.needed(jaxpr):
             depends = on_tokens & {*variables(eqn)}
             on_tokens |= {*eqn.outvars} if depends else set()
             (self._eqns if depends else self._fixed_eqns).append(eqn)
         self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in variables(eqn) if x not in on_tokens)]
-        self._kept: dict[Var, Time] = {}  #: whose rows of the past are needed
+        self.kept: dict[Var, Time] = {}  #: whose rows of the past are needed
 
         def first(params: Any, tokens_BT: jax.Array) -> None:
             position = _Position(jnp.int32(0), None)
             self._advance(position, self.fixed(params), tokens_BT)
-            self._kept = position.times
+            self.kept = position.times
 
         jax.eval_shape(first, params, tokens)
-
-    @property
-    def cache_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of what is kept of past positions."""
-        return [shape_of(x) for x in self._kept]
 
     def differences(
         self, cache: list[jax.Array], other: list[jax.Array], num_positions: jax.Array
     ) -> jax.Array:
         """Return by how much the rows of the first positions differ, as a share of the largest number: f32 []."""
         worst = jnp.float32(0)
-        for x, y, time in zip(cache, other, self._kept.values(), strict=True):
+        for x, y, time in zip(cache, other, self.kept.values(), strict=True):
             is_read = jnp.arange(x.shape[time.axis]) < num_positions * time.per
             is_read = jnp.expand_dims(is_read, [i for i in range(x.ndim) if i != time.axis])
             x, y = (jnp.where(is_read, one.astype(jnp.float32), 0) for one in (x, y))
@@ -187,15 +180,15 @@ class Incremental:
         """Return the states of all positions [1, T, D], and the cache for those that follow."""
         values = self._values(fixed, tokens_BT)
         run(self._eqns, values)
-        return values[self._states], [values[x] for x in self._kept]
+        return values[self._states], [values[x] for x in self.kept]
 
     def step(
         self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
-        position = _Position(t, dict(zip(self._kept, cache, strict=True)))
+        position = _Position(t, dict(zip(self.kept, cache, strict=True)))
         x_BTD = self._advance(position, fixed, tokens_BT)
-        return x_BTD, [position.cache[x] for x in self._kept]
+        return x_BTD, [position.cache[x] for x in self.kept]
 
     def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
         if self._is_whole:

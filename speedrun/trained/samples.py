@@ -21,8 +21,8 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun.ground import companion
-from speedrun.ground.companion import samples_of as path_of
+from speedrun.ground import children
+from speedrun.ground.children import samples_of as path_of
 from speedrun.ground.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
@@ -50,13 +50,10 @@ def beside(request: Request | None) -> AbstractContextManager[None]:
     """Inside the block, sample the checkpoints of a run; without a request, do nothing."""
     if request is None:
         return nullcontext()
-    last = ["speedrun", "sample", str(request.record)]
-    return companion.beside(
-        "speedrun.trained.samples",
-        [msgspec.json.encode(request, enc_hook=str).decode()],
-        companion.Remedy("samples", "to sample the last checkpoint", last),
-        leave_s=_LEAVE_S,
-    )
+    sent = [msgspec.json.encode(request, enc_hook=str).decode()]
+    again = ["speedrun", "sample", str(request.record)]
+    remedy = children.Remedy("samples", "to sample the last checkpoint", again)
+    return children.beside("speedrun.trained.samples", sent, remedy, leave_s=_LEAVE_S)
 
 
 def follow(request: Request, until: IO[bytes]) -> list[int]:
@@ -111,15 +108,14 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
         CheckpointError: if it cannot be read.
     """
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
-    vocabulary = words.Words(trained.track, trained.words_folder)
-    starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]
+    starts = [trained.words.encode(prompt) for prompt in request.prompts or ("",)]
     longest = max(map(len, starts))
     num_tokens = max(1, min(NUM_TOKENS, trained.program.recipe.eval_seq_len - longest))
     decoder = decode.decoder_of(trained, longest + num_tokens)
     how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
     ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
     for start, ids_N in zip(starts, ids_PN, strict=True):
-        text = words.Text(vocabulary, start)
+        text = words.Text(trained.words, start)
         text.add(ids_N, is_last=True)
         yield {"step": step, "temperature": TEMPERATURE, "seed": SEED, **text.facts}
 

@@ -1,17 +1,29 @@
-"""The weights that a command names: a run, a folder with exported weights, or a GPT-2 in a folder or on the hub."""
+"""The weights that a command names: of a run, in an exported folder, or a GPT-2 in a folder or on the hub."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from speedrun.data import hub
+import jax
+import msgspec
+
+from speedrun.data import hub, stream
+from speedrun.ground import processes
+from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import PARTIAL, give_name
+from speedrun.ledger import format
+from speedrun.science import recipes
 from speedrun.science.params import Params
+from speedrun.science.step import TrainState
 from speedrun.trained import exported, transformers_gpt2, weights
 from speedrun.trained.tensors import WEIGHTS
 from speedrun.trained.weights import Trained
 from speedrun.training import checkpoint
+from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 #: OpenAI's models by name. A folder of that name comes first.
 ON_THE_HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -97,3 +109,60 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
             f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"
         ) from None
     return folder, {"weights": repo, "revision": folder.name}
+
+
+# --- `run --init-from`, as a fine-tune does
+
+
+def start_from(config: RunConfig, source: Path) -> RunConfig:
+    """Write the checkpoint of step 0 for a run that starts from given weights; return the settings that resume it.
+
+    So the loop knows nothing of it, the log names the weights and their digest, and no such run is ranked: none that is
+    resumed is.
+
+    Raises:
+        UsageError: if the track is ranked, several processes share the run, or its folder of checkpoints is in use.
+        DataError: if the weights are missing, damaged, not finite, or not those of the recipe.
+    """
+    track = tracks.load(config.track)
+    if track.rules.ranked:
+        raise UsageError(
+            f"--init-from on {track.id}, which is ranked: a record starts from random weights; choose --track webmini"
+        )
+    if processes.count() > 1:
+        count = processes.count()
+        raise UsageError(f"--init-from in {count} processes; need one; leave out what starts others")
+    folder = checkpoint.folder_of(config.out)
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
+    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    every = config.checkpoint_every or recipe.num_steps  # at least the end is kept
+    ready = prepare(msgspec.structs.replace(config, checkpoint_every=every))
+    packed, origin = packed_for(ready.program, source)
+    state = _beginning(ready.program, packed, config.seed)
+    facts = checkpoint.Facts(
+        step=0,
+        run_id=" ".join(origin.values()),
+        config_sha256=format.config_sha256(ready.described),
+        cursor=stream.START,
+        tokens_seen=0,
+        train_time_s=0.0,
+        arrays=checkpoint.described(state),
+    )
+    # Without its step 0 the folder would be that of a run that begins with random weights.
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    with checkpoint.opened(partial, ready.resumable, keep=config.keep_checkpoints) as checkpoints:
+        checkpoints.save(state, facts)
+    give_name(partial, folder)
+    return msgspec.structs.replace(ready.config, resume=True)
+
+
+def _beginning(program: Program, packed: Params, seed: int) -> TrainState:
+    """Return the initial state with these weights; what the optimiser keeps of weights is made from them."""
+    fresh = program.init(jax.random.key(seed))
+
+    def begin(packed: Params) -> TrainState:
+        return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
+
+    return jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)

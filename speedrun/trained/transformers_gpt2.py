@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from speedrun.data import inventory
-from speedrun.data.gpt2 import END_OF_TEXT
+from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError, UsageError
@@ -124,13 +124,8 @@ def is_one(folder: Path) -> bool:
     return (folder / CONFIG).exists()
 
 
-def read_config(folder: Path) -> Config:
-    """Read `config.json`.
-
-    Raises:
-        DataError: if it is missing or damaged.
-        UsageError: if it is of a model that computes something else than GPT-2.
-    """
+def _read_config(folder: Path) -> Config:
+    """Read `config.json`; raise DataError if it is damaged, UsageError if its model computes something else."""
     path = folder / CONFIG
     config, given = read_json(path, Config), read_json(path, dict[str, Any])
     for name, known in _COMPUTED.items():
@@ -168,11 +163,9 @@ def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Train
         UsageError: if the model computes something else, or no track has its vocabulary.
         DataError: if a file is missing, damaged, or not what `config.json` says.
     """
-    config, tensors = read_config(folder), Tensors(folder)
+    config, tensors = _read_config(folder), Tensors(folder)
     if config.n_layer > len(tensors.forms):
-        raise DataError(
-            f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; copy it again"
-        )
+        raise DataError(f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; get it again")
     track, overrides = _track(folder, config), overrides_of(config)
     meshes.prepare("any")
     program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(1))
@@ -185,7 +178,7 @@ def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Train
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the parameters of a program by our names; raise an error unless the folder has exactly these."""
-    read_config(folder)
+    _read_config(folder)
     if program.recipe.table is not gpt2.table:
         raise UsageError(f"{folder} is a GPT-2; got recipe {program.recipe.name}; choose {_able()}")
     return _arrays(Tensors(folder), program.layout.table)
@@ -266,19 +259,11 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
 
 def _config(cfg: gpt2.Config, document_token: int) -> dict[str, object]:
-    sizes = Config(
-        vocab_size=cfg.vocab_size,
-        n_positions=cfg.max_positions,
-        n_embd=cfg.model_dim,
-        n_layer=cfg.num_layers,
-        n_head=cfg.num_heads,
-        n_inner=cfg.mlp_dim,
-        bos_token_id=document_token,
-    )
+    sizes = cfg.vocab_size, cfg.max_positions, cfg.model_dim, cfg.num_layers, cfg.num_heads, cfg.mlp_dim
     return {
         "architectures": ["GPT2LMHeadModel"],
         **{name: known[0] for name, known in _COMPUTED.items()},
-        **msgspec.to_builtins(sizes),
+        **msgspec.to_builtins(Config(*sizes, document_token)),
         "eos_token_id": document_token,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "torch_dtype": "float32",

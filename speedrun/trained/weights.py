@@ -5,6 +5,7 @@ A record is small and has no weights: they lie beside it, in RECORD.checkpoints,
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
 from speedrun.science.recipe import Recipe, describe, no_constants
+from speedrun.trained.words import Words
 from speedrun.training import checkpoint
 from speedrun.training.prepare import Resumable
 from speedrun.training.program import Program
@@ -61,40 +63,28 @@ class Trained:
         facts = {"recipe": recipe.name, "step": step, "track": self.track.id, "dtype": recipe.compute_dtype}
         return facts | dict(self.origin)
 
-    @property
-    def words_folder(self) -> Path:
-        """The folder of the tokenizer's file."""
-        return self.tokenizer or self.folder
+    @cached_property
+    def words(self) -> Words:
+        """The tokenizer of its text."""
+        return Words(self.track, self.tokenizer or self.folder)
 
     @property
     def inputs(self) -> Inputs:
         """The scheduled inputs of a validation after this step."""
-        return inputs_at(self.program, self.step)
+        plan = self.program.step.plan
+        return plan.at(self.step, plan.schedule, self.program.static_at(self.step))
 
     @property
     def params(self) -> Params:
-        """Parameters by name, as the forward pass gets them."""
-        return named(self.program, self.packed)
-
-
-def inputs_at(program: Program, step: int) -> Inputs:
-    """Return the scheduled inputs of a validation after so many steps."""
-    plan = program.step.plan
-    return plan.at(step, plan.schedule, program.static_at(step))
-
-
-def named(program: Program, packed: Params) -> Params:
-    """Return packed parameters by name, in the compute dtype; those of vectors stay float32."""
-    layout, dtype = program.layout, program.recipe.compute_dtype
-    return layout.unpack({k: x if k in layout.vectors else x.astype(dtype) for k, x in packed.items()})
+        """Parameters by name, as the forward pass gets them: in the compute dtype; those of vectors stay float32."""
+        layout, dtype = self.program.layout, self.program.recipe.compute_dtype
+        return layout.unpack(
+            {name: x if name in layout.vectors else x.astype(dtype) for name, x in self.packed.items()}
+        )
 
 
 def load(
-    run: Path,
-    *,
-    data: Path | None = None,
-    recipe: str | None = None,
-    step: int | None = None,
+    run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
 ) -> Trained:
     """Load the weights of a run onto one device.
 
@@ -160,18 +150,16 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def _configs(kept: Resumable, program: Program) -> Iterator[str]:
-    """Yield the digests that the config of the run may have: it chose its use of memory by itself."""
+    """Return the digests that the config of the run may have: it chose its use of memory by itself."""
     config = kept.config
-    for memory in ("ample", "scarce"):
-        described = {
-            "recipe": describe(program.recipe),
-            "num_devices": kept.num_devices,
-            "replicas": config.replicas,
-            "microbatches": config.microbatches or max(SHARDS, kept.num_devices),
-            "attention": config.attention,
-            "memory": memory,
-        }
-        yield format.config_sha256(described)
+    described = {
+        "recipe": describe(program.recipe),
+        "num_devices": kept.num_devices,
+        "replicas": config.replicas,
+        "microbatches": config.microbatches or max(SHARDS, kept.num_devices),
+        "attention": config.attention,
+    }
+    return (format.config_sha256({**described, "memory": memory}) for memory in ("ample", "scarce"))
 
 
 def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:
@@ -186,27 +174,19 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
     }
     found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
     for difference in checkpoint.differences(found, wanted):
-        raise CheckpointError(
-            f"{folder}: {difference}; it is of another model, or of another version of this one"
-        )
-    args = ocp.args.PyTreeRestore(
-        wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
-    )
+        raise CheckpointError(f"{folder}: {difference}; it is of another model, or another version of it")
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, how, partial_restore=True)
     try:
         with checkpoint.raise_damaged(folder):
             reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
             arrays: dict[str, Any] = reader.restore(folder / "state", args=args)
     except checkpoint.Damaged as damage:
-        raise CheckpointError(
-            f"{folder} is damaged ({damage}); choose another --step, or run again"
-        ) from None
+        raise CheckpointError(f"{folder} is damaged ({damage}); choose another --step or run again") from None
     for name, array in checkpoint.described(arrays).items():
+        what = f"{folder}: {name}"
         if array.digest != found[name].digest:
-            raise CheckpointError(
-                f"{folder}: {name} is not what was written; run again, or choose another --step"
-            )
+            raise CheckpointError(f"{what} is not what was written; run again, or choose another --step")
         if not bool(jnp.all(jnp.isfinite(arrays[name].astype(jnp.float32)))):
-            raise DataError(
-                f"{folder}: {name} holds NaN or infinity; need finite weights; choose another --step"
-            )
+            raise DataError(f"{what} holds NaN or infinity; need finite weights; choose another --step")
     return {name: arrays[f"params.{name}"] for name in abstract}

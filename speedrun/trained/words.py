@@ -40,10 +40,6 @@ class Words:
             return {}
         return (vocabulary.ranks if self.encoder.name == "gpt2" else vocabulary.byte_level)(self.encoder.raw)
 
-    def file(self) -> tuple[str, bytes]:
-        """Return the name of the tokenizer and the bytes of its file; both are empty if ids stand for no text."""
-        return ("", b"") if self.encoder is None else (self.encoder.name, self.encoder.raw)
-
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:
         """Turns text into ids; None if ids stand for no text."""
@@ -72,9 +68,7 @@ class Words:
         """Return ids as they are: i32 [N]; raise UsageError if one is outside the vocabulary, or there are none."""
         most = self.track.data.vocab_size
         if wrong := [index for index in ids if not 0 <= index < most]:
-            raise UsageError(
-                f"id {wrong[0]:,} is outside the vocabulary; {self.track.id} has 0 to {most - 1:,}"
-            )
+            raise UsageError(f"id {wrong[0]:,} is not in {self.track.id}, which has 0 to {most - 1:,}")
         if not ids:
             raise UsageError("a prompt of no ids; need one or more: --ids 1,2,3")
         return np.array(ids, np.int32)

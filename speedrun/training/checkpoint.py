@@ -131,11 +131,11 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 @contextmanager
-def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Checkpoints"]:
+def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
     """Open a run's folder of checkpoints, locked inside the block. At its end, all are durable.
 
     With several processes, each writes its part; process 0 holds the lock and cleans the folder. `run` is the text of
-    `run.json`. A checkpoint is due `every` so many steps; the newest `keep` of them stay, or all if it is 0.
+    `run.json`. The newest `keep` checkpoints stay, or all if it is 0.
 
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
@@ -153,24 +153,23 @@ def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Chec
             require_regular(folder)
         except OSError as error:
             raise CheckpointError(f"{error.filename}: {error.strerror}; move it away") from None
-        with closing(Checkpoints(folder, every, keep)) as checkpoints:
+        with closing(Checkpoints(folder, keep)) as checkpoints:
             yield checkpoints
 
 
 class Checkpoints:
     """A folder of checkpoints, open for writing. `opened` makes it."""
 
-    def __init__(self, folder: Path, every: int, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int) -> None:
         # This import takes seconds: only runs with checkpoints pay for it.
         import orbax.checkpoint as ocp
 
-        self._ocp, self._folder, self._every = ocp, folder, every
+        self._ocp, self._folder = ocp, folder
         self.newest: int | None = None  #: that this process wrote or restored
         options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
+        names = ("state", "facts")
         # orbax needs absolute paths.
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=options, item_names=("state", "facts")
-        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=names)
         # JAX's service counts the calls of this function in step with the run; those of orbax would disturb it.
         self._manager.reached_preemption = lambda step: False
 
@@ -178,10 +177,6 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to save a checkpoint after this many steps."""
-        return step > 0 and step % self._every == 0
 
     def rehearse(self, state: TrainState) -> None:
         """Write the state once and remove it, so that the programs for writing are compiled before the clock."""
@@ -197,10 +192,8 @@ class Checkpoints:
     def save(self, state: TrainState, facts: Facts) -> None:
         """Copy the state and write it in the background; raise CheckpointError if this or the last one failed."""
         ocp = self._ocp
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(named(state)),
-            facts=ocp.args.JsonSave(seal(msgspec.json.encode(facts))),
-        )
+        sealed = ocp.args.JsonSave(seal(msgspec.json.encode(facts)))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(named(state)), facts=sealed)
         faults.point("save")
         with jax.transfer_guard("allow"), self._errors_reported(f"step {facts.step}"):
             self._manager.save(facts.step, args=args, force=True)
@@ -225,9 +218,8 @@ class Checkpoints:
                 self._set_aside(damaged, say)
                 return found
         reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
-        raise CheckpointError(
-            f"{self._folder}: no whole checkpoint;{reasons} need one to resume from; start again, in a new folder"
-        )
+        need = "need one to resume from; start again, in a new folder"
+        raise CheckpointError(f"{self._folder}: no whole checkpoint;{reasons} {need}")
 
     def _set_aside(self, damaged: dict[int, "Damaged"], say: Callable[[str], None]) -> None:
         """Rename damaged checkpoints, now that another one is known to be whole."""
@@ -256,10 +248,7 @@ class Checkpoints:
         if facts.config_sha256 != config_sha256:
             raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")
         shardings = named(program.shardings(program.specs))
-        wanted = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[name])
-            for name, array in expected.items()
-        }
+        wanted = {name: array.update(sharding=shardings[name]) for name, array in expected.items()}
         args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
         with raise_damaged(where):
             found = self._manager.restore(step, args=args)["state"]
@@ -292,10 +281,8 @@ class Checkpoints:
             yield
         except (OSError, ValueError) as error:  # tensorstore raises ValueError for a full disk
             reason = str(error).partition("\n")[0][:200]
-            raise CheckpointError(
-                f"{self._folder}: {what} cannot be written: {reason}; those before it are whole; free the disk, "
-                "and continue with --resume"
-            ) from None
+            hint = "those before it are whole; free the disk, and continue with --resume"
+            raise CheckpointError(f"{self._folder}: {what} cannot be written: {reason}; {hint}") from None
 
 
 class Damaged(Exception):
@@ -326,9 +313,8 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
         failed = Damaged(said)
         if not is_damage or (status and status[1] not in _DAMAGE):
-            failed = CheckpointError(
-                f"{checkpoint}: cannot be read: {said}; it is kept; mend that, and try again"
-            )
+            kept = "it is kept; mend that, and try again"
+            failed = CheckpointError(f"{checkpoint}: cannot be read: {said}; {kept}")
     else:
         return
     # When collected, the other reads of orbax print as many lines for each array.

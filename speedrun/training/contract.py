@@ -1,10 +1,12 @@
 """The contract of a recipe: its functions are traced before anything is compiled, and their results checked.
 
+A track may fix model, loss and batch, so that only the optimiser makes a difference.
+
 Legend: B sequences, T time, D model.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,10 @@ import numpy as np
 
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import line_of_recipe
+from speedrun.ground.track import Track
+from speedrun.science import recipes
 from speedrun.science.inputs import Plan
-from speedrun.science.recipe import Batch, Loss, Recipe, describe
+from speedrun.science.recipe import IDENTITY, Batch, Loss, Recipe, describe
 from speedrun.training.checkpoint import differences, form, named
 from speedrun.training.program import Program, StepShape
 
@@ -33,8 +37,8 @@ def check(program: Program) -> None:
     except AttributeError as error:
         if not isinstance(error.obj, Batch):
             raise
-        fields = ", ".join(Batch._fields)
-        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {fields}") from None
+        has = ", ".join(Batch._fields)
+        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {has}") from None
     except KeyError as error:
         if not (line := line_of_recipe(error)):
             raise  # a fault of ours
@@ -45,10 +49,9 @@ def _check_schedule(plan: Plan) -> None:
     """Refuse an input that would be compiled into too many executables."""
     for name in sorted({*plan.rows[0]} - {*plan.schedule}):
         if (found := len({row[name] for row in plan.rows})) > MOST_COMPILED:
-            raise UsageError(
-                f"its schedule gives {name!r} as {found} Python values, and compiles an executable for each; need at "
-                f"most {MOST_COMPILED}; give a NumPy value, which is traced"
-            )
+            each = f"{found} Python values, and compiles an executable for each"
+            hint = f"need at most {MOST_COMPILED}; give a NumPy value, which is traced"
+            raise UsageError(f"its schedule gives {name!r} as {each}; {hint}")
 
 
 def _checked(recipe: Recipe) -> Recipe:
@@ -102,3 +105,36 @@ def _trace(program: Program) -> None:
     jax.eval_shape(program.eval_step_for(last.static), state.params, *ids(last), schedule, state.step)
     for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
         jax.eval_shape(program.train_step_for(shape.static), state, *ids(shape), schedule)
+
+
+def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:
+    """Check that a recipe has the very objects of the track's own recipe, and its inputs, where the track fixes them.
+
+    `rows` has the inputs of all steps and of the last validation as they are compiled: a schedule may answer otherwise
+    when it is asked again.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    if track.fixed is None:
+        return
+    own, num_steps = recipes.load(track.recipe), recipe.num_steps
+    names = {field.name for field in fields(own)} - {*IDENTITY, "optimizer", "schedule", "stages"}
+    differs = [name for name in sorted(names) if getattr(recipe, name) is not getattr(own, name)]
+    differs += ["stages"] if _sizes(recipe) != _sizes(own) else []
+    wanted = [track.fixed.inputs_at(step, num_steps) for step in range(num_steps + 1)]
+    pairs = list(zip(wanted, rows, strict=True))
+    differs += [k for k in track.fixed.inputs if not all(_is_traced(b.get(k), a[k]) for a, b in pairs)]
+    if differs:
+        hint = "change only optimizer, schedule and numbers of steps, or choose another track"
+        raise UsageError(f"recipe {recipe.name} changes {', '.join(differs)}, which {track.id} fixes; {hint}")
+
+
+def _sizes(recipe: Recipe) -> list[tuple[type, int]]:
+    """Return the sizes of all stages, with their types: an object could claim to be equal."""
+    sizes = [x for one in recipe.stages for x in (one.num_sequences, one.seq_len, one.document_tokens)]
+    return [(type(x), x) for x in sizes]
+
+
+def _is_traced(value: Any, number: int) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.int32 and np.array_equal(value, number)

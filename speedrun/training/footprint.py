@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import UsageError
@@ -44,13 +45,12 @@ def validation_bytes(program: Program) -> int:
 
 def state_bytes(program: Program) -> int:
     """Return the memory of parameters and optimiser state on one device."""
+
+    def own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        return leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1)
+
     state = jax.eval_shape(program.init, jax.random.key(0))
-    shares = jax.tree.map(
-        lambda leaf, spec: leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1),
-        state,
-        program.specs,
-    )
-    return sum(jax.tree.leaves(shares))
+    return sum(jax.tree.leaves(jax.tree.map(own, state, program.specs)))
 
 
 def whole_bytes(program: Program) -> int:
@@ -61,21 +61,15 @@ def whole_bytes(program: Program) -> int:
 
 def matrix_width(program: Program) -> int:
     """Return how many numbers the products of all matrices read and write for a token: m + n for each [m, n]."""
-    return sum(
-        spec.size // math.prod(spec.shape[-2:]) * sum(spec.shape[-2:])
-        for spec in program.layout.table.values()
-        if spec.packed == "bank"
-    )
+    shapes = [spec.shape for spec in program.layout.table.values() if spec.packed == "bank"]
+    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
 
 
 def logits_bytes(program: Program, num_tokens: int) -> int:
     """Return the memory of the logits that exist at one time."""
     rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
-    return (
-        itemsize(program)
-        * min(num_tokens, program.kernels.head_tokens)
-        * (rows or program.recipe.config.vocab_size)
-    )
+    num_tokens = min(num_tokens, program.kernels.head_tokens)
+    return itemsize(program) * num_tokens * (rows or program.recipe.config.vocab_size)
 
 
 def itemsize(program: Program) -> int:

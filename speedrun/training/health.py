@@ -41,10 +41,11 @@ def random_matrices(mesh: Mesh) -> jax.Array:
     """Return a matrix for each device, [N, M, M]. Its powers neither grow nor vanish."""
     size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
     placing = NamedSharding(mesh, P(mesh.axis_names))
-    make = jax.jit(
-        lambda key: jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5, out_shardings=placing
-    )
-    return make(jax.random.key(0))
+
+    def make(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5
+
+    return jax.jit(make, out_shardings=placing)(jax.random.key(0))
 
 
 def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:

@@ -139,9 +139,8 @@ class Training:
         if self.checkpoints is not None:
             self.phases.enter("checkpoint")
             if self.ready.config.resume:
-                self.state, self.place, self.lost_s = resume(
-                    self.ready, self.checkpoints, self.run_id, self.state, self.log
-                )
+                given = self.ready, self.checkpoints, self.run_id, self.state, self.log
+                self.state, self.place, self.lost_s = resume(*given)
                 self.clock.resume_at(self.place.train_time_s)
             self.checkpoints.rehearse(self.state)
 
@@ -159,11 +158,7 @@ class Training:
     @contextmanager
     def _clocked(self) -> Iterator[None]:
         """Run the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
-        with (
-            jax.transfer_guard("disallow"),
-            _compilations(self.log),
-            processes.handled_by(self.stopping),
-        ):
+        with jax.transfer_guard("disallow"), _compilations(self.log), processes.handled_by(self.stopping):
             try:
                 self.phases.enter("step")
                 self.clock.start(self._sync)
@@ -193,7 +188,8 @@ class Training:
 
     def _before_step(self, step: int, batches: stream.Prefetch) -> None:
         """Make checkpoints and validations that are due; stop here if a signal was received."""
-        is_due = self.checkpoints is not None and self.checkpoints.is_due(step)
+        every = self.ready.config.checkpoint_every
+        is_due = every > 0 and step > 0 and step % every == 0
         validates = self.ready.track.validates_at(step)
         if self.stopping.requested or is_due or validates:
             self._report()
@@ -233,9 +229,8 @@ class Training:
         self.place = self.place._replace(tokens_seen=self.place.tokens_seen + batch_tokens)
         if bad or not np.isfinite(loss):
             leaf = self.ready.program.step.first_nonfinite(metrics)
-            raise NonFiniteError(
-                f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
-            )
+            found = f"loss is {loss}; first non-finite gradient: {leaf}"
+            raise NonFiniteError(f"step {step}: {found}; lower the learning rate")
         place = batch_tokens, self.place.tokens_seen, cursor
         self.log.emit(runlog.Step(step, self.clock.seconds, loss, *place, inputs=planned.inputs))
 
@@ -250,9 +245,8 @@ class Training:
             self.val_s += val.seconds
             at = int(jax.device_get(state.step))
             if (after := state_hash(state)) != before:
-                raise SpeedrunError(
-                    f"validation at step {at}: the state was {before} before and is {after} now"
-                )
+                changed = f"the state was {before} before and is {after} now"
+                raise SpeedrunError(f"validation at step {at}: {changed}")
             if not np.isfinite(val.nll_sum):
                 raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
             is_result = at == ready.recipe.num_steps  # written together with the end of the run

@@ -65,12 +65,11 @@ def find_group(
     flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
     if missing := [name for name, value in flags.items() if value is None]:
         if len(missing) < len(flags):
-            raise UsageError(
-                f"{', '.join(missing)} missing; need {', '.join(flags)} together, or none of them"
-            )
+            need = f"need {', '.join(flags)} together, or none of them"
+            raise UsageError(f"{', '.join(missing)} missing; {need}")
         for name, marker, number in _CLUSTERS:
-            if marker in os.environ and (found := os.environ.get(number, "")).isdigit() and int(found) > 1:
-                return Group(int(found), found_by=name, heartbeat_s=heartbeat_s, meet_s=meet_s)
+            if marker in os.environ and (tasks := os.environ.get(number, "")).isdigit() and int(tasks) > 1:
+                return Group(int(tasks), found_by=name, heartbeat_s=heartbeat_s, meet_s=meet_s)
         return None
     assert coordinator is not None
     assert num_processes is not None
@@ -80,11 +79,8 @@ def find_group(
         raise UsageError(f"--coordinator {coordinator}; need HOST:PORT of process 0, as in node1:12345")
     if not 0 <= process < num_processes:
         raise UsageError(f"--process {process} of {num_processes}; need one from 0 to {num_processes - 1}")
-    return (
-        Group(num_processes, process, coordinator, found_by, heartbeat_s, meet_s)
-        if num_processes > 1
-        else None
-    )
+    found = Group(num_processes, process, coordinator, found_by, heartbeat_s, meet_s)
+    return found if num_processes > 1 else None
 
 
 @contextlib.contextmanager
@@ -150,11 +146,8 @@ def _connect(group: Group) -> None:
     timer.daemon = True
     timer.start()
     with signals.handled_by(signal.SIG_DFL, signal.SIGINT):  # Python runs no handler during this call
-        jax.distributed.initialize(
-            **given,
-            initialization_timeout=group.meet_s + 60,
-            heartbeat_timeout_seconds=group.heartbeat_s,
-        )
+        given |= {"initialization_timeout": group.meet_s + 60}
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=group.heartbeat_s)
     timer.cancel()
     if not group.coordinator and distributed.global_state.process_id == 0:
         sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.found_by}\n")
@@ -171,10 +164,8 @@ def _machines(timeout_s: int) -> list[str]:
     for i in range(count):
         theirs, _, machine = service.blocking_key_value_get(f"{key}/{i}", timeout_s * 1000).partition(" ")
         if int(theirs) != count:
-            raise UsageError(
-                f"--processes {count} in process {processes.index()} and {theirs} in process {i}; need one number for "
-                "all; start them again with it"
-            )
+            told = f"--processes {count} in process {processes.index()} and {theirs} in process {i}"
+            raise UsageError(f"{told}; need one number for all; start them again with it")
         found.append(machine)
     return found
 
@@ -189,10 +180,9 @@ def num_nodes(machines: list[str]) -> int:
     runs = [(name, len([*same])) for name, same in itertools.groupby(machines)]
     if len(runs) != len(set(machines)) or len({length for _, length in runs}) > 1:
         found = ", ".join(f"{length} on {name.split()[0]}" for name, length in runs)
-        raise UsageError(
-            f"processes in their order: {found}; need as many on each node, and those of a node one after the other; "
-            "number them by node (SLURM: --distribution=block)"
-        )
+        need = "need as many on each node, and those of a node one after the other"
+        hint = "number them by node (SLURM: --distribution=block)"
+        raise UsageError(f"processes in their order: {found}; {need}; {hint}")
     return len(runs)
 
 
@@ -201,10 +191,9 @@ def _check_port(host: str, port: int, group: Group) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UsageError(
-            f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}; need a free port of its "
-            "own machine; pass another --coordinator to all"
-        ) from None
+        found = f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}"
+        hint = "need a free port of its own machine; pass another --coordinator to all"
+        raise UsageError(f"{found}; {hint}") from None
 
 
 def _give_up(group: Group) -> None:

@@ -18,7 +18,7 @@ from speedrun.ledger import format
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.training import contract, fixed, footprint, watchdog
+from speedrun.training import contract, footprint, watchdog
 from speedrun.training.program import Program
 from speedrun.training.request import RunConfig
 
@@ -52,24 +52,21 @@ class Ready:
             except OSError:
                 return ""
 
-        ranges = [
-            runlog.ShardRange(
-                r.name, digest(self.folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped
-            )
-            for r in spans
-        ]
+        def ranged(r: stream.Span) -> runlog.ShardRange:
+            sha256 = digest(self.folder / r.name)
+            return runlog.ShardRange(r.name, sha256, r.shard_tokens, r.start, r.stop, r.skipped)
+
         val, num_scored = self.shards.val[0], self.track.data.val_tokens
         scored = runlog.ShardRange(val.path.name, digest(val.path), val.num_tokens, 0, num_scored)
-        return runlog.DataRead(tuple(ranges), scored, self.val_sha256)
+        return runlog.DataRead(tuple(map(ranged, spans)), scored, self.val_sha256)
 
     def stream(
         self, cursor: stream.Cursor, *, process: int = 0, num_processes: int = 1
     ) -> stream.TokenStream:
         """Return the training tokens from a position on."""
+        share = {"process": process, "num_processes": num_processes}
         opens = self.track.data.document_token
-        return stream.TokenStream(
-            self.shards.train, cursor, process=process, num_processes=num_processes, document_token=opens
-        )
+        return stream.TokenStream(self.shards.train, cursor, **share, document_token=opens)
 
     @cached_property
     def val_sha256(self) -> str:
@@ -147,17 +144,15 @@ def _prepare(config: RunConfig) -> Ready:
     microbatches = config.microbatches or max(SHARDS, num_devices)
     program = Program(recipe, mesh, microbatches, config.attention, known)
     contract.check(program)
-    fixed.check(recipe, program.step.plan.rows, track)
+    contract.check_fixed(recipe, program.step.plan.rows, track)
     program = footprint.fitted_here(program)
     found = inventory.open_track(folder, track.data)
     shapes = [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens) for one in recipe.stages]
     steps = [shape for shape, one in zip(shapes, recipe.stages, strict=True) for _ in range(one.num_steps)]
     stream.require_steps(found.train, steps, track.data.document_token)
     stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
-    source = provenance.closure(
-        [f"speedrun.science.recipes.{recipe.name}", "speedrun.training.train"],
-        [tracks.TRACKS_DIR / f"{track.name}.toml"],
-    )
+    modules = [f"speedrun.science.recipes.{recipe.name}", "speedrun.training.train"]
+    source = provenance.closure(modules, [tracks.TRACKS_DIR / f"{track.name}.toml"])
     _check_source(config, source)
     return Ready(config, track, recipe, program, found, folder, source)
 
@@ -166,10 +161,8 @@ def _check_source(config: RunConfig, source: str) -> None:
     """Check that the source of a batch, or of a resumed run, has not changed."""
     exists, path = config.batch_sha256 or config.resume, config.out / "source.txt"
     if exists and path.exists() and path.read_bytes() != source.encode():
-        raise UsageError(
-            f"the source changed since {config.out} was created; restore it ('diff' with {config.out}/source.txt "
-            "shows the changes), or start again in another folder"
-        )
+        hint = f"restore it ('diff' with {path} shows the changes), or start again in another folder"
+        raise UsageError(f"the source changed since {config.out} was created; {hint}")
 
 
 def _check_out(config: RunConfig) -> None:
@@ -180,9 +173,8 @@ def _check_out(config: RunConfig) -> None:
     except OSError as error:
         raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
     if declared != config.batch_sha256:
-        raise UsageError(
-            f"{config.out / format.BATCH} is not the declared one; restore it, or declare a new batch"
-        )
+        path = config.out / format.BATCH
+        raise UsageError(f"{path} is not the declared one; restore it, or declare a new batch")
     if taken and not (config.batch_sha256 or config.resume):
         raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
 
@@ -191,10 +183,8 @@ def _check_platform(track: tracks.Track) -> None:
     """Check the platform: JAX falls back to the CPU silently if it finds no usable GPU."""
     found, needed = jax.default_backend(), track.rules.platform
     if needed not in ("any", found):
-        raise UsageError(
-            f"JAX found a {found}, {track.id} needs a {needed}; scripts/install.sh adds JAX for CUDA where there "
-            "is a driver; or choose another track"
-        )
+        hint = "scripts/install.sh adds JAX for CUDA where there is a driver; or choose another track"
+        raise UsageError(f"JAX found a {found}, {track.id} needs a {needed}; {hint}")
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
@@ -204,7 +194,8 @@ def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
         raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")
     needed = track.data.document_token
     if (opens := getattr(recipe.config, "document_token", needed)) != needed:
-        raise UsageError(
-            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}; "
-            f"--set config.document_token={needed}, --set size=smoke or choose another"
+        found = (
+            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}"
         )
+        hint = f"--set config.document_token={needed}, --set size=smoke or choose another"
+        raise UsageError(f"{found}; {hint}")

@@ -16,8 +16,7 @@ from speedrun.ground import signals
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, accelerator, replicate
 from speedrun.science.inputs import Arrays, Inputs, Static
-from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
-from speedrun.science.kernels.forms import HEAD_TOKENS, Choice
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
@@ -25,9 +24,10 @@ from speedrun.training import scoring
 
 #: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
-#: Calls of such code, in both forms in which MLIR prints them, and transfers from and to the host.
+#: Calls of such code, in both forms in which MLIR prints them, transfers from and to the host, and the generator whose
+#: state outlives a call: it counts calls, and tells those that score from those that examine.
 _CALLS = re.compile(
-    r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
+    r'\bcustom_call @(?:"([^"]*)"|([^\s"(]+))|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv|rng)\b'
 )
 #: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
 STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
@@ -146,9 +146,8 @@ class Program:
         try:
             return dict(self.recipe.constants(config, known))
         except LookupError as error:
-            raise UsageError(
-                f"its constants end in {error!r}; need some for any vocabulary, and for none"
-            ) from None
+            need = "need some for any vocabulary, and for none"
+            raise UsageError(f"its constants end in {error!r}; {need}") from None
 
     @cached_property
     def computed(self) -> dict[str, Callable[[], jax.Array]]:
@@ -157,15 +156,13 @@ class Program:
 
     def constants(self) -> Arrays:
         """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
-        given: dict[str, Any] = self._given | {
-            name: np.asarray(make()) for name, make in self.computed.items()
-        }
+        given: dict[str, Any] = {**self._given}
+        given |= {name: np.asarray(make()) for name, make in self.computed.items()}
         for name, x in given.items():
             if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
                 what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
-                raise UsageError(
-                    f"its constants give {name!r} as {what}; need NumPy numbers of 32 bits or less"
-                )
+                need = "need NumPy numbers of 32 bits or less"
+                raise UsageError(f"its constants give {name!r} as {what}; {need}")
         if (size := sum(x.nbytes for x in given.values())) > MOST_CONSTANT_BYTES:
             raise UsageError(f"its constants have {size:,} bytes; need {MOST_CONSTANT_BYTES:,} or less")
         return {name: x.copy() for name, x in given.items()}
@@ -221,11 +218,7 @@ class Program:
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
-            packed: Params,
-            tokens_BT: jax.Array,
-            targets_BT: jax.Array,
-            schedule: dict[str, jax.Array],
-            at: jax.Array,
+            packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params, at: jax.Array
         ) -> jax.Array:
             """Score the sequences of one device one by one, so that memory does not depend on their number."""
             params, inputs = self.step.whole(packed), self.step.plan.at(at, schedule, static)
@@ -263,9 +256,9 @@ def recomputed(forward: Forward) -> Forward:
 
 
 def inspect(text: str) -> None:
-    """Raise UsageError if a lowered program would communicate with the host or call code that is not in `FOREIGN`."""
+    """Raise UsageError if a lowered program would talk to the host, call code not in `FOREIGN`, or keep a state."""
     if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
         raise UsageError(
-            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host, "
-            f"and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
+            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host or "
+            f"keep a state, and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
         )

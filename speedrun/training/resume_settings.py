@@ -32,13 +32,10 @@ def resumed(out: Path) -> RunConfig:
     path = checkpoint.folder_of(out) / checkpoint.RUN
     if not path.exists():
         if path.parent.exists() and not out.exists():
-            raise UsageError(
-                f"{out}: the run was killed before its settings were written; start it again, with the same command"
-            )
-        raise UsageError(
-            f"{out} has no checkpoints: {path} is missing; start a new run with another --out, and with "
-            "--checkpoint-every if you want to resume it"
-        )
+            hint = "start it again, with the same command"
+            raise UsageError(f"{out}: the run was killed before its settings were written; {hint}")
+        hint = "start a new run with another --out, and with --checkpoint-every if you want to resume it"
+        raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
     try:
         kept = decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), Resumable)
     except (OSError, ValueError, RecursionError) as error:

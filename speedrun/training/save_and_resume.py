@@ -30,15 +30,8 @@ def save(
 ) -> None:
     """Write a checkpoint in the background, and log it."""
     watch = Stopwatch()
-    facts = Facts(
-        step=place.step,
-        run_id=run_id,
-        config_sha256=format.config_sha256(ready.described),
-        cursor=place.cursor,
-        tokens_seen=place.tokens_seen,
-        train_time_s=place.train_time_s,
-        arrays=described(state),
-    )
+    digest = format.config_sha256(ready.described)
+    facts = Facts(**place._asdict(), run_id=run_id, config_sha256=digest, arrays=described(state))
     checkpoints.save(state, facts)
     log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
 
@@ -53,14 +46,11 @@ def resume(
             log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
         return state, BEGINNING, 0.0
     state, old = checkpoints.restore(
-        ready.program,
-        format.config_sha256(ready.described),
-        say=lambda text: log.emit(runlog.Warning(text)),
+        ready.program, format.config_sha256(ready.described), say=lambda text: log.emit(runlog.Warning(text))
     )
     place = Place(old.step, stream.Cursor(*old.cursor), old.tokens_seen, old.train_time_s)
-    log.emit(
-        runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
-    )
+    done = old.train_time_s, old.tokens_seen, old.cursor
+    log.emit(runlog.Resume(old.run_id, old.step, state_hash(state), *done))
     return state, place, lost_s(out, old.step)
 
 

@@ -38,10 +38,8 @@ def nll_sums(
     num_tokens = len(x_TD)
     shape = jax.eval_shape(logits, x_TD).shape
     if len(shape) != 2 or shape[0] != num_tokens or shape[1] < vocab_size:
-        raise UsageError(
-            f"its logits are {[*shape]} for {num_tokens:,} hidden states; config.vocab_size asks for {vocab_size:,} "
-            "columns or more"
-        )
+        need = f"config.vocab_size asks for {vocab_size:,} columns or more"
+        raise UsageError(f"its logits are {[*shape]} for {num_tokens:,} hidden states; {need}")
     most = max(1, CHUNK_BYTES[platform] // (4 * shape[1]))
     chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
 

@@ -35,10 +35,10 @@ def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunE
 
 def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
     """Open the folder of checkpoints, if the run has any."""
-    folder, every = checkpoint.folder_of(ready.config.out), ready.config.checkpoint_every
-    if not every:
+    config = ready.config
+    if not config.checkpoint_every:
         return nullcontext()
-    return checkpoint.opened(folder, ready.resumable, every=every, keep=ready.config.keep_checkpoints)
+    return checkpoint.opened(checkpoint.folder_of(config.out), ready.resumable, keep=config.keep_checkpoints)
 
 
 def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runlog.RunEnd:
@@ -53,9 +53,8 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
         outcome: runlog.Outcome = "aborted"
         training.phases.enter("start")  # its deadline counts from here
         try:
-            watched = watchdog.watching(
-                training.phases, config.deadlines_s, log, watchdog.stacks_of(config.out)
-            )
+            stacks = watchdog.stacks_of(config.out)
+            watched = watchdog.watching(training.phases, config.deadlines_s, log, stacks)
             with watched, processes.handled_by(processes.immediate_stop()):
                 _announce(run_id, ready, log)
                 training.run()

@@ -86,9 +86,8 @@ def _planned(ready: Ready, step: int) -> Planned:
     program, at = ready.program, ready.recipe.stage_of(step)
     stage = ready.recipe.stages[at]
     batch = stream.Shape(stage.num_sequences, stage.seq_len, stage.document_tokens)
-    inputs = {
-        k: v for k, v in program.step.plan.rows[step].items() if np.ndim(v) == 0 and not isinstance(v, str)
-    }
+    row = program.step.plan.rows[step].items()
+    inputs = {k: v for k, v in row if np.ndim(v) == 0 and not isinstance(v, str)}
     return Planned(program.shape_at(step), at, batch, {k: np.asarray(v).item() for k, v in inputs.items()})
 
 

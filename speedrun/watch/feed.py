@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from speedrun.ground import clock, companion, runlog
+from speedrun.ground import children, clock, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.ground.tail import Tail
+from speedrun.ground.tail import Piece, Tail
 
 POLL_S = 0.25
 BEAT_S = 3.0
@@ -52,9 +52,7 @@ def check(folder: Path) -> None:
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}; name the folder of a run or record") from None
     if not is_begun:
-        raise UsageError(
-            f"{folder} is no run; need the folder of a run or record, as speedrun run --out makes"
-        )
+        raise UsageError(f"{folder} is no run; need the folder of a run or record, as run --out makes")
 
 
 def _logs(folder: Path) -> list[Path]:
@@ -69,7 +67,7 @@ def find(folders: Sequence[Path]) -> list[File]:
         run = path.parent
         record = run.parent.parent if run.parent.name == "runs" else run
         found[path] = File(_key(path), "log", record, run.name, path)
-        samples = companion.samples_of(record)
+        samples = children.samples_of(record)
         if os.path.exists(samples):  # no method of Path, which fails for a name that is too long
             found[samples] = File(_key(samples), "samples", record, "", samples)
     return list(found.values())
@@ -84,10 +82,9 @@ class Feed:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Begin with the first lines."""
-        self._folders = folders
+        self._folders, self._told = folders, b""
         self._tails: dict[str, tuple[File, Tail]] = {}
         self._problems: dict[str, str] = {}
-        self._told: bytes = b""
 
     def events(self, is_over: threading.Event) -> Iterator[bytes]:
         """Yield events until it is over, and once more what has come until then."""
@@ -113,21 +110,18 @@ class Feed:
             self._told = listing
             yield b"event: files\ndata: %b\n\n" % listing
         for file, tail in self._tails.values():
-            while event := self._next(file, tail):
-                yield event  # a client that does not read holds this, and no more
+            while piece := self._piece(file.key, tail):
+                lines = [_text(raw, file.kind) for raw in piece.lines]
+                # A client that does not read holds this, and no more.
+                yield _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
 
-    def _next(self, file: File, tail: Tail) -> bytes:
-        """Return the event with the next lines of a file; nothing if there are none, or it cannot be read."""
+    def _piece(self, key: str, tail: Tail) -> Piece | None:
+        self._problems.pop(key, None)
         try:
-            piece = tail.read()
+            return tail.read()
         except OSError as error:
-            self._problems[file.key] = error.strerror or type(error).__name__
-            return b""
-        self._problems.pop(file.key, None)
-        if piece is None:
-            return b""
-        lines = [_text(raw, file.kind) for raw in piece.lines]
-        return _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
+            self._problems[key] = error.strerror or type(error).__name__
+            return None
 
     def _listing(self) -> bytes:
         files = [
@@ -147,6 +141,7 @@ def _name(text: str) -> str:
 class _Sample(msgspec.Struct):
     step: float
     text: str
+    prompt: str = ""
 
 
 def _text(raw: bytes, kind: str) -> str | None:

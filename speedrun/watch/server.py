@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from speedrun.board import ghost as ghosts
-from speedrun.ground import companion, devices
+from speedrun.ground import children, devices
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
@@ -62,52 +62,38 @@ def rules(choice: str | None, track: str) -> dict[str, Any]:
     return {"target": target, "ghost": ghost, "peaks": peaks, "problems": problems}
 
 
-class Pages:
-    """Answers requests: files of the page, the feed, and the rules of a track."""
-
-    def __init__(self, folders: Sequence[Path], ghost: str | None) -> None:
-        """Watch these folders; `ghost` as in `--ghost`."""
-        self._folders, self._ghost = folders, ghost
-        self._is_over = threading.Event()
-        self._readers: set[threading.Thread] = set()
-
-    def __call__(self, path: str, query: dict[str, str]) -> Reply | None:
-        """Return the reply to a request; None: not found."""
-        if path == "/feed":
-            return Reply(self._feed(), "text/event-stream; charset=utf-8")
-        if path == "/rules":
-            found = rules(self._ghost, query.get("track", ""))
-            return Reply(msgspec.json.encode(found), content_type("rules.json"))
-        return file_below(_PAGE, path[1:] or "index.html")
-
-    def _feed(self) -> Iterator[bytes]:
-        self._readers.add(threading.current_thread())
-        try:
-            yield from Feed(self._folders).events(self._is_over)
-        finally:
-            self._readers.discard(threading.current_thread())
-
-    def end(self) -> None:
-        """Send all pages what is left, and wait for them a moment."""
-        self._is_over.set()
-        spent = Stopwatch()
-        for reader in [*self._readers]:
-            reader.join(max(0.0, _LAST_S - spent.seconds))
-
-
 @contextmanager
 def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[str]:
-    """Serve the page inside the block; yield its address.
+    """Serve the page of these folders inside the block, with `ghost` as in `--ghost`; yield its address.
 
     Raises:
         UsageError: if the port cannot be used.
     """
-    pages = Pages(folders, ghost)
-    with serving(pages, port) as url:
+    is_over, readers = threading.Event(), set[threading.Thread]()
+
+    def fed() -> Iterator[bytes]:
+        readers.add(threading.current_thread())
+        try:
+            yield from Feed(folders).events(is_over)
+        finally:
+            readers.discard(threading.current_thread())
+
+    def answer(path: str, query: dict[str, str]) -> Reply | None:
+        if path == "/feed":
+            return Reply(fed(), "text/event-stream; charset=utf-8")
+        if path == "/rules":
+            found = rules(ghost, query.get("track", ""))
+            return Reply(msgspec.json.encode(found), content_type("rules.json"))
+        return file_below(_PAGE, path[1:] or "index.html")
+
+    with serving(answer, port) as url:
         try:
             yield url
-        finally:
-            pages.end()
+        finally:  # send all pages what is left, and wait for them a moment
+            is_over.set()
+            spent = Stopwatch()
+            for reader in [*readers]:
+                reader.join(max(0.0, _LAST_S - spent.seconds))
 
 
 def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContextManager[None]:
@@ -119,8 +105,8 @@ def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContex
         return nullcontext()
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
     again = ["speedrun", "watch", str(record), "--port", "0"]
-    remedy = companion.Remedy("watch", "the run needs no page; for another", again)
-    return companion.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, is_heard=True)
+    remedy = children.Remedy("watch", "the run needs no page; for another", again)
+    return children.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, is_heard=True)
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:
@@ -144,5 +130,5 @@ def main(record: str, port: str, ghost: str | None = None) -> None:
 
 if __name__ == "__main__":
     with reported():
-        os.nice(companion.NICENESS)
+        os.nice(children.NICENESS)
         main(*sys.argv[1:])

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import safetensors.numpy
 
@@ -26,7 +27,6 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 from speedrun.trained.incremental import DecodingKernels
 from speedrun.trained.weights import Trained
-from speedrun.trained.words import Words
 from speedrun.web.program import Constants, program
 
 LIST = "models.json"
@@ -56,11 +56,12 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     trained = replace(trained, program=replace(trained.program, recipe=recipe))
     params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
     name = f"{recipe.name}-{trained.step}"
-    words = Words(track, trained.words_folder)
-    facts = {"name": name, "track": track.id, "step": trained.step, "has_text": bool(words.tokens)}
+    words = trained.words
+    facts = {"name": name, "track": track.id, "step": trained.step, "has_text": words.encoder is not None}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
-    if words.tokens:
-        files["tokenizer.json"] = encoded(described_tokenizer(*words.file(), words.tokens))
+    if words.encoder:
+        described = described_tokenizer(words.encoder.name, words.encoder.raw, words.tokens)
+        files["tokenizer.json"] = msgspec.json.encode(described)
     written = site({name: files})
     make_folder(out, written)
     return [out / path for path in written]
@@ -68,7 +69,7 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
 
 def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:
     """Return the page with the files of models by name, by path."""
-    files = page("page") | {LIST: encoded(list(models))}
+    files = page("page") | {LIST: msgspec.json.encode(list(models))}
     files |= {f"jax-js/{name}": raw for name, raw in jax_js().items()}
     return files | {f"models/{name}/{file}": raw for name, of in models.items() for file, raw in of.items()}
 
@@ -101,7 +102,10 @@ def of_model(
         "logits": [program(logits, params, [one], constants) for one in rows],
     }
     arrays = {name: stored(x, dtype) for name, x in constants.arrays.items()}
-    return {"model.json": encoded(described), "weights.safetensors": safetensors.numpy.save(arrays)}
+    return {
+        "model.json": msgspec.json.encode(described),
+        "weights.safetensors": safetensors.numpy.save(arrays),
+    }
 
 
 def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
@@ -127,9 +131,7 @@ def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
     wanted = {key: splitter.get(key) for key in plain}
     extras = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     if wanted != plain or found.get("normalizer") or extras or model.get("type") != "BPE":
-        raise DataError(
-            f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other tokenizer"
-        )
+        raise DataError(f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other")
     ids = model["vocab"]
     split = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     return [[ids[left], ids[right], ids[left + right]] for left, right in split]
@@ -176,8 +178,3 @@ def stored(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16" and is_large and np.abs(array).max() <= np.finfo(np.float16).max:
         return array.astype(np.float16, order="C")
     return np.asarray(array, order="C")
-
-
-def encoded(found: Any) -> bytes:
-    """Return a value as JSON without spaces."""
-    return json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()

@@ -9,12 +9,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from speedrun.ground.errors import UsageError
 from speedrun.trained import equations
-from speedrun.trained.alignment import shape_of
+from speedrun.trained.equations import shape_of
 
 _ELEMENTWISE = """
 abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne
@@ -26,7 +27,9 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 #: Those that change nothing here: everything is float32.
 _NOTHING = frozenset({"copy", "copy_p", "optimization_barrier"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
-_RUNNING = frozenset({"cummax", "cummin", "cumsum"})
+#: Operations along one axis, and the parameter that is its number.
+_ALONG = {"concatenate": "dimension", "iota": "dimension", "stack": "axis"}
+_ALONG |= dict.fromkeys(("cummax", "cummin", "cumsum"), "axis")
 _MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "stack", "tile"})
 _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
 #: Elements up to which a value is evaluated although it is larger than what it is made from.
@@ -69,34 +72,26 @@ def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], co
         UsageError: if the page lacks an operation.
     """
     jaxpr, consts = equations.traced(function, params, *shapes)
-    return _Writer(constants).write(jaxpr, consts, params)
+    return _Writer(jaxpr, [*consts, *jax.tree.leaves(params)], constants).json
 
 
 class _Writer:
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, jaxpr: Any, given: Sequence[Any], constants: Constants) -> None:
         self._constants = constants
-        self._known: dict[Any, Any] = {}  #: variables that depend on no input, with their values
-        self._alias: dict[Any, Operand] = {}  #: the others
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        #: Variables that depend on no input, with their values; the others.
+        self._known, self._alias = dict(zip(variables, given, strict=False)), dict[Any, Operand]()
         self._named: dict[str, int] = {}
-        self._json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
-
-    def write(self, jaxpr: Any, consts: Sequence[Any], params: Any) -> dict[str, Any]:
-        import jax
-
-        leaves = jax.tree.leaves(params)
-        weights = jaxpr.invars[: len(leaves)]
-        known = [*zip(jaxpr.constvars, consts, strict=True), *zip(weights, leaves, strict=True)]
-        self._known = dict(known)
-        for x in jaxpr.invars[len(weights) :]:
+        self.json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
+        for x in variables[len(given) :]:
             self._alias[x] = self._value(x.aval.dtype, shape_of(x))
-            self._json["inputs"].append(self._alias[x])
+            self.json["inputs"].append(self._alias[x])
         for eqn in equations.needed(jaxpr):
             if self._is_foldable(eqn):
                 equations.run([eqn], self._known)
             else:
                 self._equation(eqn)
-        self._json["outputs"] = [self._operand(x) for x in jaxpr.outvars]
-        return self._json
+        self.json["outputs"] = [self._operand(x) for x in jaxpr.outvars]
 
     def _is_foldable(self, eqn: JaxprEqn) -> bool:
         operands = [x for x in eqn.invars if not isinstance(x, Literal)]
@@ -113,13 +108,13 @@ class _Writer:
             raise UsageError(
                 f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; choose another form"
             )
-        self._json["values"].append([str(dtype), [int(n) for n in shape]])
-        return len(self._json["values"]) - 1
+        self.json["values"].append([str(dtype), [int(n) for n in shape]])
+        return len(self.json["values"]) - 1
 
     def _operand(self, x: Any, *, is_moved: bool = False) -> Operand:
         if isinstance(x, Literal) and not is_moved:
+            value = np.asarray(x.val).item()  # JAX has floats and integers of its own
             # JSON has no infinity.
-            value = x.val.item() if hasattr(x.val, "item") else x.val
             value = value if not isinstance(value, float) or np.isfinite(value) else str(value)
             return {"value": value, "dtype": _dtype(x)}
         if not isinstance(x, Literal) and x in self._alias:
@@ -128,12 +123,12 @@ class _Writer:
         name = self._constants.name_of(array)
         if name not in self._named:
             self._named[name] = self._value(array.dtype, array.shape)
-            self._json["constants"][self._named[name]] = name
+            self.json["constants"][self._named[name]] = name
         return self._named[name]
 
     def _emit(self, name: str, operands: Sequence[Operand], out: Any, **params: Any) -> int:
         number = self._value(out.aval.dtype, shape_of(out))
-        self._json["equations"].append([name, list(operands), number, params])
+        self.json["equations"].append([name, list(operands), number, params])
         return number
 
     def _equation(self, eqn: JaxprEqn) -> None:
@@ -167,7 +162,7 @@ class _Writer:
             bounds = [[0, n] for n in shape]
             bounds[axis] = [end - size, end]
             found[out] = self._value(_dtype(out), (*shape[:axis], size, *shape[axis + 1 :]))
-            self._json["equations"].append(["slice", xs, found[out], {"bounds": bounds}])
+            self.json["equations"].append(["slice", xs, found[out], {"bounds": bounds}])
             if len(shape_of(out)) < len(shape):
                 found[out] = self._emit("reshape", [found[out]], out, shape=list(shape_of(out)))
         return found
@@ -186,8 +181,8 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
     shape = shape_of(eqn.outvars[0])
     if name in _REDUCTIONS:
         return name, {"axes": list(params["axes"])}
-    if name in _RUNNING and not params["reverse"]:
-        return name, {"axis": params["axis"]}
+    if name in _ALONG and not params.get("reverse"):
+        return name, {"axis": params[_ALONG[name]]}
     match name:
         case "reshape" | "squeeze" | "expand_dims" if params.get("dimensions") is None or name != "reshape":
             return "reshape", {"shape": list(shape)}
@@ -201,18 +196,10 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
         case "slice" if set(params["strides"] or [1]) == {1}:
             ends = zip(params["start_indices"], params["limit_indices"], strict=True)
             return name, {"bounds": [list(bounds) for bounds in ends]}
-        case "concatenate":
-            return name, {"axis": params["dimension"]}
-        case "stack":
-            return name, {"axis": params["axis"]}
-        case "pad" if all(
-            low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"]
-        ):
+        case "pad" if all(min(low, high) >= 0 == inner for low, high, inner in params["padding_config"]):
             return name, {"widths": [[int(low), int(high)] for low, high, _ in params["padding_config"]]}
         case "tile":
             return name, {"reps": [int(n) for n in params["reps"]]}
-        case "iota":
-            return name, {"axis": params["dimension"]}
         case "convert_element_type":
             return "convert", {}
         case "dot_general":

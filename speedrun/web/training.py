@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import safetensors.numpy
 from jax.sharding import PartitionSpec
@@ -140,16 +141,12 @@ def write(recipe: Recipe, out: Path) -> None:
     Raises:
         UsageError: if the recipe does not fit, or the page lacks an operation of it.
     """
-    ours = {f"training/{name}": raw for name, raw in files(recipe).items()}
+    ours = {f"training/{name}": raw for name, raw in _files(recipe).items()}
     make_folder(out, folder.site({}) | folder.page("trainer") | ours)
 
 
-def files(recipe: Recipe) -> dict[str, bytes]:
-    """Return `training.json` and `arrays.safetensors` of a recipe's preset: programs, batches and JAX's trace.
-
-    Raises:
-        UsageError: if the recipe does not fit, or the page lacks an operation of it.
-    """
+def _files(recipe: Recipe) -> dict[str, bytes]:
+    """Return `training.json` and `arrays.safetensors` of a recipe's preset: programs, batches and JAX's trace."""
     preset, changes = tiny(recipe)
     (stage,) = preset.stages
     one = Program(preset, arranged(jax.devices("cpu")[:1], 1), 1)
@@ -187,7 +184,7 @@ def files(recipe: Recipe) -> dict[str, bytes]:
     arrays |= {f"grads.{name}": x for name, x in trace.grads.items()}
     arrays["tokens"] = np.concatenate([*(x.tokens_BT.ravel() for x in data), data[-1].targets_BT[-1, -1:]])
     raw = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
-    return {"training.json": folder.encoded(facts), "arrays.safetensors": raw}
+    return {"training.json": msgspec.json.encode(facts), "arrays.safetensors": raw}
 
 
 def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -> dict[str, Any]:

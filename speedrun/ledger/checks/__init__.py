@@ -5,9 +5,6 @@ from speedrun.ledger.checks.table import Check
 
 _MODULES = (batches, claims, environment, files, source, timing, tokens)
 
-CHECKS: tuple[Check, ...] = tuple(
-    sorted(
-        (one for module in _MODULES for one in vars(module).values() if isinstance(one, Check)),
-        key=lambda one: one.id,
-    )
-)
+_FOUND = [one for module in _MODULES for one in vars(module).values() if isinstance(one, Check)]
+
+CHECKS: tuple[Check, ...] = tuple(sorted(_FOUND, key=lambda one: one.id))

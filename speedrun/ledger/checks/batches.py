@@ -12,9 +12,8 @@ from speedrun.ground import runlog
 from speedrun.ledger import format, history
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
-from speedrun.ledger.decoding import FormatError
 from speedrun.ledger.record import Record
-from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.run import FormatError, Run, read_run
 from speedrun.ledger.statistics import chi2_cdf
 
 #: Probability, under the track's noise, below which losses are too close together.
@@ -151,9 +150,8 @@ def declared_before(record: Record) -> Iterator[str]:
     if declared is None:
         if len(begun := unfollowed(record.runs)) > 1:
             yield f"{len(begun)} runs, and no {format.BATCH} that declared them"
-        yield from (
-            f"{run.folder}: names a batch that is not here" for run in record.runs if run.start.batch_sha256
-        )
+        strangers = [run.folder for run in record.runs if run.start.batch_sha256]
+        yield from (f"{folder}: names a batch that is not here" for folder in strangers)
         return
     sha256 = format.sha256(record.raw[format.BATCH])
     for run in record.runs:

@@ -1,6 +1,5 @@
 """V301, V308 to V311, V404: there is a result; it is plausible, and was measured on the track's hardware."""
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
@@ -72,17 +71,10 @@ def no_wonder(record: Record) -> Iterator[str]:
         seen |= {step.step + 1: step.tokens_seen for step in run.steps}
         for val in run.vals:
             tokens, loss = seen.get(val.step, 0), loss_of(val)
-            if loss < (usual := expected_loss(curve, tokens)) - _SUSPICIOUS:
+            # The next point, or the last. Curves are convex, so honest runs would lie below a straight line.
+            usual = next((point for point in curve if point.tokens >= tokens), curve[-1]).loss
+            if loss < usual - _SUSPICIOUS:
                 yield f"{run.folder}: loss {loss:.4f} after {tokens:,} tokens, the reference has {usual:.4f}"
-
-
-def expected_loss(curve: tuple[Point, ...], tokens: int) -> float:
-    """Return the loss of the curve's next point at or after a number of tokens, or of its last point.
-
-    There is no linear interpolation: loss curves are convex, so honest runs would lie below it.
-    """
-    place = bisect_left(curve, tokens, key=lambda point: point.tokens)
-    return curve[min(place, len(curve) - 1)].loss
 
 
 @check(
@@ -100,10 +92,8 @@ def possible(record: Record) -> Iterator[str]:
         for val in run.vals:
             if (loss := loss_of(val)) < rate:
                 yield f"{run.folder}: loss {loss:.4f} before step {val.step}; the entropy rate is {rate:.4f}"
-        losses = [
-            *((step.step, step.loss) for step in run.steps),
-            *((val.step, loss_of(val)) for val in run.vals),
-        ]
+        losses = [(step.step, step.loss) for step in run.steps]
+        losses += [(val.step, loss_of(val)) for val in run.vals]
         for step, loss in [(step, loss) for step, loss in losses if not 0 <= loss <= _MOST_NATS][:1]:
             yield f"{run.folder}: loss {loss:g} at step {step}; a model gives 0 to {_MOST_NATS:,.0f} nats"
 

@@ -84,25 +84,21 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     if missing := [name for name in NEEDED if not hw.software.get(name)]:
         yield f"no version of {', '.join(missing)} is recorded"
         return
-    path = f"requirements/{hw.lock}"
     if not LOCK.fullmatch(hw.lock):
-        problem = "it names no lock file: none matched the installed packages, or an older version ran"
-    else:
-        at_commit = history.files_at(hw.commit, (path,)) or {}
-        texts = [files[path] for files in (history.files_here([path]), at_commit) if path in files]
-        text = next((text for text in texts if format.sha256(text) == hw.lock_sha256), None)
-        if text is not None:
-            yield from _unlike(hw.software, text.decode(errors="replace"))
-            return
-        problem = (
-            f"{path} {hw.lock_sha256[:16]} belongs neither to this version nor to a commit that is known here"
+        yield if_ranked(
+            record, "it names no lock file: none matched the installed packages, or an older version ran"
         )
-    yield if_ranked(record, problem)
-
-
-def _unlike(software: dict[str, str], lock: str) -> Iterator[str]:
-    pins = provenance.pinned(lock)
-    for name, version in software.items():
+        return
+    path = f"requirements/{hw.lock}"
+    known = history.files_here([path]), history.files_at(hw.commit, (path,)) or {}
+    texts = [files[path] for files in known if path in files]
+    text = next((text for text in texts if format.sha256(text) == hw.lock_sha256), None)
+    if text is None:
+        named = f"{path} {hw.lock_sha256[:16]}"
+        yield if_ranked(record, f"{named} belongs neither to this version nor to a commit that is known here")
+        return
+    pins = provenance.pinned(text.decode(errors="replace"))
+    for name, version in hw.software.items():
         if name in pins and version not in pins[name]:
             yield f"{name} {version} ran; the lock file has {', '.join(sorted(filter(None, pins[name])))}"
 
@@ -137,7 +133,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     problem = ""
     if hw.dirty:
         problem = f"the code differed from commit {hw.commit[:12]}"
-    elif hw.dirty is None or not history.is_commit(hw.commit):
+    elif hw.dirty is None or not history.COMMIT.fullmatch(hw.commit) or len(set(hw.commit)) == 1:
         problem = f"its commit, {hw.commit[:40]!r}, is not known to hold the code; need 40 hex digits of one that does"
     elif theirs is None:
         problem = f"commit {hw.commit[:12]} is not known here; fetch it, or publish it with the record"

@@ -1,4 +1,4 @@
-"""V601 to V608: compare runs with what the examiner found about their states and programs.
+"""V601 to V610: compare runs with what the examiner found about their states and programs.
 
 The examiner (`speedrun.referee.examiner`) runs the programs that a record carries, and none of its source.
 
@@ -70,13 +70,13 @@ def tolerance(dtype: str, start: int, num_steps: int) -> float:
     return first[dtype] * (1 + num_steps**_GROWTH)
 
 
-def _not_replayed(_record: Record) -> Iterator[str]:
-    raise Skip("needs --replay")
+def _unasked(_record: Record) -> Iterator[str]:
+    raise Skip("needs --replay, or --relower")
 
 
 def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
     """Decorate a function from a run and its findings to problems."""
-    return lambda find: ReplayCheck(Check(id=id, title=title, find=_not_replayed, **texts), find)
+    return lambda find: ReplayCheck(Check(id=id, title=title, find=_unasked, **texts), find)
 
 
 @check_findings(
@@ -248,10 +248,44 @@ def memory(_run: Run, findings: Findings) -> Iterator[str]:
 )
 def generalises(_run: Run, findings: Findings) -> Iterator[str]:
     """Compare with other text, and with targets in random order."""
+    if findings.other_loss is None:
+        yield "there is no other text to score"
     if found := _gap(findings):
         yield found
     if findings.shuffled_loss - findings.val_loss < _ALIVE:
         yield f"with shuffled targets it loses {findings.shuffled_loss:.4f}, with its own {findings.val_loss:.4f}"
 
 
-REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own, memory, generalises)
+@check_findings(
+    "V609",
+    "the programs are as large as the log says",
+    why="parameters, state and batch are the author's words in the log, and facts in the programs",
+    hint="let the harness log what it runs",
+)
+def sizes(run: Run, findings: Findings) -> Iterator[str]:
+    """Compare parameters, bytes of the state, tokens of each batch, and the compute dtype if it is narrow."""
+    (plan,) = run.of(runlog.Plan)
+    least, most = findings.num_params
+    if not least <= plan.num_params <= most:
+        yield f"the log says {plan.num_params:,} parameters, its programs hold {least:,} to {most:,}"
+    if (held := findings.state_bytes_per_device) != plan.state_bytes_per_device:
+        yield f"the log says {plan.state_bytes_per_device:,} bytes of state a device, its programs hold {held:,}"
+    for step, tokens in zip(run.steps, findings.batch_tokens[run.origin.step :], strict=False):
+        if step.batch_tokens != tokens:
+            yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, its program takes {tokens:,}"
+            break
+    claimed = run.start.config.get("recipe", {}).get("compute_dtype", findings.dtype)
+    if claimed == "bfloat16" != findings.dtype:
+        yield f"the log says {claimed}, its programs hold {findings.dtype}"
+
+
+#: `validate --relower` asks it: `referee.questions`.
+LOWERED = Check(
+    id="V610",
+    title="the source makes the programs",
+    why="people read, credit and fork the text, but what is examined are programs",
+    hint="lower it with the run's versions of JAX; programs may depend on the recipe and its settings alone",
+    find=_unasked,
+)
+
+REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own, memory, generalises, sizes)

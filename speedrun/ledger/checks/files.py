@@ -13,9 +13,7 @@ from speedrun.ledger.source import split_source
 
 #: Control characters but tab and newline, and all that change the direction of text.
 _HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
-_ACTIVE_SVG = re.compile(
-    rb"<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:", re.IGNORECASE
-)
+_ACTIVE_SVG = re.compile(rb"(?i)<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:")
 
 
 @check(
@@ -64,17 +62,13 @@ def hashes(record: Record) -> Iterator[str]:
     for run in record.runs:
         if run.start.source_sha256 != record.source_sha256:
             yield f"{run.folder}: ran other sources than {SOURCE}"
-    named = {
-        archive.name_of(made.sha256): made.sha256 for run in record.runs for made in run.of(runlog.Exported)
-    }
+    digests = {made.sha256 for run in record.runs for made in run.of(runlog.Exported)}
+    named = {archive.name_of(sha256): sha256 for sha256 in digests}
     for name, sha256 in named.items():
         if format.sha256(record.raw.get(name, b"")) != sha256:
             yield f"{name}: missing, or not the programs that a run names"
-    yield from (
-        f"{name}: no run names it"
-        for name in record.raw
-        if archive.NAME.fullmatch(name) and name not in named
-    )
+    strangers = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
+    yield from (f"{name}: no run names it" for name in strangers)
 
 
 @check(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NotRequired, TypedDict, TypeVar, Unpack
 
 from speedrun.ledger.record import Record
@@ -21,6 +22,11 @@ def if_ranked(record: Record, problem: str) -> str:
     return problem
 
 
+_Facts = TypeVar("_Facts")
+_Find = Callable[[Record], Iterable[str]]
+_FindOfRun = Callable[[Run, _Facts], Iterable[str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """One rule of a record, with an id that never changes."""
@@ -31,7 +37,7 @@ class Check:
     hint: str  #: what to do if it does not hold
     needs_runs: bool = True  #: skipped where a run cannot be read
     severity: Severity = "error"
-    find: Callable[[Record], Iterable[str]]  #: one line for each problem
+    find: _Find  #: one line for each problem
 
 
 class Texts(TypedDict):
@@ -43,35 +49,23 @@ class Texts(TypedDict):
     severity: NotRequired[Severity]
 
 
-def check(
-    id: str, title: str, **texts: Unpack[Texts]
-) -> Callable[[Callable[[Record], Iterable[str]]], Check]:
+def check(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[_Find], Check]:
     """Decorate a function from a record to its problems."""
     return lambda find: Check(id=id, title=title, find=find, **texts)
 
 
-def check_run(
-    id: str, title: str, **texts: Unpack[Texts]
-) -> Callable[[Callable[[Run, Record], Iterable[str]]], Check]:
+def check_run(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[_FindOfRun[Record]], Check]:
     """Decorate a function from one finished run and its record to the problems of that run."""
-
-    def decorate(find: Callable[[Run, Record], Iterable[str]]) -> Check:
-        def find_all(record: Record) -> Iterator[str]:
-            if not record.finished:
-                raise Skip("no run finished")
-            yield from problems_of(((run, record) for run in record.finished), find)
-
-        return Check(id=id, title=title, find=find_all, **texts)
-
-    return decorate
+    return lambda find: Check(id=id, title=title, find=partial(_problems_of_finished, find), **texts)
 
 
-_Facts = TypeVar("_Facts")
+def _problems_of_finished(find: _FindOfRun[Record], record: Record) -> Iterator[str]:
+    if not record.finished:
+        raise Skip("no run finished")
+    yield from problems_of([(run, record) for run in record.finished], find)
 
 
-def problems_of(
-    runs: Iterable[tuple[Run, _Facts]], find: Callable[[Run, _Facts], Iterable[str]]
-) -> Iterator[str]:
+def problems_of(runs: Iterable[tuple[Run, _Facts]], find: _FindOfRun[_Facts]) -> Iterator[str]:
     """Yield the problems of each run, after its folder's name.
 
     Raises:

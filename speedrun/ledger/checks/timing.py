@@ -20,17 +20,11 @@ _FEWEST_STEPS = 4
 #: Longest pause: a constant, plus a multiple of the training time for as many tokens.
 _MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
 _MOST_SLOWER = 10.0  #: by which a pause may be longer on a machine whose speed changed
+#: The benchmark may have been disturbed more than the run.
+_BENCH_SLACK = 1.25
 #: One letter for each event, to compare their order with.
-_LETTERS: dict[type, str] = {
-    runlog.Step: "s",
-    runlog.ClockStart: "(",
-    runlog.ClockPause: "[",
-    runlog.Val: "v",
-    runlog.ClockResume: "]",
-    runlog.ClockStop: ")",
-}
-
-
+_LETTERS: dict[type, str] = {runlog.Step: "s", runlog.ClockStart: "(", runlog.ClockPause: "["}
+_LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")"}
 #: Steps while the clock runs, one validation in each pause, and one after the stop.
 _SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
 
@@ -94,9 +88,8 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
 def pauses(run: Run, record: Record) -> Iterator[str]:
     """Each pause holds one validation, and the last one follows the stop of the clock."""
     num_steps = run.start.num_steps
-    want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)] + [
-        num_steps
-    ]
+    want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)]
+    want.append(num_steps)
     got = [val.step for val in run.vals]
     if got != want:
         yield f"validated before steps {_some(got)}; the track says {_some(want)}"
@@ -129,9 +122,8 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
                 paused_ns, scored = line.t_mono_ns, 0
             case runlog.Val() as val:
                 scored += val.tokens
-                need_s = (
-                    val.tokens * plan.flops_per_token * _FORWARD_SHARE / (fastest * 1e9) if fastest else 0.0
-                )
+                flops = val.tokens * plan.flops_per_token * _FORWARD_SHARE
+                need_s = flops / (fastest * 1e9) if fastest else 0.0
                 if val.seconds < need_s or val.seconds <= 0:
                     yield f"step {val.step}: {val.seconds:.6f} s for {val.tokens:,} tokens; need {need_s:.6f} s"
             case runlog.ClockResume():
@@ -153,10 +145,6 @@ def no_compile(run: Run, _record: Record) -> Iterator[str]:
     for line in run.lines[begun:ended]:
         if isinstance(line.event, runlog.Compile):
             yield f"line {line.i + 1}: {line.event.name} was compiled after the clock started"
-
-
-#: The benchmark may have been disturbed more than the run.
-_BENCH_SLACK = 1.25
 
 
 @check_run(
@@ -198,13 +186,11 @@ def throughput(run: Run, _record: Record) -> Iterator[str]:
     if not run.steps:  # it resumed after the last step, for the validation only
         return
     (plan,), (_, fastest) = run.of(runlog.Plan), run.bench_gflops
-    per_step = [
-        step.batch_tokens / seconds if seconds > 0 else float("inf")
-        for step, seconds in zip(run.steps, run.step_s, strict=True)
-    ]
-    tokens = run.steps[-1].tokens_seen - run.origin.tokens_seen
-    total = tokens / run.own_time_s if run.own_time_s > 0 else float("inf")
-    for what, tokens_per_s in (("median step", median(per_step)), ("whole run", total)):
-        gflops = plan.flops_per_token * tokens_per_s / 1e9
+    steps = [(step.batch_tokens, seconds) for step, seconds in zip(run.steps, run.step_s, strict=True)]
+    seen, begun = run.steps[-1].tokens_seen, run.origin  # what it resumes does not count
+    whole = seen - begun.tokens_seen, run.train_time_s - begun.train_time_s
+    for what, parts in (("median step", steps), ("whole run", [whole])):
+        rates = [tokens / seconds if seconds > 0 else float("inf") for tokens, seconds in parts]
+        gflops = plan.flops_per_token * median(rates) / 1e9
         if not 0 < gflops <= _BENCH_SLACK * fastest:
             yield f"{what}: {gflops:,.1f} Gflop/s, the bench reached {fastest:,.1f}"

@@ -94,7 +94,9 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
 
     Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
     """
-    if (cut := sum(shard.skipped for shard in run.data.shards)) and not _cuts_documents(run):
+    settings = leaves(run.start.config.get("recipe"))
+    cuts = any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
+    if (cut := sum(shard.skipped for shard in run.data.shards)) and not cuts:
         yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
     shards = iter(run.data.shards)
     seen = num_read = run.origin.tokens_seen
@@ -116,11 +118,6 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
         yield "the cursor moved back to an earlier shard"
-
-
-def _cuts_documents(run: Run) -> bool:
-    settings = leaves(run.start.config.get("recipe"))
-    return any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
 
 
 def _num_inputs(shard: runlog.ShardRange) -> int:
@@ -160,10 +157,8 @@ def shard_sizes(record: Record) -> Iterator[str]:
     known: dict[str, tuple[str, int]] = {}
     for run in record.finished:
         for shard in (*run.data.shards, run.data.val_shard):
-            if (
-                not 0 <= shard.start < shard.stop <= shard.tokens
-                or not 0 <= shard.skipped < shard.stop - shard.start
-            ):
+            is_inside = 0 <= shard.start < shard.stop <= shard.tokens
+            if not is_inside or not 0 <= shard.skipped < shard.stop - shard.start:
                 read = f"read {shard.start:,} to {shard.stop:,}"
                 yield f"{run.folder}: {shard.name} has {shard.tokens:,} tokens, {read}"
             if known.setdefault(shard.name, (shard.sha256, shard.tokens)) != (shard.sha256, shard.tokens):

@@ -74,8 +74,6 @@ def size_refusals(shape_BTHK: tuple[int, ...], *, multiple: int = 1, widths: tup
     if num_tokens % multiple:
         reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}")
     if head_dim not in widths:
-        *others, last = widths
-        reasons.append(
-            f"heads of {head_dim} dimensions; the kernels need {', '.join(map(str, others))} or {last}"
-        )
+        need = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]}"
+        reasons.append(f"heads of {head_dim} dimensions; the kernels need {need}")
     return reasons

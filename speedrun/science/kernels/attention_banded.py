@@ -46,9 +46,8 @@ def attention(
         t_C = index * tile + jnp.arange(tile)
         s_S = (index - num_before) * tile + jnp.arange((num_before + 1) * tile)
         seen_BCS = (s_S[None, None, :] <= t_C[None, :, None]) & (s_S[None, None, :] >= first_BC[:, :, None])
-        scores_BHCS = (
-            jnp.einsum("bthk,bshk->bhts", q_BCHK, k_BSHK, preferred_element_type=jnp.float32) * scale
-        )
+        scores_BHCS = jnp.einsum("bthk,bshk->bhts", q_BCHK, k_BSHK, preferred_element_type=jnp.float32)
+        scores_BHCS *= scale
         weights_BHCS = jax.nn.softmax(jnp.where(seen_BCS[:, None], scores_BHCS, -jnp.inf), axis=-1)
         o_BCHK = jnp.einsum("bhts,bshk->bthk", weights_BHCS.astype(v_BSHK.dtype), v_BSHK)
         beyond_BC = first_BC < jnp.maximum(s_S[:1], 0)[None]

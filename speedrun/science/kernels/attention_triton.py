@@ -9,8 +9,9 @@ Source: the recurrence is that of Dao et al. 2022 and 2023, FlashAttention 1 and
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,6 @@ from speedrun.science.kernels.attention import Sight, size_refusals
 LOG2_E = math.log2(math.e)
 #: Score of a masked pair. Finite, because a row may see nothing in its first tile, and inf - inf is NaN.
 UNSEEN = -1e30
-
-#: Block of an operand that a program reads: its own tile of tokens, all tokens, or one number per tile.
-Part = Literal["tile", "all", "one"]
 
 
 class Tiles(NamedTuple):
@@ -53,9 +51,8 @@ class Bounds(NamedTuple):
 def bounds(first_BT: jax.Array, *, query_tile: int, key_tile: int) -> Bounds:
     """Return the tile of the lowest key of each query tile, and the end of the queries that see each key tile."""
     last_key_M = jnp.arange(key_tile - 1, first_BT.shape[1], key_tile)
-    end_BM = jax.vmap(
-        lambda first_T: jnp.searchsorted(first_T, last_key_M, side="right", method="scan_unrolled")
-    )(first_BT)
+    search = partial(jnp.searchsorted, v=last_key_M, side="right", method="scan_unrolled")
+    end_BM = jax.vmap(search)(first_BT)
     return Bounds(first_BT[:, ::query_tile] // key_tile, (-(-end_BM // query_tile)).astype(jnp.int32))
 
 
@@ -111,18 +108,10 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     tiles = settings.forward
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    o_BTHK, lse_BHT = _call(
-        partial(_forward_kernel, scale=settings.scale, tiles=tiles),
-        tiles.queries,
-        tiles,
-        settings,
-        (q_BTHK, "tile"),
-        (k_BTHK, "all"),
-        (v_BTHK, "all"),
-        (first_BT, "tile"),
-        (seen.first_key_tile_BN, "one"),
-        results=(_like(q_BTHK, v_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))),
-    )
+    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, seen.first_key_tile_BN
+    results = _like(q_BTHK, v_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))
+    parts = "tile all all tile one"
+    o_BTHK, lse_BHT = _call(_forward_kernel, tiles.queries, tiles, settings, parts, operands, results)
     return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
 
 
@@ -130,36 +119,14 @@ def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: ja
     q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
     tiles = settings.backward
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    dq_BTHK, delta_BHT = _call(
-        partial(_query_kernel, scale=settings.scale, tiles=tiles),
-        tiles.queries,
-        tiles,
-        settings,
-        (q_BTHK, "tile"),
-        (k_BTHK, "all"),
-        (v_BTHK, "all"),
-        (o_BTHK, "tile"),
-        (do_BTHK, "tile"),
-        (lse_BHT, "tile"),
-        (first_BT, "tile"),
-        (seen.first_key_tile_BN, "one"),
-        results=(_like(q_BTHK, q_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))),
-    )
-    dk_BTHK, dv_BTHK = _call(
-        partial(_key_kernel, scale=settings.scale, tiles=tiles),
-        tiles.keys,
-        tiles,
-        settings,
-        (q_BTHK, "all"),
-        (k_BTHK, "tile"),
-        (v_BTHK, "tile"),
-        (do_BTHK, "all"),
-        (lse_BHT, "all"),
-        (delta_BHT, "all"),
-        (first_BT, "all"),
-        (seen.end_query_tile_BM, "one"),
-        results=(_like(k_BTHK, k_BTHK.dtype, k_BTHK.shape), _like(v_BTHK, v_BTHK.dtype, v_BTHK.shape)),
-    )
+    operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, seen.first_key_tile_BN
+    results = _like(q_BTHK, q_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))
+    parts = "tile all all tile tile tile tile one"
+    dq_BTHK, delta_BHT = _call(_query_kernel, tiles.queries, tiles, settings, parts, operands, results)
+    operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, seen.end_query_tile_BM
+    results = _like(k_BTHK, k_BTHK.dtype, k_BTHK.shape), _like(v_BTHK, v_BTHK.dtype, v_BTHK.shape)
+    parts = "all tile tile all all all all one"
+    dk_BTHK, dv_BTHK = _call(_key_kernel, tiles.keys, tiles, settings, parts, operands, results)
     return dq_BTHK, dk_BTHK, dv_BTHK, None
 
 
@@ -249,28 +216,32 @@ def _end_key_tile(tiles: Tiles) -> jax.Array:
 
 
 def _call(
-    kernel: partial[None],
+    kernel: Callable[..., None],
     tile: int,
     tiles: Tiles,
     settings: _Settings,
-    *operands: tuple[jax.Array, Part],
+    parts: str,
+    operands: tuple[jax.Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel once per tile of `tile` tokens, head and row; each program writes its tile of the results."""
-    num_rows, num_tokens, num_heads, _ = operands[0][0].shape
+    """Run a kernel once per tile of `tile` tokens, head and row; each program writes its tile of the results.
+
+    `parts` has for each operand what a program reads of it: its own tile, all tokens, or one number per tile.
+    """
+    num_rows, num_tokens, num_heads, _ = operands[0].shape
     return pl.pallas_call(
-        kernel,
+        partial(kernel, scale=settings.scale, tiles=tiles),
         grid=(num_tokens // tile, num_heads, num_rows),
-        in_specs=[_spec(x.shape, part, tile) for x, part in operands],
+        in_specs=[_spec(x.shape, part, tile) for x, part in zip(operands, parts.split(), strict=True)],
         out_specs=tuple(_spec(x.shape, "tile", tile) for x in results),
         out_shape=results,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=settings.interpret,
-        name=kernel.func.__name__.strip("_"),
-    )(*(x for x, _ in operands))
+        name=kernel.__name__.strip("_"),
+    )(*operands)
 
 
-def _spec(shape: tuple[int, ...], part: Part, tile: int) -> pl.BlockSpec:
+def _spec(shape: tuple[int, ...], part: str, tile: int) -> pl.BlockSpec:
     """Return the block of a program for an operand [B, T, H, K], [B, H, T] or [B, T], or [B, N] for "one"."""
     if part == "one":
         return pl.BlockSpec((None, None), lambda i, h, b: (b, i))

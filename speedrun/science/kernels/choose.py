@@ -1,34 +1,199 @@
 """Choose the form of each operation while a program is traced, and record the choice with its reason.
 
+Kernels for Mosaic are imported where they are used: that is a third of a start.
 Legend: B batch, T time, H heads, K head width.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.science.kernels import cross_entropy, cross_entropy_gpu, forms
-from speedrun.science.kernels.attention import Sight, Window
+from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton, cross_entropy
+from speedrun.science.kernels import cross_entropy_gpu as gpu
+from speedrun.science.kernels import mlp as mlps
+from speedrun.science.kernels import qk_norm_triton as fused
+from speedrun.science.kernels.attention import Sight, Window, attention
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
-from speedrun.science.kernels.cross_entropy_gpu import Fp8
-from speedrun.science.kernels.forms import Choice, Form
-from speedrun.science.kernels.mlp import Factors
-from speedrun.science.kernels.qk_norm import Angles
+from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
+from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
 FIXED_WINDOW_FORMS = frozenset({"flash3"})  #: of attention: they need one program per window
 #: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
 SHORT_TOKENS = 256
 #: Room for documents assumes this mean length. With more documents the output is NaN, never silently wrong.
 TOKENS_PER_DOCUMENT = 32
+#: Limit for the scores of the definition; its backward pass keeps about three such arrays.
+MOST_SCORE_BYTES = 4 * 2**30
+#: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
+HEAD_TOKENS = 49_152
+#: GPUs by compute capability: those that Mosaic's kernels and FlashAttention-3 can run on, and those that Triton's can.
+_HOPPER = MappingProxyType({"9.0": "H100 or H200"})
+_TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10.0": "B200"})
 
 
-def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
+class Choice(NamedTuple):
+    """A form that can run, with the signature of the definition."""
+
+    name: str
+    function: Callable[..., Any]
+    reason: str
+
+
+class Form(NamedTuple):
+    """A way to compute an operation. Forms differ from the definition only by rounding."""
+
+    refusals: Callable[[Any], list[str]]  #: call -> all reasons why the form cannot run
+    bind: Callable[[Any], Callable[..., Any]]  #: call -> function with the signature of the definition
+
+
+class AttentionCall(NamedTuple):
+    """The static facts of a call of attention."""
+
+    shape_BTHK: tuple[int, int, int, int]  #: on one device
+    dtype: jnp.dtype
+    platform: str  #: as JAX names it: cpu, gpu
+    compute_capability: str  #: of an NVIDIA GPU, such as 9.0; empty elsewhere
+    block_tokens: int
+    max_window_blocks: int  #: upper bound of the window
+    static_window_blocks: int | None  #: the window, if the program is compiled for one; None if it is traced
+    max_documents: int  #: in the batch of one device
+
+    @property
+    def window_tokens(self) -> int:
+        """Upper bound of the keys that a query sees."""
+        return self.max_window_blocks * self.block_tokens
+
+
+class QkNormCall(NamedTuple):
+    """The static facts of a call of QK-norm and rotary."""
+
+    head_dim: int
+    dtype: jnp.dtype
+    platform: str
+    compute_capability: str
+
+
+class MlpCall(NamedTuple):
+    """The static facts of a call of the MLP."""
+
+    num_tokens: int  #: on one device
+    model_dim: int
+    mlp_dim: int
+    dtype: jnp.dtype  #: that all three operands fit into
+    platform: str
+    compute_capability: str
+
+
+class HeadCall(NamedTuple):
+    """The static facts of a call of the loss head."""
+
+    num_tokens: int  #: on one device
+    num_columns: int
+    dtype: jnp.dtype
+    platform: str
+    compute_capability: str
+    fp8: Fp8 | None
+    cap: Cap
+    chunk_tokens: int = HEAD_TOKENS  #: of which logits exist at one time
+
+
+def _definition_refusals(call: AttentionCall) -> list[str]:
+    rows, tokens, heads, _ = call.shape_BTHK
+    need = 4 * rows * heads * tokens**2
+    too_much = f"its scores take {need / 2**30:.0f} GiB; it needs {MOST_SCORE_BYTES / 2**30:.0f} GiB or less"
+    return [too_much] if need > MOST_SCORE_BYTES else []
+
+
+def _flash3_refusals(call: AttentionCall) -> list[str]:
+    reasons = _refusals(call) + attention_flash3.refusals(call.shape_BTHK)
+    if call.static_window_blocks is None:
+        reasons.append("the window is traced; the kernels need one program for each window")
+    # Loads the library, so only where it can run.
+    if not _platform_refusals(call) and (problem := attention_flash3.problem()):
+        reasons.append(problem)
+    return reasons
+
+
+def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
+    if call.platform == "gpu" and call.compute_capability in cards:
+        return []
+    here = f"{call.platform} {call.compute_capability}".strip()
+    need = ", ".join(f"{name} (gpu {capability})" for capability, name in cards.items())
+    return [f"this is a {here}; the kernels need an {need}"]
+
+
+def _refusals(call: AttentionCall | QkNormCall, cards: Mapping[str, str] = _HOPPER) -> list[str]:
+    other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
+    return _platform_refusals(call, cards) + other
+
+
+def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
+    is_8 = call.compute_capability.startswith("8.")
+    tiles = attention_triton.BACKWARD_ON_8 if is_8 else attention_triton.BACKWARD
+    return partial(attention_triton.attention, backward=tiles)
+
+
+def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
+    assert call.static_window_blocks is not None
+    return partial(
+        attention_flash3.attention,
+        window_blocks=call.static_window_blocks,
+        block_tokens=call.block_tokens,
+        max_documents=call.max_documents,
+    )
+
+
+ATTENTION: Mapping[str, Form] = MappingProxyType(
+    {
+        "definition": Form(_definition_refusals, lambda _: attention),
+        "banded": Form(
+            lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
+        ),
+        "triton": Form(
+            lambda call: _refusals(call, _TRITON) + attention_triton.refusals(call.shape_BTHK), _bind_triton
+        ),
+        "flash3": Form(_flash3_refusals, _bind_flash3),
+    }
+)
+
+QK_NORM: Mapping[str, Form] = MappingProxyType(
+    {
+        "definition": Form(lambda _: [], lambda _: qk_norm),
+        "triton": Form(
+            lambda call: _refusals(call, _TRITON) + fused.refusals(call.head_dim), lambda _: fused.qk_norm
+        ),
+    }
+)
+
+
+def mlp_form(call: MlpCall) -> Choice:
+    """Return the form with activations inside products where it can run, else the definition."""
+    if not (refusals := _platform_refusals(call)):
+        from speedrun.science.kernels import mlp_mosaic
+
+        if not (refusals := mlp_mosaic.refusals(*call[:4])):
+            return Choice("mosaic", mlp_mosaic.mlp, "activations inside products")
+    return Choice("definition", mlps.mlp, f"not mosaic: {', '.join(refusals)}")
+
+
+def passes_of(call: HeadCall) -> tuple[Passes, str]:
+    """Return the best passes over the logits of a call, and whose they are."""
+    if not (refusals := _platform_refusals(call)):
+        from speedrun.science.kernels import cross_entropy_mosaic as mosaic
+
+        if not (refusals := mosaic.refusals(call.num_tokens, call.num_columns, call.dtype)):
+            return mosaic.PASSES, "mosaic's passes"
+    return PASSES, f"XLA's passes: {', '.join(refusals)}"
+
+
+def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """Return the wanted form, or for "auto" the first form in order of preference that can run.
 
     "auto" never chooses `flash3`, which needs one program per window.
@@ -45,13 +210,13 @@ def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
     else:
         order = ["definition", "banded"]
         why = f"{tokens:,} tokens, windows of up to {call.window_tokens:,}: nothing to skip"
-    return _choose("attention", forms.ATTENTION, wanted, order, why, call)
+    return _choose("attention", ATTENTION, wanted, order, why, call)
 
 
-def choose_qk_norm(wanted: str, call: forms.QkNormCall) -> Choice:
+def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
     """Return a form from `QK_NORM`, as `choose_attention` does."""
     order, why = ["triton", "definition"], "one pass where it can run"
-    return _choose("qk_norm", forms.QK_NORM, wanted, order, why, call)
+    return _choose("qk_norm", QK_NORM, wanted, order, why, call)
 
 
 def _choose(
@@ -62,9 +227,8 @@ def _choose(
         if wanted not in of:
             raise unknown(f"form of {operation}", wanted, ["auto", *of])
         if reasons := "; ".join(of[wanted].refusals(call)):
-            raise UsageError(
-                f"{operation} form {wanted!r} cannot run: {reasons}; or let 'auto' choose another"
-            )
+            hint = "or let 'auto' choose another"
+            raise UsageError(f"{operation} form {wanted!r} cannot run: {reasons}; {hint}")
         return Choice(wanted, of[wanted].bind(call), "asked for")
     refusals = {name: of[name].refusals(call) for name in order}
     name = next(name for name in order if not refusals[name])
@@ -72,7 +236,7 @@ def _choose(
     return Choice(name, of[name].bind(call), "; ".join([why, *skipped]))
 
 
-def choose_head(call: forms.HeadCall) -> Choice:
+def choose_head(call: HeadCall) -> Choice:
     """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
     Devices without FP8 units emulate it.
@@ -91,8 +255,8 @@ def choose_head(call: forms.HeadCall) -> Choice:
     if is_cpu and fp8 is None:
         return Choice("chunks", cross_entropy.weighted_on_cpu, "cpu: a chunk of logits stays in its cache")
     num_chunks = cross_entropy.fewest_chunks(num_tokens, call.chunk_tokens)
-    passes, by = forms.passes(call._replace(num_tokens=num_tokens // num_chunks))
-    head = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes)
+    passes, by = passes_of(call._replace(num_tokens=num_tokens // num_chunks))
+    head = partial(gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes)
     reason = f"{call.platform}, {num_tokens:,} tokens in {num_chunks} chunks; {by}"
     return Choice(str(call.dtype) if fp8 is None else "fp8", head, reason)
 
@@ -107,7 +271,7 @@ class Kernels:
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
-    head_tokens: int = forms.HEAD_TOKENS  #: of which logits exist at one time
+    head_tokens: int = HEAD_TOKENS  #: of which logits exist at one time
     choices: dict[str, Choice] = field(default_factory=dict)  #: by operation and shape
 
     def attention(
@@ -129,7 +293,7 @@ class Kernels:
         static = window.blocks if isinstance(window.blocks, int) else None
         max_documents = rows * max(64, tokens // TOKENS_PER_DOCUMENT)
         here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
-        call = forms.AttentionCall(*here, block_tokens, window.most, static, max_documents)
+        call = AttentionCall(*here, block_tokens, window.most, static, max_documents)
         choice = choose_attention(self.wanted_attention, call)
         shape, kind = f"{rows}x{tokens}x{heads}x{width}", "traced" if static is None else "fixed"
         self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
@@ -138,18 +302,18 @@ class Kernels:
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""
-        call = forms.QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
+        call = QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
         choice = choose_qk_norm("auto", call)
         self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
         return choice.function(q_BTHK, k_BTHK, angles)
 
     def mlp(
-        self, x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: Factors = "float32"
+        self, x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: mlps.Factors = "float32"
     ) -> jax.Array:
         """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`."""
         num_tokens, (mlp_dim, model_dim) = math.prod(x_D.shape[:-1]), up_FD.shape
         here = x_D.dtype, self.platform, self.compute_capability
-        choice = forms.mlp_form(forms.MlpCall(num_tokens, model_dim, mlp_dim, *here))
+        choice = mlp_form(MlpCall(num_tokens, model_dim, mlp_dim, *here))
         kind = factors if jnp.finfo(factors).bits == 8 else x_D.dtype
         self.choices[f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}"] = choice
         with jax.named_scope("mlp"):
@@ -168,7 +332,7 @@ class Kernels:
         """Return the losses of all tokens and targets. See `kernels.cross_entropy`."""
         sizes, capped = (len(x_ND), len(head_VD)), as_cap(cap)
         here = x_ND.dtype, self.platform, self.compute_capability
-        choice = choose_head(forms.HeadCall(*sizes, *here, fp8, capped, self.head_tokens))
+        choice = choose_head(HeadCall(*sizes, *here, fp8, capped, self.head_tokens))
         factors = x_ND.dtype if fp8 is None else "fp8"
         call = f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"
         num_targets = targets.ids_NM.shape[1]

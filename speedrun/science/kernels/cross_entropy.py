@@ -177,9 +177,8 @@ def _over_chunks(function: Callable[..., Any], x_ND: jax.Array, targets: Targets
     sums, rows_ND = function(*jax.tree.map(lambda a: a[0], chunks))
     if num_chunks > 1:
         sums, rest_CND = jax.lax.scan(add, sums, jax.tree.map(lambda a: a[1:], chunks))
-        rows_ND = jax.tree.map(
-            lambda a, b: jnp.concatenate([a[None], b]).reshape(x_ND.shape), rows_ND, rest_CND
-        )
+        all_CND = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), rows_ND, rest_CND)
+        rows_ND = jax.tree.map(lambda a: a.reshape(x_ND.shape), all_CND)
     return sums, rows_ND
 
 

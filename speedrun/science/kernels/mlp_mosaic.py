@@ -137,6 +137,10 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
     (num_rows, num_columns), across = results[0].shape, results[0].shape[1] // COLUMNS
     group = lax.axis_index("warpgroup")
 
+    def memory(dtype: Any) -> Any:
+        shape = WARPGROUPS, form.num_slots, ROWS, PIECE
+        return plgpu.SMEM(shape, dtype, transforms=_swizzle(PIECE, dtype, form))
+
     def visit_all(allocations: Any, stores: Any, arrived: Any) -> None:
         @plgpu.nd_loop((num_rows * num_columns // (_OWN * COLUMNS),), collective_axes="core")
         def _visit(at: Any) -> None:
@@ -166,7 +170,7 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
     pl.run_scoped(
         visit_all,
         allocations=_pipeline(a, b, form, lambda _: None).get_allocations(a, b),
-        stores=[_memory((WARPGROUPS, form.num_slots, ROWS, PIECE), dtype, form) for dtype in form.results],
+        stores=[memory(dtype) for dtype in form.results],
         arrived=plgpu.Barrier(num_barriers=WARPGROUPS * form.num_slots),
         collective_axes="warpgroup",
     )
@@ -238,15 +242,8 @@ def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, 
 
 def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any:
     """Specify the tiles of a factor, of which the pipeline takes one after the other along an axis."""
-    return plgpu.BlockSpec(
-        shape,
-        lambda k: (k, 0) if axis == 0 else (0, k),
-        transforms=_swizzle(shape[1], dtype, form),
-    )
-
-
-def _memory(shape: tuple[int, ...], dtype: Any, form: _Product) -> Any:
-    return plgpu.SMEM(shape, dtype, transforms=_swizzle(shape[-1], dtype, form))
+    swizzle = _swizzle(shape[1], dtype, form)
+    return plgpu.BlockSpec(shape, lambda k: (k, 0) if axis == 0 else (0, k), transforms=swizzle)
 
 
 def _swizzle(columns: int, dtype: Any, form: _Product) -> tuple[Any, ...]:

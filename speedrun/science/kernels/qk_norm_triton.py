@@ -66,10 +66,8 @@ def _forward(
     q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, settings: _Settings
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     num_rows, num_tokens, num_heads, _ = q_BTHK.shape
-    r_BHT = jax.ShapeDtypeStruct((num_rows, num_heads, num_tokens), jnp.float32)
-    yq_BTHK, yk_BTHK, *r = _call(
-        _forward_kernel, angles, (q_BTHK, k_BTHK), (q_BTHK, k_BTHK, r_BHT, r_BHT), settings
-    )
+    r_BHT, qk = jax.ShapeDtypeStruct((num_rows, num_heads, num_tokens), jnp.float32), (q_BTHK, k_BTHK)
+    yq_BTHK, yk_BTHK, *r = _call(_forward_kernel, angles, qk, (*qk, r_BHT, r_BHT), settings)
     return (yq_BTHK, yk_BTHK), (yq_BTHK, yk_BTHK, *r, angles)
 
 

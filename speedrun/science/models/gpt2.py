@@ -18,7 +18,7 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import Window, sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.params import Init, Params, ParamSpec, Table, constant, zeros
+from speedrun.science.params import Init, Params, ParamSpec, Table, constant, gaussian, zeros
 from speedrun.science.recipe import Batch, Forward, Loss
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  #: (q_BTHK, k_BTHK, v_BTHK) -> o_BTHK
@@ -40,11 +40,6 @@ class Config:
     mlp_dim: Count
 
 
-def normal(std: float) -> Init:
-    """Return an initialiser that draws from a normal with mean zero."""
-    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
-
-
 def affine_table(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init: Init) -> Table:
     """Declare weights [..., outputs, inputs], and biases that start at zero."""
     return {
@@ -64,8 +59,8 @@ def norm_table(name: str, cfg: Config) -> Table:
 
 def block_table(name: str, cfg: Config) -> Table:
     """Declare the parameters of one layer. Projections into the residual stream start smaller in deeper models."""
-    inner, weight = cfg.num_heads * cfg.head_dim, normal(INIT_STD)
-    into_stream = normal(INIT_STD / math.sqrt(2 * cfg.num_layers))
+    inner, weight = cfg.num_heads * cfg.head_dim, gaussian(INIT_STD)
+    into_stream = gaussian(INIT_STD / math.sqrt(2 * cfg.num_layers))
     return {
         **norm_table(f"{name}.attn_norm", cfg),
         **affine_table(f"{name}.qkv", (3, inner, cfg.model_dim), ("qkv", "heads", "model"), weight),
@@ -80,16 +75,15 @@ def table(cfg: Config) -> Table:
     """Declare the parameters of the model. The token table is also the head."""
 
     def rows(number: int, axis: str, group: str) -> ParamSpec:
-        return ParamSpec((number, cfg.model_dim), (axis, "model"), normal(INIT_STD), group)
+        return ParamSpec((number, cfg.model_dim), (axis, "model"), gaussian(INIT_STD), group)
 
-    return {
+    specs = {
         "embed": rows(cfg.vocab_size, "vocab", "head"),
         "positions": rows(cfg.max_positions, "position", "embed"),
-        **{
-            name: spec for i in range(cfg.num_layers) for name, spec in block_table(f"block.{i}", cfg).items()
-        },
-        **norm_table("final_norm", cfg),
     }
+    for i in range(cfg.num_layers):
+        specs |= block_table(f"block.{i}", cfg)
+    return specs | norm_table("final_norm", cfg)
 
 
 def layer_norm(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array) -> jax.Array:
@@ -135,9 +129,8 @@ def attention(h_BTD: jax.Array, p: Params, block: str, attend: Attend, cfg: Conf
 
 def mlp(h_BTD: jax.Array, p: Params, block: str) -> jax.Array:
     """Apply two affine maps with GELU between them, by its approximation with tanh."""
-    h_BTF = jax.nn.gelu(
-        affine(h_BTD, p[f"{block}.mlp_up.weight"], p[f"{block}.mlp_up.bias"]), approximate=True
-    )
+    up_BTF = affine(h_BTD, p[f"{block}.mlp_up.weight"], p[f"{block}.mlp_up.bias"])
+    h_BTF = jax.nn.gelu(up_BTF, approximate=True)
     return affine(h_BTF, p[f"{block}.mlp_down.weight"], p[f"{block}.mlp_down.bias"])
 
 
@@ -150,9 +143,8 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     del inputs
     num_tokens = tokens_BT.shape[1]
     if num_tokens > cfg.max_positions:
-        raise UsageError(
-            f"sequences of {num_tokens} tokens; need config.max_positions, {cfg.max_positions}, or fewer"
-        )
+        most = cfg.max_positions
+        raise UsageError(f"sequences of {num_tokens} tokens; need config.max_positions, {most}, or fewer")
 
     def norm(x_BTD: jax.Array, name: str) -> jax.Array:
         return layer_norm(x_BTD, p[f"{name}.gain"], p[f"{name}.bias"])

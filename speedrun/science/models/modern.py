@@ -36,13 +36,12 @@ class Config(muon.Config):
 def table(cfg: Config) -> Table:
     """Declare the parameters of the model. The head and what is added to the residual stream start at zero."""
     matrices = {name: spec for name, spec in muon.table(cfg).items() if spec.group == "matrix"}
-    outputs = {
-        name: replace(matrices[name], init=zeros) for name in matrices if name.endswith(("_out", "_down"))
-    }
+    outputs = [name for name in matrices if name.endswith(("_out", "_down"))]
+    matrices |= {name: replace(matrices[name], init=zeros) for name in outputs}
     rows, axes = (cfg.head_size, cfg.model_dim), ("vocab", "model")
     return {
         "embed": ParamSpec(rows, axes, normal, "embed", cfg.table_dtype),
-        **(matrices | outputs),
+        **matrices,
         "head": ParamSpec(rows, axes, zeros, "head"),
     }
 

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 
 from speedrun.ground.limits import Count
 from speedrun.science import nn
-from speedrun.science.gelu import gelu
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.models import gpt2
-from speedrun.science.params import Params, ParamSpec, Table
+from speedrun.science.params import Params, ParamSpec, Table, uniform_within_fan_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +40,24 @@ class Context(NamedTuple):
     turn: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Draw uniformly between -1 / sqrt(fan in) and 1 / sqrt(fan in): PyTorch's default for linear layers."""
-    bound = shape[-1] ** -0.5
-    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-
-
 def block_table(name: str, cfg: Config) -> Table:
     """Declare the matrices of one layer."""
-    inner = cfg.num_heads * cfg.head_dim
+    inner, init = cfg.num_heads * cfg.head_dim, uniform_within_fan_in
     return {
-        f"{name}.qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform, "matrix"),
-        f"{name}.attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), uniform, "matrix"),
-        f"{name}.mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform, "matrix"),
-        f"{name}.mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), uniform, "matrix"),
+        f"{name}.qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), init, "matrix"),
+        f"{name}.attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), init, "matrix"),
+        f"{name}.mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), init, "matrix"),
+        f"{name}.mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), init, "matrix"),
     }
 
 
 def table(cfg: Config) -> Table:
     """Declare the parameters of the model. The token table is also the head, and starts like one."""
-    return {
-        "embed": ParamSpec((cfg.vocab_size, cfg.model_dim), ("vocab", "model"), uniform, "head"),
-        **{
-            name: spec for i in range(cfg.num_layers) for name, spec in block_table(f"block.{i}", cfg).items()
-        },
-    }
+    rows = cfg.vocab_size, cfg.model_dim
+    specs = {"embed": ParamSpec(rows, ("vocab", "model"), uniform_within_fan_in, "head")}
+    for i in range(cfg.num_layers):
+        specs |= block_table(f"block.{i}", cfg)
+    return specs
 
 
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -101,6 +93,6 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     x_BTD = nn.lookup(p["embed"], tokens_BT)
     for block in (f"block.{i}" for i in range(cfg.num_layers)):
         x_BTD += attention(nn.rms_norm(x_BTD), p, block, ctx, cfg) / math.sqrt(2 * cfg.num_layers)
-        h_BTF = gelu(nn.rms_norm(x_BTD) @ p[f"{block}.mlp_up"].T)
+        h_BTF = nn.gelu(nn.rms_norm(x_BTD) @ p[f"{block}.mlp_up"].T)
         x_BTD += h_BTF @ p[f"{block}.mlp_down"].T
     return nn.rms_norm(x_BTD)

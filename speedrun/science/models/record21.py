@@ -47,18 +47,14 @@ class Config:
     head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
 
     def __post_init__(self) -> None:
-        if not 0 < self.logit_cap <= cross_entropy.MAX_CAP:
-            raise ValueError(
-                f"logit_cap is {self.logit_cap:g}; need more than 0, at most {cross_entropy.MAX_CAP:g}"
-            )
-        if len(self.value_tables) != len(self.mixing):
-            raise ValueError(
-                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}; need one per layer"
-            )
-        if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
-            raise ValueError(
-                f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
-            )
+        cap, most, tables = self.logit_cap, cross_entropy.MAX_CAP, self.value_tables
+        if not 0 < cap <= most:
+            raise ValueError(f"logit_cap is {cap:g}; need more than 0, at most {most:g}")
+        if len(tables) != self.num_layers:
+            entries = f"{len(tables)} entries, mixing {self.num_layers}"
+            raise ValueError(f"value_tables has {entries}; need one per layer")
+        if min(tables, default=NO_TABLE) < NO_TABLE:
+            raise ValueError(f"value_tables is {tables}; number tables from 0, {NO_TABLE} for none")
         if self.num_layers % 2 or not self.num_layers:
             raise ValueError(f"{self.num_layers} layers: the U-net needs an even number")
         if self.head_dim % 4:
@@ -91,16 +87,6 @@ class Context(NamedTuple):
     values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table
 
 
-def attention_table(cfg: Config) -> Table:
-    """Declare queries, keys and values in one [3, H*K, D], and an output projection that starts at zero."""
-    inner = cfg.num_heads * cfg.head_dim
-    return {
-        "qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
-        "attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), zeros, "matrix"),
-        "value_lambdas": ParamSpec((2,), ("lambda",), constant(0.5, 0.5), "scalar"),
-    }
-
-
 def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """Apply attention of layer `i`: QK-norm, rotary, and own values, weighted, beside those of its embedding."""
     if cfg.mixing[i] == "none":
@@ -123,8 +109,14 @@ def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax
 
 
 def block_table(mixing: Mixing, cfg: Config) -> Table:
-    """Declare the parameters of one layer."""
-    return (attention_table(cfg) if mixing != "none" else {}) | {
+    """Declare the parameters of one layer. What is added to the residual stream starts at zero."""
+    inner = cfg.num_heads * cfg.head_dim
+    attention = {
+        "qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
+        "attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), zeros, "matrix"),
+        "value_lambdas": ParamSpec((2,), ("lambda",), constant(0.5, 0.5), "scalar"),
+    }
+    return (attention if mixing != "none" else {}) | {
         "lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
         "mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform_fan_in, "matrix"),
         "mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), zeros, "matrix"),
@@ -133,12 +125,9 @@ def block_table(mixing: Mixing, cfg: Config) -> Table:
 
 def table(cfg: Config) -> Table:
     """Declare the parameters of the model."""
-    inner = cfg.num_heads * cfg.head_dim
-    blocks = {
-        f"block.{i}.{name}": spec
-        for i, mixing in enumerate(cfg.mixing)
-        for name, spec in block_table(mixing, cfg).items()
-    }
+    inner, blocks = cfg.num_heads * cfg.head_dim, {}
+    for i, mixing in enumerate(cfg.mixing):
+        blocks |= {f"block.{i}.{name}": spec for name, spec in block_table(mixing, cfg).items()}
 
     def embedding(axis: str, width: int) -> ParamSpec:
         return ParamSpec((cfg.vocab_size, width), ("vocab", axis), normal, "embed", cfg.table_dtype)

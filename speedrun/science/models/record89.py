@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
-from speedrun.science.gelu import gelu
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
@@ -48,7 +47,7 @@ def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.A
     """
     w1_GD, w2, bias = (p[f"{name}_{part}"][i].astype(jnp.float32) for part in ("w1", "w2", "b2"))
     hidden_BTG = u_BTD @ w1_GD.T.astype(u_BTD.dtype)
-    return (gelu(hidden_BTG.astype(jnp.float32)) @ w2.T + bias[None, None]) * scale
+    return (nn.gelu(hidden_BTG.astype(jnp.float32)) @ w2.T + bias[None, None]) * scale
 
 
 #: The gates of a half of the layers: f32 [B, T, width] by kind and layer.
@@ -82,10 +81,8 @@ class Context(NamedTuple):
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
     """Compute documents, windows, angles, embeddings; raise UsageError if frequencies do not fit the heads."""
     if (pairs := len(inputs["rotary"])) * 4 != cfg.head_dim:
-        raise UsageError(
-            f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions; need a quarter: "
-            f"--set schedule.rotary_pairs={cfg.head_dim // 4}"
-        )
+        found = f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions"
+        raise UsageError(f"{found}; need a quarter: --set schedule.rotary_pairs={cfg.head_dim // 4}")
     doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
     at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
     by_token, by_half = at(jnp.arange(num_tokens)), at(jnp.arange(2 * num_tokens))
@@ -215,13 +212,8 @@ def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Confi
 def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.Array:
     """Add to the last state earlier ones and the first value embedding, by five numbers for each token. Record 81."""
     f = jnp.split(network(x_BTD, p, "mudd", 1, MUDD_SCALE)[..., :5], 5, axis=-1)
-    earlier = (
-        stream.start_BTD,
-        stream.frozen_BTD,
-        stream.late_BTD,
-        ctx.values[min(ctx.values)],
-        stream.early_BTD,
-    )
+    first_BTD = ctx.values[min(ctx.values)]
+    earlier = stream.start_BTD, stream.frozen_BTD, stream.late_BTD, first_BTD, stream.early_BTD
     return nn.blend((jnp.ones(()), x_BTD), *zip(f, earlier, strict=True))
 
 

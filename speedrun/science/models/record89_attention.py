@@ -123,9 +123,8 @@ def composed(
     first_NBC = tiles(jnp.concatenate([first_BT, own_BT], axis=1), tile)  # padded queries see themselves
     t_NC = jnp.arange(num_tokens + rest).reshape(-1, tile)
     s_NS = t_NC[:, :1] - num_before * tile + jnp.arange((num_before + 1) * tile)[None]
-    seen_NBCS = (s_NS[:, None, None] <= t_NC[:, None, :, None]) & (
-        s_NS[:, None, None] >= first_NBC[..., None]
-    )
+    seen_NBCS = s_NS[:, None, None] <= t_NC[:, None, :, None]
+    seen_NBCS &= s_NS[:, None, None] >= first_NBC[..., None]
 
     @jax.checkpoint
     def compose(q_NBCHK: jax.Array, k_NBSHK: jax.Array, v_NBSHK: jax.Array, w_NBCH: jax.Array) -> jax.Array:
@@ -140,7 +139,6 @@ def composed(
         with_tiles_before(padded(heads.v, num_before * tile, rest), tile, num_before),
         tiles(jnp.pad(w1_BTH, ((0, 0), (0, rest), (0, 0))), tile),
     )
-    mixed_BTHK = jnp.moveaxis(mixed_NBCHK, 0, 1).reshape(len(first_BT), -1, *heads.v.shape[2:])[
-        :, :num_tokens
-    ]
+    mixed_BTHK = jnp.moveaxis(mixed_NBCHK, 0, 1).reshape(len(first_BT), -1, *heads.v.shape[2:])
+    mixed_BTHK = mixed_BTHK[:, :num_tokens]
     return w2_BTH[..., None].astype(mixed_BTHK.dtype) * mixed_BTHK

@@ -7,24 +7,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from speedrun.ground import limits
 from speedrun.ground.limits import Count, Natural
+from speedrun.science import params
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.mlp import Factors
-from speedrun.science.params import (
-    Dtype,
-    Init,
-    Member,
-    ParamSpec,
-    Table,
-    constant,
-    uniform_fan_in,
-    zeros,
-)
+from speedrun.science.params import Dtype, Init, Member, ParamSpec, Table, constant, gaussian, zeros
 
 Attention = Literal["short", "long", "paired", "none"]
 Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
@@ -71,10 +62,8 @@ class Config:
         if len(self.layers) != 11:
             raise ValueError(f"layers has {len(self.layers)} entries; this architecture has 11")
         if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:
-            raise ValueError(
-                f"model_dim {self.model_dim} and num_heads {self.num_heads}: need an even number of heads, each of a "
-                "multiple of 4 dimensions"
-            )
+            need = "need an even number of heads, each of a multiple of 4 dimensions"
+            raise ValueError(f"model_dim {self.model_dim} and num_heads {self.num_heads}: {need}")
         if self.bigram_rows < 2:
             raise ValueError("bigram_rows is 1; need one for the first token, and others")
         if "value" not in self.layers[LAST].extras:
@@ -82,14 +71,12 @@ class Config:
         for i, layer in enumerate(self.layers):
             if len({*layer.extras}) != len(layer.extras):
                 raise ValueError(f"layers.{i}.extras is {layer.extras}; need each once")
-            if (layer.attention == "none") != (i == SKIP):
-                raise ValueError(
-                    f"layers.{i}.attention is {layer.attention!r}; layer 6, and no other, needs 'none'"
-                )
+            kind = layer.attention
+            if (kind == "none") != (i == SKIP):
+                raise ValueError(f"layers.{i}.attention is {kind!r}; layer 6, and no other, needs 'none'")
         if self.layers[SKIP].extras or min(self.layers_with("compose"), default=LATE) < LATE:
-            raise ValueError(
-                "layer 6 has extras, or one before layer 4 has 'compose'; their gates do not exist"
-            )
+            wrong = "layer 6 has extras, or one before layer 4 has 'compose'"
+            raise ValueError(f"{wrong}; their gates do not exist")
 
     @property
     def num_layers(self) -> int:
@@ -112,12 +99,9 @@ class Config:
         """
         own = range(LATE) if half == 0 else range(LATE, LAST + 1)
         mixing = [i for i in own if i not in (SKIP, LAST)]
-        widths: dict[tuple[str, int], int] = {
-            (kind, i): self.num_heads
-            for kind in ("exclusive", "gate")
-            for i in own
-            if kind in self.layers[i].extras
-        }
+        widths: dict[tuple[str, int], int] = {}
+        for kind in ("exclusive", "gate"):
+            widths |= {(kind, i): self.num_heads for i in self.layers_with(kind) if i in own}
         widths |= {(kind, i): 1 for i in mixing for kind in ("x0", "bigram")}
         if half == 1:
             widths |= {("skip", SKIP): 1}
@@ -126,25 +110,11 @@ class Config:
         return widths
 
 
-def gaussian(sd: float) -> Init:
-    """Return an initialiser: normal with this standard deviation."""
-    return lambda key, shape: sd * jax.random.normal(key, shape, jnp.float32)
-
-
-def uniform_within_fan_in(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Draw uniformly within 1 / sqrt(fan in); fan in is the last axis."""
-    bound = shape[-1] ** -0.5
-    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-
-
 def table(cfg: Config) -> Table:
     """Declare the parameters: banks of matrices, tables of embeddings, and small vectors."""
-    d, v = cfg.model_dim, cfg.vocab_size
-    blocks = {
-        f"block.{i}.{name}": spec
-        for i, layer in enumerate(cfg.layers)
-        for name, spec in block_table(layer, cfg).items()
-    }
+    d, v, blocks = cfg.model_dim, cfg.vocab_size, {}
+    for i, layer in enumerate(cfg.layers):
+        blocks |= {f"block.{i}.{name}": spec for name, spec in block_table(layer, cfg).items()}
 
     def rows(count: int, init: Init, group: str, axis: str = "vocab") -> ParamSpec:
         return ParamSpec((count, d), (axis, "model"), init, group, cfg.table_dtype)
@@ -162,7 +132,7 @@ def table(cfg: Config) -> Table:
 
 def block_table(layer: Layer, cfg: Config) -> Table:
     """Declare the matrices of a layer. Queries and keys are orthogonalised in pairs of heads (record 80)."""
-    d, pair, fan_in = cfg.model_dim, 2 * cfg.head_dim, uniform_fan_in
+    d, pair, fan_in = cfg.model_dim, 2 * cfg.head_dim, params.uniform_fan_in
     mixing = {
         "qk": ParamSpec((cfg.num_heads, pair, d), ("pair", "heads", "model"), fan_in, "matrix"),
         "vo": ParamSpec((2, d, d), ("vo", "heads", "model"), fan_in, "matrix"),
@@ -194,10 +164,10 @@ def gate_table(cfg: Config) -> Table:
         "scalars": vector((24,), fixed(np.array([0.5, 1.0] * 11 + [0.0, -1.5])), "scalar", "float32"),
         "resid_lambdas": vector((11, 2), constant(math.sqrt(1.1)), "resid", "float32"),
         "post_lambdas": vector((11, 2), constant(1.0), "post", "float32"),
-        "mudd_w1": vector((2, g, d), uniform_within_fan_in, "mudd"),
+        "mudd_w1": vector((2, g, d), params.uniform_within_fan_in, "mudd"),
         "mudd_w2": vector((2, 14, g), zeros, "mudd"),
         "mudd_b2": vector((2, 14), fixed(mixes), "mudd_bias"),
-        "mudd_gate_w1": vector((2, g, d), uniform_within_fan_in, "mudd_gate"),
+        "mudd_gate_w1": vector((2, g, d), params.uniform_within_fan_in, "mudd_gate"),
         "mudd_gate_w2": vector((2, width, g), zeros, "mudd_gate"),
         "mudd_gate_b2": vector((2, width), fixed(gates), "mudd_gate_bias"),
         "mudd_gate_scale": vector((), fixed(np.array(MUDD_SCALE)), "mudd_gate_scale", "float32"),
@@ -220,9 +190,9 @@ def mixing_starts() -> np.ndarray:
 def gate_starts(cfg: Config) -> np.ndarray:
     """Return the biases of all gates, divided by their scale: [2, most gates of a half]."""
     effective = {"gate": 0.25, "bigram": 0.05, "skip": 0.5, "compose_in": 1.0}
-    rows = [
-        [effective.get(kind, 0.0) for (kind, _), width in cfg.gates(half).items() for _ in range(width)]
-        for half in (0, 1)
-    ]
+    rows: list[list[float]] = [[], []]
+    for half, row in enumerate(rows):
+        for (kind, _), width in cfg.gates(half).items():
+            row += [effective.get(kind, 0.0)] * width
     longest = max(map(len, rows))
     return np.array([row + [0.0] * (longest - len(row)) for row in rows]) / MUDD_SCALE

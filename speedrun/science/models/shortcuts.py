@@ -25,10 +25,9 @@ class Config(modern.Config):
 
     def __post_init__(self) -> None:
         modern.Config.__post_init__(self)
-        if not 0 < self.logit_cap <= cross_entropy.MAX_CAP:
-            raise ValueError(
-                f"logit_cap is {self.logit_cap:g}; need more than 0, at most {cross_entropy.MAX_CAP:g}"
-            )
+        cap, most = self.logit_cap, cross_entropy.MAX_CAP
+        if not 0 < cap <= most:
+            raise ValueError(f"logit_cap is {cap:g}; need more than 0, at most {most:g}")
 
 
 def table(cfg: Config) -> Table:

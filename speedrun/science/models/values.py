@@ -35,10 +35,9 @@ class Config(windows.Config):
         for name, entries in (("mixing", self.mixing), ("value_tables", self.value_tables)):
             if len(entries) != self.num_layers:
                 raise ValueError(f"{name} has {len(entries)} entries; need num_layers, {self.num_layers}")
-        if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
-            raise ValueError(
-                f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
-            )
+        tables = self.value_tables
+        if min(tables, default=NO_TABLE) < NO_TABLE:
+            raise ValueError(f"value_tables is {tables}; number tables from 0, {NO_TABLE} for none")
 
     @property
     def used_tables(self) -> list[int]:

@@ -67,13 +67,8 @@ def scale_by_muon(
 
     @jax.named_scope("muon")
     def update(
-        updates: optax.Updates,
-        state: MuonState,
-        params: optax.Params | None = None,
-        *,
-        inputs: Inputs,
-        **_: Any,
-    ) -> tuple[optax.Updates, MuonState]:
+        updates: Any, state: MuonState, params: Any = None, *, inputs: Inputs, **_: Any
+    ) -> tuple[Any, MuonState]:
         del params
         momentum = inputs["momentum"]
 

@@ -16,9 +16,7 @@ class Schedule:
     The inputs are `lr_scale`, and `momentum` and `window_blocks` where their final values are given.
     """
 
-    cooldown_fraction: (
-        Positive  #: last fraction of the steps after the warm-up, in which the learning rate falls
-    )
+    cooldown_fraction: Positive  #: last part of the steps after the warm-up: the learning rate falls
     final_lr_scale: Rate = 0.0
     cooldown: Literal["linear", "cosine"] = "linear"
     warmup_steps: Natural = 0  #: in which the learning rate rises linearly

@@ -20,8 +20,7 @@ from speedrun.science.kernels.cross_entropy_gpu import RECORD89
 from speedrun.science.models.record89 import forward, logits, loss
 from speedrun.science.models.record89_table import Config, Layer, rate_of, table
 from speedrun.science.models.record89_tokens import constants
-from speedrun.science.optim.cautious_adam import AdamGroup
-from speedrun.science.optim.record89 import NorMuonAndAdam
+from speedrun.science.optim.record89 import AdamGroup, NorMuonAndAdam
 from speedrun.science.recipe import Recipe, Stage
 
 
@@ -76,10 +75,9 @@ class Schedule:
         """Return the first step of each phase; raise UsageError if the recipe has more or fewer steps."""
         lengths = [phase.num_steps for phase in self.phases]
         if sum(lengths) != num_steps:
-            raise UsageError(
-                f"schedule.phases have {lengths} steps, and the stages {num_steps} in all; give each phase the steps "
-                "of its stage: --set stages.0.num_steps=N --set schedule.phases.0.num_steps=N"
-            )
+            hint = "--set stages.0.num_steps=N --set schedule.phases.0.num_steps=N"
+            found = f"schedule.phases have {lengths} steps, and the stages {num_steps} in all"
+            raise UsageError(f"{found}; give each phase the steps of its stage: {hint}")
         return [sum(lengths[:i]) for i in range(len(lengths))]
 
     def untie_step(self, num_steps: int) -> int:
@@ -109,9 +107,8 @@ class Schedule:
     def weights(self, phase: Phase, done: float) -> dict[str, Any]:
         """Return the weights of the targets, and how many there are."""
         most = max(len(one.target_weights) for one in self.phases)
-        start, end = (
-            np.array(w + (0.0,) * (most - len(w))) for w in (phase.target_weights, phase.end_weights)
-        )
+        both = phase.target_weights, phase.end_weights
+        start, end = (np.array(w + (0.0,) * (most - len(w))) for w in both)
         prefix = phase.prefix_weight + done * (phase.end_prefix_weight - phase.prefix_weight)
         return {
             "target_weights": (start + done * (end - start)).astype(np.float32),

@@ -47,9 +47,7 @@ RECIPE = replace(
     loss=shortcuts.loss,
     optimizer=replace(PARENT.optimizer, scalar_lr=0.02),
     schedule=MomentumWarmup(
-        then=replace(PARENT.schedule, cooldown_fraction=914 / 3200),
-        first_momentum=0.85,
-        warmup_steps=500,
+        then=replace(PARENT.schedule, cooldown_fraction=914 / 3200), first_momentum=0.85, warmup_steps=500
     ),
     stages=(Stage(num_steps=3200, num_sequences=512, seq_len=1024),),
 )

@@ -30,8 +30,7 @@ RECIPE = replace(
     table=values.table,
     forward=values.forward,
     schedule=replace(
-        PARENT.schedule,
-        then=replace(PARENT.schedule.then, cooldown_fraction=600 / 1490, final_window=14.5),
+        PARENT.schedule, then=replace(PARENT.schedule.then, cooldown_fraction=600 / 1490, final_window=14.5)
     ),
     stages=(Stage(num_steps=1490, num_sequences=8, seq_len=65536),),
 )

@@ -25,10 +25,7 @@ RECIPE = replace(
     schedule=replace(
         PARENT.schedule,
         then=replace(
-            PARENT.schedule.then,
-            cooldown_fraction=640 / 1750,
-            final_window=28.0,
-            window_grows="down",
+            PARENT.schedule.then, cooldown_fraction=640 / 1750, final_window=28.0, window_grows="down"
         ),
         warmup_steps=300,
     ),

@@ -41,13 +41,33 @@ export function nearest(values, x) {
   return high < 0 ? -1 : Math.abs(values[low] - x) <= Math.abs(values[high] - x) ? low : high;
 }
 
+/** The pen of a canvas, which gets the size of an element and is empty. */
+function penOf(canvas, { clientWidth: width, clientHeight: height }) {
+  const ratio = window.devicePixelRatio || 1;
+  const [columns, rows] = [width, height].map((size) => Math.round(size * ratio));
+  if (canvas.width !== columns || canvas.height !== rows) Object.assign(canvas, { width: columns, height: rows });
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  return { pen, width, height };
+}
+
+/** Begin a path through points. */
+function path(pen, ...points) {
+  pen.beginPath();
+  points.forEach(([x, y]) => pen.lineTo(x, y)); // the first one starts there
+}
+
+function dot(pen, x, y) {
+  pen.beginPath();
+  pen.arc(x, y, 4, 0, 2 * Math.PI);
+  pen.fill();
+}
+
 export class Chart {
   /** `label`: what it shows; `onCursor(x)` is called where the reader points, with null when they leave. */
   constructor(host, label, onCursor) {
-    this.host = host;
-    this.onCursor = onCursor;
-    this.below = make("canvas");
-    this.above = make("canvas");
+    Object.assign(this, { host, onCursor, below: make("canvas"), above: make("canvas"), model: null, cursor: null });
     this.readout = make("ul", "readout");
     this.readout.hidden = true;
     this.readout.setAttribute("role", "status");
@@ -55,13 +75,9 @@ export class Chart {
     host.tabIndex = 0;
     host.setAttribute("role", "img");
     host.setAttribute("aria-label", label);
-    this.model = null;
-    this.cursor = null;
     new ResizeObserver(() => this.draw()).observe(host);
-    host.addEventListener("pointermove", (event) => this.point(event));
-    host.addEventListener("pointerdown", (event) => this.point(event));
-    host.addEventListener("pointerleave", () => this.onCursor(null));
-    host.addEventListener("blur", () => this.onCursor(null));
+    for (const name of ["pointermove", "pointerdown"]) host.addEventListener(name, (event) => this.point(event));
+    for (const name of ["pointerleave", "blur"]) host.addEventListener(name, () => this.onCursor(null));
     host.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -71,22 +87,9 @@ export class Chart {
     this.draw();
   }
 
-  size(canvas) {
-    const ratio = window.devicePixelRatio || 1;
-    const { clientWidth: width, clientHeight: height } = this.host;
-    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-      canvas.width = Math.round(width * ratio);
-      canvas.height = Math.round(height * ratio);
-    }
-    const pen = canvas.getContext("2d");
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    return { pen, width, height };
-  }
-
   draw() {
     if (!this.model || !this.host.clientWidth) return;
-    const { pen, width, height } = this.size(this.below);
+    const { pen, width, height } = penOf(this.below, this.host);
     const { model } = this;
     const box = (this.box = { left: LEFT, right: width - RIGHT, top: TOP, bottom: height - BOTTOM });
     pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
@@ -100,17 +103,17 @@ export class Chart {
     this.choose = (low, high, pixels, apart) => (model.isLog ? logTicks : ticks)(low, high, Math.max(3, Math.floor(pixels / apart)));
     const marks = this.choose(y0, y1, box.bottom - box.top, 44).map((value) => [value, model.y.format(value)]);
     box.left = Math.max(LEFT, ...marks.map(([, words]) => pen.measureText(words).width + 12)); // no label is cut
+    const [f, inverse] = model.isLog ? [Math.log, Math.exp] : [Number, Number];
     const scale = (low, high, from, to) => {
-      const f = model.isLog ? Math.log : (v) => v;
       const a = f(low), b = (to - from) / (f(high) - a);
-      return { to: (v) => from + (f(v) - a) * b, back: (p) => (model.isLog ? Math.exp : (v) => v)(a + (p - from) / b) };
+      return { to: (v) => from + (f(v) - a) * b, back: (p) => inverse(a + (p - from) / b) };
     };
-    this.toX = scale(x0, x1, this.box.left, this.box.right);
-    this.toY = scale(y0, y1, this.box.bottom, this.box.top);
+    this.toX = scale(x0, x1, box.left, box.right);
+    this.toY = scale(y0, y1, box.bottom, box.top);
     this.axes(pen, x0, x1, marks);
     pen.save();
     pen.beginPath();
-    pen.rect(this.box.left - 4, this.box.top - 4, this.box.right - this.box.left + 8, this.box.bottom - this.box.top + 8);
+    pen.rect(box.left - 4, box.top - 4, box.right - box.left + 8, box.bottom - box.top + 8);
     pen.clip();
     for (const one of model.series) if (one.x.length) this[one.kind](pen, one);
     pen.restore();
@@ -151,9 +154,7 @@ export class Chart {
     pen.textBaseline = "middle";
     for (const [value, words] of marks) {
       const at = Math.round(this.toY.to(value)) + 0.5;
-      pen.beginPath();
-      pen.moveTo(box.left, at);
-      pen.lineTo(box.right, at);
+      path(pen, [box.left, at], [box.right, at]);
       pen.stroke();
       pen.fillText(words, box.left - 8, at);
     }
@@ -177,9 +178,7 @@ export class Chart {
       pen.strokeStyle = pen.fillStyle = colour("--target");
       pen.lineWidth = 1;
       pen.setLineDash([5, 3]);
-      pen.beginPath();
-      pen.moveTo(this.box.left, at);
-      pen.lineTo(this.box.right, at);
+      path(pen, [this.box.left, at], [this.box.right, at]);
       pen.stroke();
       pen.setLineDash([]);
       pen.textAlign = "left";
@@ -235,9 +234,7 @@ export class Chart {
     for (let i = 0; i < one.x.length; i++) {
       const px = this.toX.to(one.x[i]), py = this.toY.to(one.y[i]);
       if (!Number.isFinite(px) || !Number.isFinite(py)) continue;
-      pen.beginPath();
-      pen.arc(px, py, 4, 0, 2 * Math.PI);
-      pen.fill();
+      dot(pen, px, py);
       pen.stroke();
     }
   }
@@ -259,13 +256,9 @@ export class Chart {
       pen.fillStyle = colour(isOut ? "--target" : one.colour);
       const y0 = this.toY.to(Math.min(low, top)), y1 = this.toY.to(Math.min(high, top));
       pen.fillRect(px - wide / 2, y1 - wide / 2, wide, y0 - y1 + wide);
-      if (high > top) {
-        pen.beginPath();
-        pen.moveTo(px - 4, this.box.top + 4);
-        pen.lineTo(px + 4, this.box.top + 4);
-        pen.lineTo(px, this.box.top - 3);
-        pen.fill();
-      }
+      if (high <= top) continue;
+      path(pen, [px - 4, this.box.top + 4], [px + 4, this.box.top + 4], [px, this.box.top - 3]);
+      pen.fill();
     }
   }
 
@@ -291,24 +284,20 @@ export class Chart {
   }
 
   crosshair() {
-    const { pen } = this.size(this.above);
+    const { pen } = penOf(this.above, this.host);
     const lead = this.model?.lead;
     this.readout.hidden = this.cursor === null || !this.toX || !lead?.x.length;
     if (this.readout.hidden) return;
     const told = [lead, ...this.model.series.filter((one) => one.say && one !== lead && one.x.length)];
-    const at = this.toX.to(lead.x[nearest(lead.x, this.cursor)]);
+    const at = this.toX.to(lead.x[nearest(lead.x, this.cursor)]), middle = Math.round(at) + 0.5;
     pen.strokeStyle = colour("--grey");
     pen.lineWidth = 1;
-    pen.beginPath();
-    pen.moveTo(Math.round(at) + 0.5, this.box.top);
-    pen.lineTo(Math.round(at) + 0.5, this.box.bottom);
+    path(pen, [middle, this.box.top], [middle, this.box.bottom]);
     pen.stroke();
     const rows = told.map((one) => {
       const index = nearest(one.x, this.cursor);
       pen.fillStyle = colour(one.colour);
-      pen.beginPath();
-      pen.arc(this.toX.to(one.x[index]), this.toY.to(Math.min(one.y[index], this.model.y.high ?? Infinity)), 4, 0, 2 * Math.PI);
-      pen.fill();
+      dot(pen, this.toX.to(one.x[index]), this.toY.to(Math.min(one.y[index], this.model.y.high ?? Infinity)));
       return make("li", "", swatch(one.dash ?? [], one.colour), make("span", "", one.say(index, one === lead)));
     });
     this.readout.replaceChildren(...rows);
@@ -320,12 +309,8 @@ export class Chart {
 
 /** A small curve without axes. */
 export function sparkline(canvas, x, y) {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+  const { pen, width, height } = penOf(canvas, canvas);
   if (!width || !x.length) return;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const pen = canvas.getContext("2d");
-  pen.scale(ratio, ratio);
   let low = Infinity, high = -Infinity;
   for (const value of y) {
     low = Math.min(low, value);

@@ -140,7 +140,7 @@ export function inputs(host, run) {
 export function samples(texts) {
   const steps = texts.map((one) => one.step), newest = steps.length ? Math.max(...steps) : 0;
   const shown = texts.filter((one) => one.step === newest).slice(-8);
-  return shown.map((one) => make("figure", "", make("figcaption", "", `step ${whole(one.step)}`), make("pre", "", make("b", "", one.prompt), one.text)));
+  return shown.map((one) => make("figure", "", make("figcaption", "", `step ${whole(one.step)}`), make("pre", "", make("b", "", one.prompt ?? ""), one.text)));
 }
 
 const rows = (pairs) => pairs.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]);

@@ -1,10 +1,34 @@
-/** One run, from the lines of its log. A line that does not decode is counted, and changes nothing. */
+/** One run, from the lines of its log. The server has checked their form; a line that has another is null, and counted. */
 
 import * as text from "./text.js";
 
-const finite = (value) => typeof value === "number" && Number.isFinite(value);
 const LOUD = { warning: "odd", error: "bad" };
 const KEPT = 400; // events that are shown
+
+/** As what some events are kept, the phases that some begin, and kind and text of those that are shown. */
+const FIELDS = { run_start: "start", preflight: "preflight", data: "data", plan: "plan", error: "error", run_end: "end" };
+const PHASES = {
+  run_start: "checking the machine", preflight: "compiling", compile: "compiling", warmup_start: "warming up",
+  clock_start: "training", step: "training", clock_resume: "training", clock_stop: "last validation",
+};
+const list = (object) => Object.entries(object ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
+const SAID = {
+  run_start: (event) => ["start", `${event.recipe} on ${event.track}, seed ${event.seed}`],
+  preflight: (event) => ["machine", `${event.num_devices} × ${event.device_kind}, ${text.short(event.matmul_gflops * 1e9)}FLOP/s measured`],
+  plan: (event) => ["plan", `${text.short(event.num_params)} parameters, ${text.short(event.total_tokens)} tokens`],
+  compile: ({ name, seconds, cache }) => ["compile", `${name} in ${text.seconds(seconds)}${cache && cache !== "off" ? `, cache ${cache}` : ""}`],
+  warmup_end: (event) => ["warm-up", `${event.num_steps} steps in ${text.seconds(event.seconds)}`],
+  resume: (event) => ["resume", `from ${event.run_id}, after ${text.whole(event.step)} steps and ${text.seconds(event.train_time_s)}`],
+  clock_start: () => ["clock", "started"],
+  stage_change: (event) => ["stage", `from step ${text.whole(event.step)}: stage ${event.stage}; ${list(event.inputs)}`],
+  clock_pause: (event) => ["clock", `paused at ${text.seconds(event.train_time_s)}: ${event.reason}`],
+  val: ({ step, loss, seconds }) => ["validation", `step ${text.whole(step)}: loss ${text.loss(loss)}, in ${text.seconds(seconds)} with the clock stopped`],
+  clock_stop: (event) => ["clock", `stopped at ${text.seconds(event.train_time_s)}`],
+  checkpoint: (event) => ["checkpoint", `before step ${text.whole(event.step)}; held up for ${text.seconds(event.seconds)}`],
+  warning: (event) => ["warning", event.message],
+  error: (event) => ["error", `${event.kind}: ${event.message}`],
+  run_end: (event) => ["end", `${event.status}; training ${text.seconds(event.train_time_s)}, in all ${text.seconds(event.cold_wall_s)}`],
+};
 
 export class Run {
   constructor(file) {
@@ -15,7 +39,7 @@ export class Run {
   clear() {
     Object.assign(this, { start: null, preflight: null, data: null, plan: null, end: null, error: null });
     Object.assign(this, { steps: [], time: [], loss: [], tokens: [], ms: [], vals: [], events: [], inputs: new Map() });
-    Object.assign(this, { unread: 0, last: null, phase: "waiting for the first line", before: 0, pauses: 0 });
+    Object.assign(this, { unread: 0, last: null, phase: "waiting for the first line", before: 0, origin: 0 });
     this.version = (this.version ?? 0) + 1;
   }
 
@@ -40,16 +64,8 @@ export class Run {
       if (isOther) this.note("", "log", "another log is in its place");
     }
     for (const raw of lines) {
-      try {
-        if (raw === null) throw new SyntaxError("not UTF-8");
-        const line = JSON.parse(raw);
-        if (typeof line.t_utc !== "string" || typeof line.event.ev !== "string") throw new SyntaxError("not a log line");
-        this.take(line.event, line.t_utc);
-        this.last = line.t_utc;
-      } catch (problem) {
-        if (!(problem instanceof SyntaxError || problem instanceof TypeError)) throw problem;
-        this.unread += 1;
-      }
+      if (raw === null) this.unread += 1;
+      else this.take(JSON.parse(raw));
     }
     this.version += 1;
   }
@@ -59,35 +75,31 @@ export class Run {
     if (this.events.length > 2 * KEPT) this.events.splice(0, KEPT);
   }
 
-  take(event, utc) {
-    const known = TAKE[event.ev];
-    if (!known) throw new SyntaxError("an event that this page does not know");
-    known(this, event, utc);
+  take({ event, t_utc: utc }) {
+    const { ev } = event;
+    this.last = utc;
+    this.phase = ev === "clock_pause" ? event.reason : (PHASES[ev] ?? this.phase);
+    if (ev in FIELDS) this[FIELDS[ev]] = event;
+    if (ev in SAID) this.note(utc, ...SAID[ev](event));
+    if (ev === "step") this.step(event);
+    if (ev === "resume") Object.assign(this, { before: event.train_time_s, origin: event.tokens_seen });
+    const { step, loss } = event, tokens = this.tokens.at(-1) ?? this.origin;
+    if (ev === "val") this.vals.push({ step, loss, tokens, time: this.before });
   }
 
   step(event) {
-    if (!finite(event.step) || !finite(event.train_time_s) || !finite(event.tokens_seen)) throw new SyntaxError("a step");
     this.steps.push(event.step);
     this.time.push(event.train_time_s);
     this.tokens.push(event.tokens_seen);
-    this.loss.push(finite(event.loss) ? event.loss : NaN);
+    this.loss.push(event.loss);
     this.ms.push((event.train_time_s - this.before) * 1000);
     this.before = event.train_time_s;
-    this.phase = "training";
     for (const [name, value] of Object.entries(event.inputs ?? {})) {
-      if (!finite(value) && typeof value !== "boolean") continue;
       if (!this.inputs.has(name)) this.inputs.set(name, { at: [], value: [] });
       const input = this.inputs.get(name);
       input.at.push(event.step);
       input.value.push(Number(value));
     }
-  }
-
-  val(event, utc) {
-    if (!finite(event.loss) || !finite(event.step)) throw new SyntaxError("a validation");
-    const { step, loss } = event;
-    this.vals.push({ step, loss, tokens: this.tokens.at(-1) ?? this.origin ?? 0, time: this.before });
-    this.note(utc, "validation", `step ${text.whole(step)}: loss ${text.loss(loss)}, in ${text.seconds(event.seconds)} with the clock stopped`);
   }
 
   get status() {
@@ -96,73 +108,3 @@ export class Run {
     return this.last ? "running" : "waiting";
   }
 }
-
-const said = (object) => Object.entries(object ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
-
-const TAKE = {
-  run_start(run, event, utc) {
-    run.start = event;
-    run.phase = "checking the machine";
-    run.note(utc, "start", `${event.recipe} on ${event.track}, seed ${event.seed}`);
-  },
-  preflight(run, event, utc) {
-    run.preflight = event;
-    run.phase = "compiling";
-    run.note(utc, "machine", `${event.num_devices} × ${event.device_kind}, ${text.short(event.matmul_gflops * 1e9)}FLOP/s measured`);
-  },
-  data(run, event) {
-    run.data = event;
-  },
-  plan(run, event, utc) {
-    run.plan = event;
-    run.note(utc, "plan", `${text.short(event.num_params)} parameters, ${text.short(event.total_tokens)} tokens`);
-  },
-  compile(run, event, utc) {
-    run.phase = "compiling";
-    run.note(utc, "compile", `${event.name} in ${text.seconds(event.seconds)}${event.cache && event.cache !== "off" ? `, cache ${event.cache}` : ""}`);
-  },
-  warmup_start(run) {
-    run.phase = "warming up";
-  },
-  warmup_end(run, event, utc) {
-    run.note(utc, "warm-up", `${event.num_steps} steps in ${text.seconds(event.seconds)}`);
-  },
-  resume(run, event, utc) {
-    run.before = event.train_time_s;
-    run.origin = event.tokens_seen;
-    run.note(utc, "resume", `from ${event.run_id}, after ${text.whole(event.step)} steps and ${text.seconds(event.train_time_s)}`);
-  },
-  clock_start(run, _event, utc) {
-    run.phase = "training";
-    run.note(utc, "clock", "started");
-  },
-  step: (run, event) => run.step(event),
-  stage_change(run, event, utc) {
-    run.note(utc, "stage", `from step ${text.whole(event.step)}: stage ${event.stage}; ${said(event.inputs ?? {})}`);
-  },
-  clock_pause(run, event, utc) {
-    run.phase = event.reason;
-    run.pauses += 1;
-    run.note(utc, "clock", `paused at ${text.seconds(event.train_time_s)}: ${event.reason}`);
-  },
-  val: (run, event, utc) => run.val(event, utc),
-  clock_resume(run) {
-    run.phase = "training";
-  },
-  clock_stop(run, event, utc) {
-    run.phase = "last validation";
-    run.note(utc, "clock", `stopped at ${text.seconds(event.train_time_s)}`);
-  },
-  checkpoint(run, event, utc) {
-    run.note(utc, "checkpoint", `before step ${text.whole(event.step)}; held up for ${text.seconds(event.seconds)}`);
-  },
-  warning: (run, event, utc) => run.note(utc, "warning", event.message),
-  error(run, event, utc) {
-    run.error = event;
-    run.note(utc, "error", `${event.kind}: ${event.message}`);
-  },
-  run_end(run, event, utc) {
-    run.end = event;
-    run.note(utc, "end", `${event.status}; training ${text.seconds(event.train_time_s)}, in all ${text.seconds(event.cold_wall_s)}`);
-  },
-};

@@ -48,19 +48,17 @@ export function fill(host, children) {
   while (host.children.length > children.length) host.lastElementChild.remove();
 }
 
+function svg(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
 export function swatch(dash, colour, marker = "") {
-  const space = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(space, "svg");
-  svg.setAttribute("class", "swatch");
-  svg.setAttribute("width", "26");
-  svg.setAttribute("height", "10");
-  svg.setAttribute("aria-hidden", "true");
-  const shape = document.createElementNS(space, marker ? "circle" : "line");
   const places = marker ? { cx: 13, cy: 5, r: 3.5, fill: "none" } : { x1: 0, x2: 26, y1: 5, y2: 5 };
-  for (const [name, value] of Object.entries(places)) shape.setAttribute(name, value);
-  shape.setAttribute("stroke-dasharray", dash.join(" "));
+  const shape = svg(marker ? "circle" : "line", { ...places, "stroke-width": 2, "stroke-dasharray": dash.join(" ") });
   shape.style.setProperty("stroke", `var(${colour})`);
-  shape.style.setProperty("stroke-width", "2");
-  svg.append(shape);
-  return svg;
+  const mark = svg("svg", { class: "swatch", width: 26, height: 10, "aria-hidden": true });
+  mark.append(shape);
+  return mark;
 }

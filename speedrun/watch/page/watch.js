@@ -62,17 +62,9 @@ function know(file) {
 }
 
 function readSamples(file, lines, anew) {
-  if (anew) file.list = [];
-  for (const raw of lines) {
-    try {
-      const one = JSON.parse(raw);
-      if (Number.isFinite(one.step) && typeof one.text === "string")
-        file.list.push({ step: one.step, prompt: typeof one.prompt === "string" ? one.prompt : "", text: one.text });
-    } catch (problem) {
-      if (!(problem instanceof SyntaxError || problem instanceof TypeError)) throw problem;
-    }
-  }
-  file.list = file.list.sort((a, b) => a.step - b.step).slice(-64); // older checkpoints may be sampled last
+  const found = lines.filter((raw) => raw !== null).map((raw) => JSON.parse(raw));
+  const all = [...(anew ? [] : file.list), ...found].sort((a, b) => a.step - b.step);
+  file.list = all.slice(-64); // older checkpoints may be sampled last
 }
 
 /** The target and the ghost of a track; null while they are on their way. */
@@ -181,6 +173,11 @@ function draw() {
   if (run) drawDetails(run);
 }
 
+function drawAnew() {
+  isDue = true;
+  draw();
+}
+
 /* ---- what the reader does */
 
 function choose(name, value) {
@@ -188,8 +185,7 @@ function choose(name, value) {
   const input = document.querySelector(`input[name="${name}"][value="${value}"]`);
   if (input) input.checked = true;
   point(null);
-  isDue = true;
-  draw();
+  drawAnew();
 }
 
 document.addEventListener("change", ({ target }) => {
@@ -198,14 +194,10 @@ document.addEventListener("change", ({ target }) => {
   if (target.dataset.show) {
     if (target.checked) hidden.delete(target.dataset.show);
     else hidden.add(target.dataset.show);
-    isDue = true;
-    draw();
+    drawAnew();
   }
 });
-$("config-details").addEventListener("toggle", () => {
-  isDue = true;
-  draw();
-});
+$("config-details").addEventListener("toggle", drawAnew);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (isDue = true));
 
 connect();

@@ -23,6 +23,7 @@ const BINARY = {
 const REDUCTIONS = {
   reduce_and: np.all, reduce_max: np.max, reduce_min: np.min, reduce_or: np.any, reduce_sum: np.sum,
 };
+const each = (table, adapted) => Object.fromEntries(Object.entries(table).map(([name, one]) => [name, adapted(one)]));
 
 /** The result of combining each entry with those before it, by steps of 1, 2, 4, ... */
 function running(x, axis, combine) {
@@ -49,8 +50,11 @@ function padded(x, number, widths) {
   return x;
 }
 
-/** Operations that take more than arrays: (operands, what else they take, [dtype, shape] of the output). */
-const OTHERS = {
+/** All operations: (operands, what else they take, [dtype, shape] of the output). */
+const OPERATIONS = {
+  ...each(UNARY, (one) => ([x]) => one(x)),
+  ...each(BINARY, (one) => ([x, y]) => one(x, y)),
+  ...each(REDUCTIONS, (one) => ([x], { axes }) => one(x, axes)),
   broadcast: ([x], { inner, shape }) => np.broadcastTo(x.reshape(inner), shape),
   concatenate: (xs, { axis }) => np.concatenate(xs, axis),
   convert: ([x], _, [dtype]) => x.astype(dtype),
@@ -83,17 +87,7 @@ export const rowsByProduct = ([table, indices], _, [, shape]) => {
   return np.matmul(chosen, table).reshape(shape);
 };
 
-function apply(name, operands, more, type, others) {
-  if (name in others) return others[name](operands, more, type);
-  if (name in UNARY) return UNARY[name](operands[0]);
-  if (name in BINARY) return BINARY[name](operands[0], operands[1]);
-  if (name in REDUCTIONS) return REDUCTIONS[name](operands[0], more.axes);
-  return OTHERS[name](operands, more, type);
-}
-
-export function knows(name) {
-  return [UNARY, BINARY, REDUCTIONS, OTHERS].some((table) => Object.hasOwn(table, name));
-}
+export const knows = (name) => Object.hasOwn(OPERATIONS, name);
 
 function literal({ value, dtype }) {
   const number = { inf: Infinity, "-inf": -Infinity, nan: NaN }[value] ?? value;
@@ -127,7 +121,7 @@ export function evaluate(program, given, others = {}) {
     return value;
   };
   for (const [name, operands, out, more] of program.equations) {
-    values.set(out, apply(name, operands.map(read), more, program.values[out], others));
+    values.set(out, (others[name] ?? OPERATIONS[name])(operands.map(read), more, program.values[out]));
   }
   return program.outputs.map(read);
 }

@@ -1,6 +1,6 @@
 /** A model of the folder: its files, checked, and its programs, compiled. */
 import { defaultDevice, init, numpy as np } from "./jax-js/index.js";
-import { keyAt, drawn, ranked, softmax } from "./draw.js";
+import * as draw from "./draw.js";
 import { compiled, knows } from "./jaxpr.js";
 import { parse, Unusable } from "./safetensors.js";
 import { Tokenizer } from "./tokenizer.js";
@@ -8,6 +8,28 @@ import { Tokenizer } from "./tokenizer.js";
 const FORMAT = "speedrun.web/1";
 /** How many of the most probable tokens are kept of each position. */
 const NUM_TOP = 10;
+
+export const $ = (id) => document.getElementById(id);
+
+/** An element with properties and children. */
+export function made(tag, properties, ...children) {
+  const one = Object.assign(document.createElement(tag), properties);
+  one.append(...children);
+  return one;
+}
+
+/** Waits until the browser has drawn. */
+export const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
+
+/** Tell the reader of the page what went wrong. */
+export function fail(error, status = $("status").textContent) {
+  if (!(error instanceof Unusable)) console.error(error);
+  $("status").textContent = status;
+  $("error").textContent = error instanceof Unusable ? error.message
+    : error instanceof RangeError ? "The memory of this page is full. Close other pages, or choose a smaller model."
+    : `Something failed that should not: ${error.message ?? error}.`;
+  $("error").hidden = false;
+}
 
 /** Start jax-js: the names of what it can compute on, the first of which is chosen. */
 export async function start() {
@@ -142,7 +164,7 @@ export class Model {
     let last = logits.at(-1);
     const end = Math.min(this.facts.num_positions, prompt.length + numTokens);
     while (ids.length < end) {
-      const id = drawn(last, keyAt(how.seed, prompt, ids.length), how);
+      const id = draw.drawn(last, draw.keyAt(how.seed, prompt, ids.length), how);
       if (id === this.facts.document_token) return;
       ids.push(id);
       yield { ...seen(last, id), isPrompt: false };
@@ -152,6 +174,6 @@ export class Model {
 }
 
 function seen(logits, id) {
-  const p = softmax(logits);
-  return { id, p: p[id], top: ranked(logits).slice(0, NUM_TOP).map((one) => [one, p[one]]) };
+  const p = draw.softmax(logits);
+  return { id, p: p[id], top: draw.ranked(logits).slice(0, NUM_TOP).map((one) => [one, p[one]]) };
 }

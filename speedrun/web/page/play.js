@@ -1,8 +1,6 @@
 /** The page: reads the form, lets one or two models write, and shows how probable each token was. */
-import { Model, read, start } from "./model.js";
-import { Unusable } from "./safetensors.js";
+import { $, drawn, fail, made, Model, read, start } from "./model.js";
 
-const $ = (id) => document.getElementById(id);
 const NONE = "";
 const LIMITS = [0.01, 0.1, 0.5, 0.9];
 const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
@@ -11,15 +9,6 @@ const quoted = (text) => `“${visible(text)}”`;
 
 const loaded = new Map(); // by backend and name
 let stopped = false;
-
-function fail(error) {
-  if (!(error instanceof Unusable)) console.error(error);
-  const known = error instanceof Unusable || error instanceof RangeError;
-  $("error").textContent = error instanceof Unusable ? error.message
-    : known ? "The memory of this page is full. Close other pages, or choose a smaller model."
-    : `Something failed that should not: ${error.message ?? error}.`;
-  $("error").hidden = false;
-}
 
 async function model(name, device) {
   const key = `${device} ${name}`;
@@ -42,13 +31,9 @@ class Column {
   }
 
   add(token, text) {
-    const one = document.createElement("span");
     const spoken = token.p === null ? `${quoted(text)}, given` : `${quoted(text)}, ${percent(token.p)}`;
-    one.textContent = text.replaceAll("\n", "↵\n");
-    one.setAttribute("role", "option");
-    one.setAttribute("aria-label", spoken);
-    one.title = spoken;
-    one.tabIndex = this.tokens.length ? -1 : 0;
+    const tabIndex = this.tokens.length ? -1 : 0;
+    const one = made("span", { role: "option", ariaLabel: spoken, title: spoken, tabIndex }, text.replaceAll("\n", "↵\n"));
     if (token.isPrompt) one.classList.add("prompt");
     if (token.p !== null) one.classList.add(`p${LIMITS.filter((limit) => token.p >= limit).length}`);
     const index = this.tokens.push({ ...token, text, one }) - 1;
@@ -61,26 +46,17 @@ class Column {
   choose(index, byReader = false) {
     if (byReader) this.follows = false;
     const { text, p, top, id } = this.tokens[index];
-    for (const other of this.tokens) {
-      other.one.setAttribute("aria-selected", String(other.one === this.tokens[index].one));
-      other.one.tabIndex = other.one === this.tokens[index].one ? 0 : -1;
-    }
+    this.tokens.forEach(({ one }, at) => Object.assign(one, { ariaSelected: at === index, tabIndex: at === index ? 0 : -1 }));
     this.heading.textContent = p === null ? `${quoted(text)} begins the text` : `${quoted(text)}: ${percent(p)}`;
     const rows = top.some(([one]) => one === id) || p === null ? top : [...top, [id, p]];
     this.bars.replaceChildren(...rows.map(([one, share]) => this.#bar(this.spell([one])[0], share, one === id)));
   }
 
   #bar(text, p, isChosen) {
-    const row = document.createElement("li");
-    row.classList.toggle("chosen", isChosen);
-    for (const [name, content] of [["of", visible(text)], ["bar", ""], ["p", percent(p)]]) {
-      const cell = document.createElement("span");
-      cell.className = name;
-      cell.textContent = content;
-      row.append(cell);
-    }
-    row.children[1].style.setProperty("--share", `${100 * p}%`);
-    return row;
+    const parts = [["of", visible(text)], ["bar", ""], ["p", percent(p)]];
+    const cells = parts.map(([className, content]) => made("span", { className }, content));
+    cells[1].style.setProperty("--share", `${100 * p}%`);
+    return made("li", { className: isChosen ? "chosen" : "" }, ...cells);
   }
 
   #move(event) {
@@ -92,9 +68,6 @@ class Column {
     this.tokens[Math.min(Math.max(to, 0), last)].one.focus();
   }
 }
-
-/** Waits until the browser has drawn. */
-const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
 
 async function write(name, device, how, numTokens) {
   const one = await model(name, device);
@@ -172,7 +145,4 @@ async function begin() {
 
 $("form").addEventListener("submit", submit);
 $("stop").addEventListener("click", () => (stopped = true));
-begin().catch((error) => {
-  $("status").textContent = "Nothing can be computed.";
-  fail(error);
-});
+begin().catch((error) => fail(error, "Nothing can be computed."));

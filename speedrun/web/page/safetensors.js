@@ -1,6 +1,6 @@
 /** Reads safetensors: 8 bytes with the length of a header in JSON, the header, and the raw bytes of all arrays. */
 
-const BYTES = { F32: 4, F16: 2, I32: 4, U32: 4, BOOL: 1 };
+const ARRAYS = { F32: Float32Array, F16: Uint16Array, I32: Int32Array, U32: Uint32Array, BOOL: Uint8Array };
 const TYPES = { F32: "float32", F16: "float32", I32: "int32", U32: "uint32", BOOL: "bool" };
 
 /** A file or setting that cannot be used; the message is for the reader of the page. */
@@ -19,11 +19,9 @@ export function widened(halves) {
 }
 
 function values(type, bytes) {
-  const copy = bytes.slice().buffer; // aligned
-  if (type === "F32") return new Float32Array(copy);
-  if (type === "F16") return widened(new Uint16Array(copy));
-  if (type === "I32") return new Int32Array(copy);
-  return type === "U32" ? new Uint32Array(copy) : Int32Array.from(bytes);
+  const found = new ARRAYS[type](bytes.slice().buffer); // a copy, which is aligned
+  if (type === "F16") return widened(found);
+  return type === "BOOL" ? Int32Array.from(found) : found;
 }
 
 /**
@@ -49,13 +47,13 @@ export function parse(buffer, file) {
   for (const [name, entry] of Object.entries(header)) {
     if (name === "__metadata__") continue;
     const { dtype, shape, data_offsets: offsets } = entry ?? {};
-    if (!(dtype in BYTES)) refuse(`${name} has the type ${dtype}; need ${Object.keys(BYTES).join(", ")}`);
+    if (!(dtype in ARRAYS)) refuse(`${name} has the type ${dtype}; need ${Object.keys(ARRAYS).join(", ")}`);
     if (!Array.isArray(shape) || !Array.isArray(offsets)) refuse(`${name} has no shape or no offsets`);
     const [from, to] = offsets;
     if (!(from >= 0 && from <= to && to <= buffer.byteLength - 8 - length)) {
       refuse(`${name} lies at ${from} to ${to}, outside the file; it may be cut off`);
     }
-    const size = shape.reduce((a, b) => a * b, 1) * BYTES[dtype];
+    const size = shape.reduce((a, b) => a * b, 1) * ARRAYS[dtype].BYTES_PER_ELEMENT;
     if (to - from !== size) refuse(`${name} has ${to - from} bytes; its shape [${shape}] needs ${size}`);
     const data = values(dtype, new Uint8Array(buffer, 8 + length + from, size));
     if (data instanceof Float32Array && !data.every((x) => Number.isFinite(x) || x === -Infinity)) {

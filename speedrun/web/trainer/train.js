@@ -1,11 +1,8 @@
 /** The page: starts and stops the training, and draws its losses over those of JAX. */
-import { read, start } from "./model.js";
-import { Unusable } from "./safetensors.js";
+import { $, drawn, fail, made, read, start } from "./model.js";
 import { Trainer } from "./training.js";
 
-const $ = (id) => document.getElementById(id);
 const [HEIGHT, LEFT, RIGHT, BOTTOM, TOP] = [300, 36, 12, 24, 8]; // as in train.css
-const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
 const raised = (digits) => digits.replace(/[-\d]/g, (one) => (one === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[one]));
 const relative = (x) => (x ? x.toExponential(1).replace(/e\+?(.*)/, (_, power) => ` × 10${raised(power)}`) : "0");
 const median = (xs) => xs.toSorted((a, b) => a - b)[xs.length >> 1];
@@ -15,13 +12,6 @@ let losses = []; // of this page
 let times = [];
 let isRunning = false;
 let isCompared = false;
-
-function fail(error) {
-  if (!(error instanceof Unusable)) console.error(error);
-  $("error").textContent = error instanceof Unusable ? error.message
-    : `Something failed that should not: ${error.message ?? error}.`;
-  $("error").hidden = false;
-}
 
 function element(name, attributes, text = "") {
   const one = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -75,16 +65,8 @@ async function compare() {
     ["Gradient", ...largest(found.gradient).reverse()],
     ["Update", ...largest(found.update).reverse()],
   ];
-  $("checks").replaceChildren(...rows.map(([what, off, at]) => {
-    const row = document.createElement("tr");
-    for (const [kind, text] of [["th", what], ["td", relative(off)], ["td", at]]) {
-      const cell = document.createElement(kind);
-      cell.textContent = text;
-      row.append(cell);
-    }
-    row.firstChild.scope = "row";
-    return row;
-  }));
+  $("checks").replaceChildren(...rows.map(([what, off, at]) =>
+    made("tr", {}, made("th", { scope: "row" }, what), made("td", {}, relative(off)), made("td", {}, at))));
 }
 
 async function run() {
@@ -108,8 +90,7 @@ async function run() {
     }
     $("status").textContent = losses.length < trainer.facts.num_steps ? "Stopped." : "All steps are done.";
   } catch (error) {
-    $("status").textContent = "Stopped.";
-    fail(error);
+    fail(error, "Stopped.");
   }
   isRunning = false;
   show();
@@ -141,7 +122,4 @@ $("start").addEventListener("click", run);
 $("stop").addEventListener("click", () => (isRunning = false));
 $("reset").addEventListener("click", reset);
 addEventListener("resize", () => trainer && draw());
-begin().catch((error) => {
-  $("status").textContent = "Nothing can be computed.";
-  fail(error);
-});
+begin().catch((error) => fail(error, "Nothing can be computed."));
