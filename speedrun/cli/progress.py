@@ -25,7 +25,9 @@ def resumable(what: str, folder: Path) -> Iterator["Progress"]:
         with signals.handled_by(signals.stop), Progress(what) as progress:
             yield progress
     except (KeyboardInterrupt, Terminated):
-        click.echo(f"stopped; the shards in {folder} are whole; the same command continues", err=True)
+        click.echo(
+            f"stopped; the shards in {folder} are whole; run the same command again to continue", err=True
+        )
         raise
 
 
