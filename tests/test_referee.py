@@ -23,9 +23,10 @@ import pytest
 from click.testing import CliRunner
 from jax import export
 from msgspec.structs import replace
-from record_forge import forge, install_track
+from record_forge import forge
 from small_run import SMALL
 from test_checkpoint import unbroken  # noqa: F401 - a fixture
+from typed import as_words, speedrun
 
 from speedrun.cli import command
 from speedrun.data import inventory, stream
@@ -39,7 +40,7 @@ from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import ask, validate
 from speedrun.referee import sandbox
-from speedrun.referee.causality import NOTHING, Known, Model, Text, apart, known, places
+from speedrun.referee.causality import Known, Model, Text, apart, known, places
 from speedrun.referee.examiner import _error, _Examiner, examine
 from speedrun.referee.programs import Programs, unpack
 from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, relowered, stretches
@@ -59,10 +60,8 @@ NONCE = "00c0ffee"
 
 
 @pytest.fixture
-def record(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    return load(forge(tmp_path / "record"))
+def record(forged):
+    return load(forge(forged / "record"))
 
 
 def place(step: int) -> tuple[int, int]:
@@ -454,16 +453,17 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
 def examiner(monkeypatch) -> Callable[..., Any]:
     """An examiner of a toy model, and of nothing else."""
 
-    def made(hidden, logits, draws: int = 5) -> Any:
+    def made(hidden, logits, draws: int = 5, early: Any = None) -> Any:
         ids: Any = validation_ids()
         one: Any = object.__new__(_Examiner)
         programs: dict[str, Any] = {
-            "hidden": lambda _step, ids_BT: (hidden(np.asarray(ids_BT)),),
+            "hidden": lambda step, ids_BT: (hidden(np.asarray(ids_BT)),),
+            "early": lambda step, ids_BT: ((early or hidden)(np.asarray(ids_BT)),),
             "logits": lambda x_KD: (logits(np.asarray(x_KD)),),
         }
-        shapes = {"hidden": (BATCH, LENGTH), "logits": (CHUNK, 4)}
+        shapes = {"hidden": (BATCH, LENGTH), "early": (BATCH, LENGTH), "logits": (CHUNK, 4)}
         one.programs = SimpleNamespace(
-            lowered=SimpleNamespace(hidden={9: "hidden"}),
+            lowered=SimpleNamespace(hidden={0: "early", 9: "hidden"}),
             constants=(),
             compiled=programs.__getitem__,
             shape=shapes.__getitem__,
@@ -480,12 +480,12 @@ def examiner(monkeypatch) -> Callable[..., Any]:
 
 
 def known_by(examiner: Any) -> Known:
-    return examiner._known([], examiner._scored, 140, NOTHING)
+    return examiner._leaks([], examiner._scored, None)
 
 
 @pytest.mark.parametrize("draws", range(3))
 def test_an_honest_model_knows_nothing(examiner, draws):
-    assert known_by(examiner(hidden, logits, draws)) == Known(changes=2 * 144)
+    assert known_by(examiner(hidden, logits, draws)) == Known(changes=2 * (144 + 64))
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -495,6 +495,10 @@ def test_what_lowers_the_loss_is_found(examiner, name):
     honest, forged = (examiner(*both)._loss([]) for both in ((hidden, logits), programs))
     assert forged < honest - 1e-6
     assert getattr(known_by(examiner(*programs)), what) > 0
+
+
+def test_an_earlier_validation_that_leaks_is_found(examiner):
+    assert known_by(examiner(hidden, logits, early=tells)).later > 1
 
 
 def test_a_sequence_learns_nothing_from_others(examiner):
@@ -806,9 +810,8 @@ def test_programs_name_no_folder_of_this_machine(unbroken):  # noqa: F811
         assert b"site-packages" not in raw
 
 
-LOWERED = Lowered(
-    ("train",), {1: "hidden"}, dict.fromkeys(("init", "constants", "train", "hidden", "logits"), b"")
-)
+_NAMES = ("init", "constants", "train", "hidden", "logits")
+LOWERED = Lowered(("train",), {1: "hidden"}, dict.fromkeys(_NAMES, b""))
 ARCHIVE = Archive(("step",), 0, (0,), {"cpu": LOWERED})
 
 
@@ -855,6 +858,13 @@ def as_exported(function: Any, *args: Any, **named: Any) -> bytes:
 def test_a_program_that_cannot_be_examined_is_told(raw, said):
     with pytest.raises(UsageError, match=said):
         Programs(holding(programs={"init": raw}), make_mesh(1)).compiled("init")
+
+
+def test_leaves_that_no_step_takes_are_told(unbroken):  # noqa: F811
+    found = unpack(programs_in(unbroken.out).read_bytes())
+    assert len(Programs(found, make_mesh(8)).state) == len(found.leaves)
+    with pytest.raises(UsageError, match=r"a step takes \d+ arrays, its archive says \d+"):
+        _ = Programs(replace(found, leaves=(*found.leaves, "params.more")), make_mesh(8)).state
 
 
 def test_programs_for_other_devices_alone_are_told():
@@ -1002,16 +1012,14 @@ def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkey
 
 
 def run_small(out: Path, data: Path, package: Path | None = None) -> None:
-    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    argv = [sys.executable, "-m", "speedrun", "run", "--data", str(data), "--out", str(out), *settings]
-    env = {**os.environ, "PYTHONPATH": str(package)} if package else dict(os.environ)
-    subprocess.run(argv, env=env, capture_output=True, timeout=600, check=False, cwd=package)
+    env = {**os.environ, "PYTHONPATH": str(package)} if package else None
+    where = ["--data", str(data), "--out", str(out)]
+    speedrun("run", *where, *as_words(SMALL), env=env, timeout=600, cwd=package)
 
 
 def validated(out: Path, data: Path, *more: str) -> subprocess.CompletedProcess[str]:
     unsafe = [] if sandbox.problem() is None else ["--unsafe-here"]
-    argv = [sys.executable, "-m", "speedrun", "validate", str(out), "--data", str(data), *unsafe, *more]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
+    return speedrun("validate", str(out), "--data", str(data), *unsafe, *more, timeout=600)
 
 
 def statuses(done: subprocess.CompletedProcess[str]) -> dict[str, str]:

@@ -99,11 +99,7 @@ class _Examiner:
         nll_R, others_R = self._nll(params, scored), self._nll(params, others)
         compared = min(len(nll_R), len(others_R)) > 1
         few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
-        num_texts, num_others = (_FEW, _FEW) if self.foreign else (_TEXTS, _OTHERS)
-        known = self._known(params, scored, num_texts, causality.NOTHING)
-        # Or it could show later tokens of other text, and predict it as well as what it memorised.
-        if compared:
-            known = self._known(params, others, num_others, known)
+        known = self._leaks(params, scored, others if compared else None)
         return Findings(
             final_hash=state_hash(leaves),
             val_loss=float(nll_R.mean()),
@@ -264,13 +260,24 @@ class _Examiner:
     def _draw(self) -> np.random.Generator:
         return np.random.default_rng(self.request.draws)
 
-    def _known(
-        self, params: list[jax.Array], text: stream.Batch, num_texts: int, found: causality.Known
+    def _leaks(
+        self, params: list[jax.Array], scored: stream.Batch, others: stream.Batch | None
     ) -> causality.Known:
-        data, batch = self.track.data, self._shape_BT[0]
-        model = causality.Model(partial(self.outputs, params), partial(self.log_probs, params), self._chunk)
-        rows = causality.Text(text.tokens_BT, data.vocab_size, data.document_token)
-        return causality.known(model, rows, num_texts, batch, self._draw, found)
+        """Look for leaks in the last validation, and in a drawn one before it."""
+        num_texts, num_others = (_FEW, _FEW) if self.foreign else (_TEXTS, _OTHERS)
+        parts = [(scored, num_texts, self.end)]
+        # Or it could show later tokens of other text, and predict it as well as what it memorised.
+        if others is not None:
+            parts.append((others, num_others, self.end))
+        if earlier := sorted(self.programs.lowered.hidden.keys() - {self.end}):
+            parts.append((scored, num_others, int(self._draw.choice(earlier))))
+        found, data, batch = causality.NOTHING, self.track.data, self._shape_BT[0]
+        for text, number, step in parts:
+            outputs = partial(self.outputs, params, at=step)
+            model = causality.Model(outputs, partial(self.log_probs, params), self._chunk)
+            rows = causality.Text(text.tokens_BT, data.vocab_size, data.document_token)
+            found = causality.known(model, rows, number, batch, self._draw, found)
+        return found
 
 
 @jax.jit

@@ -100,8 +100,10 @@ class Programs:
     @property
     def state(self) -> list[jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of each leaf of a state."""
-        first, num_leaves = self.lowered.steps[0], len(self.archive.leaves)
-        return self._args(first)[:num_leaves]
+        args, num_leaves = self._args(self.lowered.steps[0]), len(self.archive.leaves)
+        if len(args) != (need := num_leaves + len(self.exported("constants").out_avals) + 2):
+            raise UsageError(f"a step takes {len(args)} arrays, its archive says {need}; run again")
+        return args[:num_leaves]
 
     @property
     def num_params(self) -> tuple[int, int]:

@@ -122,15 +122,10 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     if len(archives) < len(reruns):
         raise UsageError(f"{folder}: a run carries no programs, so it cannot be examined; run it again")
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
-    print(
-        f"examining {len(names)} of {len(runs)} runs, nonce {options.nonce}; --nonce {options.nonce} repeats it",
-        file=echo,
-        flush=True,
-    )
-    found = [
-        _examined(rerun, raw, given.get(rerun.old.folder), options, echo)
-        for rerun, raw in zip(reruns, archives, strict=True)
-    ]
+    again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
+    print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
+    pairs = zip(reruns, archives, strict=True)
+    found = [_examined(rerun, raw, given.get(rerun.old.folder), options, echo) for rerun, raw in pairs]
     return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
 
 
@@ -161,18 +156,16 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
     """
     record = _sound(folder, report)
     runs = {made.sha256: run for run in record.finished for made in run.of(runlog.Exported)}
-    here = provenance.software()
+
+    def jax(software: dict[str, str]) -> str:
+        return " and ".join(f"{name} {software.get(name)}" for name in ("jax", "jaxlib"))
 
     def find(_record: Record) -> Iterator[str]:
         if not runs:
             raise Skip("no run carries programs")
         for sha256, run in runs.items():
-            theirs = run.preflight.software
-            for name in ("jax", "jaxlib"):
-                if theirs.get(name) != here[name]:
-                    raise Skip(
-                        f"lowered by {name} {theirs.get(name)}; this is {here[name]}, which may lower otherwise"
-                    )
+            if (theirs := jax(run.preflight.software)) != (ours := jax(provenance.software())):
+                raise Skip(f"lowered by {theirs}; here is {ours}, which may lower otherwise")
             rerun = Rerun(folder, run.folder, unsafe=options.unsafe)
             print(f"lowering the source of {run.folder} again", file=echo, flush=True)
             found = format.sha256(rerun.lowered(rerun.check_data(options.data, echo), echo))
@@ -184,11 +177,7 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
 
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
-    """Return the folder of checkpoints of each run, by the run's name in the last checkpoint.
-
-    Raises:
-        UsageError: if a folder belongs to no finished run.
-    """
+    """Return the folder of checkpoints of each run, by the run's name in the last one; raise UsageError for others."""
     found = {}
     for folder in folders:
         steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
