@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from speedrun.board import record_plot
 from speedrun.data import generated
-from speedrun.ground import children
 from speedrun.ground.console import Printer
 from speedrun.ground.errors import SpeedrunError, UsageError, meaning, unknown
 from speedrun.ground.plugins import resolve
@@ -28,6 +27,7 @@ from speedrun.ledger.run import Run
 from speedrun.ledger.salvage import ended
 from speedrun.ledger.summary import Summary, summarize
 from speedrun.ledger.validate import Report, validate
+from speedrun.training import child
 from speedrun.training.request import RunConfig
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def run(
 
 def _train(config: RunConfig, printer: Printer) -> None:
     """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
-    code, said = children.trained(config, printer, stderr=STDOUT)
+    code, said = child.trained(config, printer, stderr=STDOUT)
     if not code:
         return
     on_cpu = load_track(config.track).rules.platform == "cpu"

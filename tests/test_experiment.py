@@ -40,6 +40,7 @@ from speedrun.study.features import FEATURES
 from speedrun.study.forest import forest
 from speedrun.study.space import Range
 from speedrun.study.trials import BASELINE, Arm, Experiment, Request
+from speedrun.training import child
 from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
@@ -398,7 +399,7 @@ def performed(tmp_path, monkeypatch):
         return code, ""
 
     monkeypatch.setattr(children, "run_module", designed)
-    monkeypatch.setattr(children, "trained", trained)
+    monkeypatch.setattr(child, "trained", trained)
     monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 

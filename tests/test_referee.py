@@ -217,9 +217,15 @@ def test_what_two_instruction_sets_made_of_one_run_is_within_it():
 def test_the_log_does_not_choose_the_tolerance(record):
     """Its programs are in float32, whatever dtype the log claims."""
     run = record.runs[0]
-    config = {**run.start.config, "recipe": {"compute_dtype": "bfloat16"}}
-    lines = (replace(run.lines[0], event=replace(run.start, config=config)), *run.lines[1:])
-    claims = dataclasses.replace(record, runs=(dataclasses.replace(run, lines=lines), *record.runs[1:]))
+
+    def claiming(recipe: Any) -> Any:
+        start = replace(run.start, config={**run.start.config, "recipe": recipe})
+        lines = (replace(run.lines[0], event=start), *run.lines[1:])
+        return dataclasses.replace(record, runs=(dataclasses.replace(run, lines=lines), *record.runs[1:]))
+
+    claims = claiming({"compute_dtype": "bfloat16"})
+    assert statuses_of(claims, replace(honest(run), dtype="float32"))["V609"] == "failed"
+    assert statuses_of(claiming("anything"), honest(run))["V609"] == "ok"
     off = replayed(0, (run.steps[0].loss + 0.5 * tolerance("bfloat16", 0, 0),))
     for dtype, status in (("float32", "failed"), ("bfloat16", "ok")):
         assert statuses_of(claims, replace(honest(run), dtype=dtype, stretches=(off,)))["V605"] == status
@@ -1090,13 +1096,26 @@ def test_source_that_makes_other_programs_is_refused(trained, smoke_data, monkey
     assert (result.check.id, result.status) == ("V610", status)
 
 
+def test_a_run_without_programs_is_not_lowered(record):
+    """Nor do others speak for it: here none has any."""
+    report = validate(record.root)
+    report = dataclasses.replace(
+        report, results=tuple(one for one in report.results if one.status != "failed")
+    )
+    result = relowered(record.root, report, Options("some", NONCE, unsafe=True), io.StringIO()).results[-1]
+    assert (result.status, result.messages) == ("skipped", (f"{record.runs[0].folder} carries no programs",))
+
+
 def test_source_sees_no_validation_text(smoke_data, tmp_path):
-    rules = track.load("smoke-cpu").data
-    others = _without_text(smoke_data, tmp_path / "seen", rules.val)
-    shard, blank = (inventory.open_track(folder, rules).val[0] for folder in (smoke_data, tmp_path / "seen"))
+    """Neither in its shard nor in a file that lies beside it."""
+    rules, data = track.load("smoke-cpu").data, Path(shutil.copytree(smoke_data, tmp_path / "data"))
+    (data / "validation.txt").write_text("the text")
+    others = _without_text(data, tmp_path / "seen", rules)
+    shard, blank = (inventory.open_track(folder, rules).val[0] for folder in (data, tmp_path / "seen"))
     assert blank.num_tokens == shard.num_tokens
     assert not blank.read(0, blank.num_tokens).any()
-    assert {path.name for path in smoke_data.iterdir()} - {path.name for path in others} == {shard.path.name}
+    hidden = {path.name for path in data.iterdir()} - {path.name for path in others}
+    assert hidden == {shard.path.name, "validation.txt"}
 
 
 _TRIES = r"""

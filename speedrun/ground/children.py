@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from speedrun.ground import errors, signals
-from speedrun.ground.console import Printer, clean
+from speedrun.ground.console import clean
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.ground.wholefile import write_whole
 
@@ -55,33 +55,6 @@ def run_module(module: str, request: msgspec.Struct) -> int:
     """Run a module of this package on a request; return as `wait_for` does."""
     with started(module, request) as child:
         return wait_for(child)
-
-
-def trained(
-    config: msgspec.Struct, printer: Printer, *, keep_open: Sequence[int] = (), stderr: int | None = None
-) -> tuple[int, str]:
-    """Train in a process of its own; show each line of its log, and whatever else it prints.
-
-    It inherits the descriptors `keep_open`. Its standard error goes to `stderr`, as for `Popen`; None: to ours.
-
-    Returns:
-        What `wait_for` returns, and the last line that was none of the log.
-    """
-    said, pipes = [""], {"stdout": PIPE, "stderr": stderr, "text": True, "pass_fds": keep_open}
-    with started("speedrun.training.train", config, **pipes) as process:
-
-        def show() -> None:
-            assert process.stdout is not None
-            with process.stdout as lines:
-                for line in map(str.rstrip, lines):
-                    if not printer.relay(line) and line:
-                        said[0] = line
-
-        shown = threading.Thread(target=show)
-        shown.start()
-        code = wait_for(process)
-        shown.join()
-    return code, said[0]
 
 
 def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:

@@ -132,9 +132,8 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
 def _sound(folder: Path, report: Report) -> Record:
     """Return a record that passes all other checks; raise UsageError for another."""
     if failed := report.having("failed"):
-        raise UsageError(
-            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; fix that first"
-        )
+        ids = ", ".join(result.check.id for result in failed)
+        raise UsageError(f"{folder}: {ids} failed; nothing was executed; fix that first")
     record = load(folder)
     if not record.finished:
         raise UsageError(f"{folder}: no run finished; an examination needs a final state")
@@ -161,8 +160,8 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
         return " and ".join(f"{name} {software.get(name)}" for name in ("jax", "jaxlib"))
 
     def find(_record: Record) -> Iterator[str]:
-        if not runs:
-            raise Skip("no run carries programs")
+        if without := [run.folder for run in record.finished if not run.of(runlog.Exported)]:
+            raise Skip(f"{without[0]} carries no programs")
         for sha256, run in runs.items():
             if (theirs := jax(run.preflight.software)) != (ours := jax(provenance.software())):
                 raise Skip(f"lowered by {theirs}; here is {ours}, which may lower otherwise")

@@ -16,7 +16,7 @@ from typing import TextIO
 
 import msgspec
 
-from speedrun.data import generated, inventory, shards
+from speedrun.data import generated, inventory, shards, vocabulary
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
@@ -145,7 +145,7 @@ class Rerun:
         with tempfile.TemporaryDirectory(prefix="speedrun-source-") as name:
             scratch = Path(name)
             code, seen = self._unpacked(scratch), scratch / "data"
-            readable = _without_text(data, seen, self._rules.data.val)
+            readable = _without_text(data, seen, self._rules.data)
             config = self._config(scratch / "record", self.old.start.seed, seen)
             self._start(("-c", _LOWER), config, scratch, echo, code, readable, _LEAST_S)
             try:
@@ -203,9 +203,8 @@ class Rerun:
         )
         if found:
             what = "the examiner" if words == _EXAMINER else "the source"
-            error = SpeedrunError(
-                f"{what} of {self.old.folder} ended with {meaning(found)}; see its output above"
-            )
+            ended = f"{what} of {self.old.folder} ended with {meaning(found)}"
+            error = SpeedrunError(f"{ended}; see its output above")
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
@@ -230,19 +229,23 @@ class Rerun:
         )
 
 
-def _without_text(data: Path, seen: Path, validation: str) -> list[Path]:
-    """Make a folder with links to the files of another, which are returned, and validation shards of zeros alone."""
+def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
+    """Make a folder with links to the files that lowering needs, which are returned, and validation shards of zeros.
+
+    No other file: it may hold the text.
+    """
     seen.mkdir()
     files = [path for path in data.iterdir() if path.is_file()]
-    blank = [path for path in files if fnmatch(path.name, validation)]
+    blank = [path for path in files if fnmatch(path.name, rules.val)]
+    needed = (rules.train, inventory.MANIFEST, vocabulary.RANKS, vocabulary.TOKENIZER)
+    others = [path for path in files if path not in blank and any(fnmatch(path.name, one) for one in needed)]
     for path in blank:
         with path.open("rb") as shard, (seen / path.name).open("wb") as made:
             made.write(shard.read(shards.HEADER_BYTES))
             made.truncate(path.stat().st_size)
-    others = [path.resolve() for path in files if path not in blank]
     for path in others:
-        (seen / path.name).symlink_to(path)
-    return others
+        (seen / path.name).symlink_to(path.resolve())
+    return [path.resolve() for path in others]
 
 
 def plain(path: Path, most_bytes: int) -> bytes:

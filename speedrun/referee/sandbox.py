@@ -31,17 +31,8 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 #: It ends with our process, and all inside with it: a killed referee leaves nothing that runs.
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
-_UNSHARE = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--mount",
-    "--net",
-    "--pid",
-    "--ipc",
-    "--uts",
-    "--kill-child",
-)
+_NAMESPACES = ("--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--uts")
+_UNSHARE = ("unshare", *_NAMESPACES, "--kill-child")
 _UNPRIVILEGED = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
 
 #: Makes the root and enters it. Arguments: the root, the memory limit in KiB or "unlimited", `ro:PATH`, `rw:PATH` and
@@ -246,22 +237,9 @@ def _argv(
     # A device mounted read-only can still be written; only its mode cannot be changed.
     words += [f"ro:{path}" for path in (*_DEVICES, *(_gpus() if limits.gpu else ()))]
     words += [f"rw:{scratch.absolute()}"]
-    at = ("env", f"--chdir={scratch.absolute()}")
-    return [
-        *_DIES_WITH_US,
-        *_UNSHARE,
-        "sh",
-        "-c",
-        _SCRIPT,
-        "sh",
-        root,
-        memory,
-        *words,
-        "--",
-        *_UNPRIVILEGED,
-        *at,
-        *argv,
-    ]
+    script = ("sh", "-c", _SCRIPT, "sh", root, memory, *words)
+    command = (*_UNPRIVILEGED, "env", f"--chdir={scratch.absolute()}", *argv)
+    return [*_DIES_WITH_US, *_UNSHARE, *script, "--", *command]
 
 
 def _mount(kind: str, path: Path) -> str:

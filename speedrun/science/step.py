@@ -139,7 +139,7 @@ class Step:
         return loss, self._scatter_mean(self.layout.pack(grads))
 
     def _accumulate(self, params: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
-        """Return mean loss and gradients over this device's sequences: sums over micro-batches are in float32."""
+        """Return mean loss and this device's gradients: of several micro-batches in float32, of one as computed."""
         num_local = self.microbatches // self.mesh.size
 
         @partial(jax.grad, has_aux=True)

@@ -25,6 +25,7 @@ from speedrun.ledger.run import FormatError
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.summary import Summary
 from speedrun.study import race
+from speedrun.training import child
 from speedrun.training.request import RunConfig
 
 
@@ -111,7 +112,7 @@ class Batch:
             while now.missing:
                 seed = now.missing[0]
                 with race.live(sys.stderr if self.to_stderr else sys.stdout, self._ghost) as printer:
-                    code, _ = children.trained(self._request(seed), printer, keep_open=(lock,))
+                    code, _ = child.trained(self._request(seed), printer, keep_open=(lock,))
                 now = self._standing()
                 if seed in now.missing or code not in (0, NonFiniteError.exit_code):
                     raise children.run_error(code, "batch", self.folder, self.data)

@@ -21,6 +21,7 @@ from speedrun.study.effects import Summary, summary, winner
 from speedrun.study.forest import forest
 from speedrun.study.report import TITLES, count
 from speedrun.study.trials import EXPERIMENT, Runs, Trial
+from speedrun.training import child
 from speedrun.training.request import RunConfig
 
 
@@ -99,7 +100,7 @@ class Runner:
             out = trials.new_folder(self.folder, self._plan, trial)
             generated.ensure(tracks.load(self._track), self.data, self.say)
             with race.live(sys.stderr) as printer:
-                code, _ = children.trained(self._request(trial, out), printer, keep_open=(lock,))
+                code, _ = child.trained(self._request(trial, out), printer, keep_open=(lock,))
             runs |= trials.completed(self.folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))
             if run is not None:

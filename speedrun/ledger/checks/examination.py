@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import NamedTuple, Unpack
 
 from speedrun.ground import runlog
+from speedrun.ledger.checks.source import leaves
 from speedrun.ledger.checks.table import Check, Skip, Texts, problems_of
 from speedrun.ledger.findings import Findings
 from speedrun.ledger.record import Record
@@ -274,8 +275,8 @@ def sizes(run: Run, findings: Findings) -> Iterator[str]:
         if step.batch_tokens != tokens:
             yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, its program takes {tokens:,}"
             break
-    claimed = run.start.config.get("recipe", {}).get("compute_dtype", findings.dtype)
-    if claimed == "bfloat16" != findings.dtype:
+    claimed = leaves(run.start.config).get("recipe.compute_dtype")  # the config may hold anything
+    if claimed == "bfloat16" and findings.dtype != claimed:
         yield f"the log says {claimed}, its programs hold {findings.dtype}"
 
 

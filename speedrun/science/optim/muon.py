@@ -67,8 +67,8 @@ def scale_by_muon(
 
     @jax.named_scope("muon")
     def update(
-        updates: Any, state: MuonState, params: Any = None, *, inputs: Inputs, **_: Any
-    ) -> tuple[Any, MuonState]:
+        updates: optax.Updates, state: MuonState, params: Any = None, *, inputs: Inputs, **_: Any
+    ) -> tuple[optax.Updates, MuonState]:
         del params
         momentum = inputs["momentum"]
 
