@@ -3,7 +3,7 @@
     python data/fineweb_prep.py                                       FineWeb's sample of 10 billion tokens
     python data/fineweb_prep.py --source DIR --out data/fineweb10B    the same from local parquet or jsonl
 
-`speedrun/data/prep.py` does the work. See docs/data.md, or --help for the options.
+`speedrun/data/prepare.py` does the work. See docs/data.md, or --help for the options.
 """
 
 import sys

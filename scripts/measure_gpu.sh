@@ -12,7 +12,7 @@
 #   --parts NAME,...      only these, also again; a wrong name lists them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
-#   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/bench/rival.py
+#   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_rival.py
 #
 # Environment, all optional:
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
@@ -153,7 +153,7 @@ main() {
     shards=.gpu/tokens
     [[ -d $shards ]] || "$python" -c 'from pathlib import Path
 from speedrun.data import synthetic
-from speedrun.ground import track
+from speedrun.base import track
 synthetic.write_imitation(Path(".gpu/tokens"), track.load("webmini").data, 6_000_000)'
   fi
   trap 'kill $child; exit 130' INT TERM

@@ -19,15 +19,15 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedrun.base import accelerators
+from speedrun.base import track as tracks
+from speedrun.base.errors import unknown
+from speedrun.base.wholefile import write_whole
 from speedrun.board import drawing, figures
 from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.figures import Context, PastRecord, Published, Rung
 from speedrun.board.standings import Board, Row, read_built
-from speedrun.ground import devices
-from speedrun.ground import track as tracks
-from speedrun.ground.errors import unknown
-from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.statistics import mean_interval
+from speedrun.record.statistics import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def texts(context: Context) -> dict[str, str]:
         found[f"{name} dollars"] = _dollars(60 * past.minutes, MAIN[1])
     for one in context.predicted:
         name = f"predicted {one.recipe} {one.num_devices}x{one.kind}"
-        memory = f"{one.memory_gb:.1f} | {devices.load(one.kind).memory_bytes / 1e9:.1f}"
+        memory = f"{one.memory_gb:.1f} | {accelerators.load(one.kind).memory_bytes / 1e9:.1f}"
         found |= {
             f"{name} minutes": _three(one.total_s / 60),
             f"{name} seconds": _three(one.total_s),

@@ -1,5 +1,5 @@
-from speedrun.library import Record as Record
-from speedrun.library import load as load
-from speedrun.library import run as run
+from speedrun.api import Record as Record
+from speedrun.api import load as load
+from speedrun.api import run as run
 
 __version__: str

@@ -104,9 +104,9 @@ TESTS = {
         "test_program.py::test_a_validation_has_the_window_of_its_own_step",
         *_GOLDEN,
     ],
-    "training/scoring.py": ["test_program.py"],
-    "training/evaluate.py": ["test_program.py", "test_train.py"],
-    "training/program.py": [
+    "train/scorer.py": ["test_program.py"],
+    "train/validation.py": ["test_program.py", "test_train.py"],
+    "train/program.py": [
         "test_step.py::test_what_devices_cannot_share_is_refused_with_what_to_type",
         "test_program.py",
         "test_step.py",

@@ -39,16 +39,16 @@ import pytest
 from jax.sharding import Mesh
 from small_run import SMALL
 
+from speedrun import recipes
+from speedrun.base import mesh, track
 from speedrun.data import synthetic
-from speedrun.ground import mesh, track
-from speedrun.ledger.assemble import assemble
-from speedrun.predict import deviceless
-from speedrun.science import recipes
+from speedrun.plan import deviceless
+from speedrun.record.about import assemble
 from speedrun.science.models import record21
 from speedrun.science.recipe import Recipe, Stage
-from speedrun.training import health
-from speedrun.training.request import RunConfig
-from speedrun.training.train import train
+from speedrun.train import health
+from speedrun.train.request import RunConfig
+from speedrun.train.run import train
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground import mesh
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.record89 import AdamGroup, NorMuonAndAdam
 from speedrun.science.params import Member, ParamSpec, Table, zeros

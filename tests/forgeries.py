@@ -23,14 +23,14 @@ from record_forge import (
     write_run,
 )
 
-from speedrun.ground import runlog, track
-from speedrun.ground.runlog import DataRead, ShardRange
-from speedrun.ledger.archive import name_of
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import Declaration, Look, Recipe, config_sha256, encode, sha256
-from speedrun.ledger.record import load
-from speedrun.ledger.reproduction import Hardware, Outcome, Reproduction, outcome_of
+from speedrun.base import runlog, track
+from speedrun.base.runlog import DataRead, ShardRange
+from speedrun.record.about import assemble
+from speedrun.record.archive import name_of
+from speedrun.record.batch import seeds_from
+from speedrun.record.layout import Declaration, Look, Recipe, config_sha256, encode, sha256
+from speedrun.record.reader import load
+from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcome_of
 
 Build = Callable[[Path], object]
 
@@ -634,21 +634,21 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V501", "nested too deep", science("x = " + "(" * 5_000 + "\n")),
     ("V501", "no end of signs", science("x = " + "-" * 100_000 + "1\n")),
     ("V501", "another encoding", science("# coding: utf-7\nSIZE = 1\n")),
-    ("V501", "no entry point", sourced("speedrun/training/train.py", lambda _: None)),
+    ("V501", "no entry point", sourced("speedrun/train/run.py", lambda _: None)),
     ("V501", "no recipe", sourced(RECIPE, lambda _: None)),
-    ("V501", "no clock", sourced("speedrun/ground/clock.py", lambda _: None)),
+    ("V501", "no clock", sourced("speedrun/base/clock.py", lambda _: None)),
     ("V501", "a name that is not there", science("from speedrun.science.models import record22\n")),
     ("V501", "no track", sourced("speedrun/tracks/forged.toml", lambda _: None)),
     ("V501", "easier rules", sourced("speedrun/tracks/forged.toml", lambda text: text.replace("3.28", "3.38"))),
     ("V501", "a decoy of another layout", extended("speedrun/step.py", "x = 1\n")),
-    ("V503", "another clock", extended("speedrun/ground/clock.py", "# slower\n")),
-    ("V503", "another validation", sourced("speedrun/training/evaluate.py", lambda text: text.replace("+=", "=", 1))),
-    ("V503", "another finder of recipes", extended("speedrun/science/recipes/__init__.py", "# mine\n")),
+    ("V503", "another clock", extended("speedrun/base/clock.py", "# slower\n")),
+    ("V503", "another validation", sourced("speedrun/train/validation.py", lambda text: text.replace("+=", "=", 1))),
+    ("V503", "another finder of recipes", extended("speedrun/recipes/__init__.py", "# mine\n")),
     ("V503", "a file more", extended("speedrun/faster.py", "SIZE = 1\n")),
-    ("V503", "data beside the recipe", extended("speedrun/science/recipes/tiny.toml", "size = 1\n")),
+    ("V503", "data beside the recipe", extended("speedrun/recipes/tiny.toml", "size = 1\n")),
     ("V503", "shadows a module",
      made(edit_source=lambda files: {
-         **files, "speedrun/training/evaluate/__init__.py": files["speedrun/training/evaluate.py"]})),
+         **files, "speedrun/train/validation/__init__.py": files["speedrun/train/validation.py"]})),
     ("V503", "shadows a package", extended("numpy.py", "float32 = 1\n")),
     ("V505", "a table beside the parameters", logged(change(runlog.Plan, state_bytes_per_device=2**22))),
     ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from speedrun.ground.mesh import DATA
-from speedrun.predict import deviceless
+from speedrun.base.mesh import DATA
+from speedrun.plan import deviceless
 
 needs_compiler = pytest.mark.usefixtures("h100")
 #: What conftest.py switches off. Worth its compile time from the third step on.

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedrun.ground import provenance, runlog, track
-from speedrun.ground.runlog import DataRead, ShardRange
-from speedrun.ground.sourcefile import join_source
-from speedrun.ledger import format, history
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.checks.claims import CURVES, Point
-from speedrun.ledger.code import is_science
-from speedrun.ledger.format import Declaration, Look, Recipe, TrackRef
-from speedrun.ledger.source import split_source
+from speedrun.base import provenance, runlog, track
+from speedrun.base.runlog import DataRead, ShardRange
+from speedrun.base.sourcefile import join_source
+from speedrun.record import git_history, layout
+from speedrun.record.about import assemble
+from speedrun.record.checks.v3_claims import CURVES, Point
+from speedrun.record.code import is_science
+from speedrun.record.layout import Declaration, Look, Recipe, TrackRef
+from speedrun.record.source import split_source
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000
@@ -31,18 +31,18 @@ BATCH_TOKENS = 100
 VAL_S = 0.5
 PAUSE_S = 0.6
 EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
-RECIPE = "speedrun/science/recipes/tiny.py"
+RECIPE = "speedrun/recipes/tiny.py"
 #: A recipe of one line, and the harness that would run it: read by the checks, never run.
-SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.training.train"], []))}
+SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.run"], []))}
 LOCK = "run.lock"
-LOCK_RAW = history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
+LOCK_RAW = git_history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
 SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
 SOFTWARE = {"python": "3.11.2", **SOFTWARE}
 JAX = SOFTWARE["jax"]
 #: Forgers commit what they run; the harness in their commits is the honest one.
 _COMMITS: dict[str, dict[str, bytes]] = {}
-_files_at = history.files_at
+_files_at = git_history.files_at
 
 
 def _files_at_or_forged(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
@@ -51,7 +51,7 @@ def _files_at_or_forged(commit: str, paths: tuple[str, ...]) -> dict[str, bytes]
     return {path: _COMMITS[commit][path] for path in paths if path in _COMMITS[commit]}
 
 
-history.files_at = _files_at_or_forged
+git_history.files_at = _files_at_or_forged
 #: What nobody need beat by 0.1 nats.
 CURVES["forged"] = (Point(0, 5.5), Point(400, 4.0), Point(1000, 2.99))
 CONFIG = {
@@ -108,7 +108,7 @@ def _rules() -> str:
 
 
 def install_track(folder: Path) -> None:
-    """Writes the track; the caller points speedrun.ground.track at the folder."""
+    """Writes the track; the caller points speedrun.base.track at the folder."""
     (folder / "forged.toml").write_text(_rules())
 
 
@@ -256,7 +256,7 @@ def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
 
 def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
     tokens, shapes = num_steps * BATCH_TOKENS, {"table": (1000, 900), "out": (100_000,)}
-    committed = commit_of(spec.edit_source), False, LOCK, format.sha256(LOCK_RAW)
+    committed = commit_of(spec.edit_source), False, LOCK, layout.sha256(LOCK_RAW)
     return [
         runlog.RunStart(
             format=runlog.FORMAT,
@@ -270,7 +270,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             num_steps=num_steps,
             source_sha256=spec.source_sha256,
             config=CONFIG,
-            config_sha256=format.config_sha256(CONFIG),
+            config_sha256=layout.config_sha256(CONFIG),
         ),
         runlog.Preflight("cpu", "cpu", 8, SOFTWARE, {"XLA_FLAGS": ""}, 50.0, *committed),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
@@ -299,9 +299,9 @@ def chain(log: Moments) -> list[runlog.Line]:
 
 def write_run(root: Path, spec: Spec) -> Path:
     """Writes one run into a record, as one of its batch if there is one; returns its folder."""
-    honest, batch = moments(spec), root / format.BATCH
+    honest, batch = moments(spec), root / layout.BATCH
     if batch.exists():
-        honest = change(runlog.RunStart, batch_sha256=format.sha256(batch.read_bytes()))(honest)
+        honest = change(runlog.RunStart, batch_sha256=layout.sha256(batch.read_bytes()))(honest)
     lines = chain(spec.edit_log(list(honest)))
     folder = root / "runs" / spec.run_id
     folder.mkdir(parents=True)
@@ -334,7 +334,7 @@ def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
     """A record folder in which nothing has run yet."""
     root.mkdir(exist_ok=True)
     (root / "source.txt").write_text(source_text(spec.edit_source))
-    (root / format.BATCH).write_bytes(format.encode(promise))
+    (root / layout.BATCH).write_bytes(layout.encode(promise))
     return root
 
 

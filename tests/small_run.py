@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from speedrun.ground import runlog
-from speedrun.ledger.record import load
-from speedrun.ledger.run import Run
+from speedrun.base import runlog
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import load
 
 #: The smoke recipe, small enough for a test; 12 steps. Most of its time would be attention in validations.
 SMALL = {

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from speedrun import cli
+from speedrun.base import children, clock, provenance, track
+from speedrun.base.sourcefile import join_source
 from speedrun.board.figures import BEGIN, END
 from speedrun.data import synthetic
-from speedrun.ground import children, clock, provenance, track
-from speedrun.ground.sourcefile import join_source
-from speedrun.ledger import format
-from speedrun.ledger.record import load
-from speedrun.ledger.source import split_source
-from speedrun.ledger.validate import validate
+from speedrun.record import layout
+from speedrun.record.reader import load
+from speedrun.record.source import split_source
+from speedrun.record.validate import validate
 
 TIMEOUT_S = 600
 MOST_TRIES = 9
@@ -256,7 +256,7 @@ class Soak:
     }
 
     def __init__(self, place: Path, work: Path, data: str, settings: list[str], seed: int) -> None:
-        for name in ("study.declare", "training.train", "board.record_plot"):
+        for name in ("lab.declare", "train.run", "board.record_plot"):
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
@@ -324,7 +324,7 @@ class Soak:
                 shutil.copytree(self._place / self._rnd.choice(records), self._place / out)
                 for name in ASSEMBLED[self._rnd.randrange(len(ASSEMBLED)) :]:
                     (self._place / out / name).unlink()
-                is_batch = (self._place / out / format.BATCH).exists()
+                is_batch = (self._place / out / layout.BATCH).exists()
                 words = ["batch", "--resume", out, *self._data] if is_batch else ["run", "--resume", out]
                 return Round(words, out)
         every = ["--checkpoint-every", "5"] if "checkpoint" in kind else []
@@ -337,7 +337,7 @@ class Soak:
     def _mend(self, kind: str, now: Round, code: int) -> bool:
         """Sets the next command, as in docs/reliability.md; returns whether there was nothing to resume."""
         out = self._place / now.out
-        if kind == "batch" and (out / format.BATCH).exists():
+        if kind == "batch" and (out / layout.BATCH).exists():
             now.words = ["batch", "--resume", now.out, *self._data]
         if not kind.startswith("run"):
             return False

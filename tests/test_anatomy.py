@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground import devices
-from speedrun.ground.errors import UsageError
-from speedrun.ground.mesh import DATA
-from speedrun.predict import anatomy, deviceless, hlo
-from speedrun.predict.anatomy import Anatomy
-from speedrun.predict.deviceless import compile_for_target
+from speedrun.base import accelerators
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA
+from speedrun.plan import anatomy, deviceless, hlo
+from speedrun.plan.anatomy import Anatomy
+from speedrun.plan.deviceless import compile_for_target
 
 HEADER = "HloModule test, is_scheduled=true\n"
 
@@ -216,10 +216,10 @@ def test_an_fp8_product_is_one_fp8_gemm(h100: Callable[[int], Mesh]) -> None:
 
 
 @pytest.mark.usefixtures("h100")
-@pytest.mark.parametrize("kind", devices.DEVICES)
+@pytest.mark.parametrize("kind", accelerators.DEVICES)
 def test_the_compiler_accepts_every_target(kind: str) -> None:
     mesh = deviceless.target_mesh(kind, 2)
-    assert mesh.devices.flat[0].device_kind == devices.load(kind).name
+    assert mesh.devices.flat[0].device_kind == accelerators.load(kind).name
     compiled = compile_for_target(jax.jit(lambda x: x + 1), rows(mesh, (8, 8), jnp.float32))
     assert anatomy.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
 

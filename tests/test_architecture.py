@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from speedrun.ground import provenance, track
-from speedrun.ledger.code import SCIENCE
-from speedrun.ledger.source import split_source
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import provenance, track
+from speedrun.record.code import SCIENCE
+from speedrun.record.source import split_source
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +41,7 @@ FLOORS = {
 #: Rooms that start fast, because they leave these out: whatever only reads a record, or prints.
 LIGHT = {"cli", "doctor", "library", "exchange", "board", "data", "launch", "ledger", "ground", "watch"}
 #: Their only module that may not: it makes meshes.
-MESH = "speedrun.ground.mesh"
+MESH = "speedrun.base.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank.
@@ -111,20 +111,18 @@ def test_no_module_reaches_itself() -> None:
 
 
 def test_science_imports_no_instrument() -> None:
-    """The register of recipes is one itself: `ledger.code` does not count it as science."""
-    allowed = {"speedrun.ground.errors", "speedrun.ground.limits", "speedrun.ground.mesh"}
+    """The register of recipes is one itself: `record.code` does not count it as science."""
+    allowed = {"speedrun.base.errors", "speedrun.base.limits", "speedrun.base.mesh"}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES
-        if room(here) == "science" != room(there)
-        and there not in allowed
-        and here != "speedrun.science.recipes"
+        if room(here) == "science" != room(there) and there not in allowed and here != "speedrun.recipes"
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_recipe_imports_no_recipe_but_its_parent() -> None:
-    package = "speedrun.science.recipes."
+    package = "speedrun.recipes."
     for here, there in EDGES:
         if here.startswith(package) and there.startswith(package):
             parent = recipes.load(here.rpartition(".")[2]).parent
@@ -133,7 +131,7 @@ def test_a_recipe_imports_no_recipe_but_its_parent() -> None:
 
 def test_a_run_starts_without_mosaic() -> None:
     """A third of the time until its first line, for kernels that only Hopper has."""
-    script = "import sys, speedrun.training.train; sys.exit('jax.experimental.mosaic.gpu' in sys.modules)"
+    script = "import sys, speedrun.train.run; sys.exit('jax.experimental.mosaic.gpu' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
@@ -172,7 +170,7 @@ def test_no_model_config_holds_a_boolean() -> None:
 
 def source_of(recipe: str) -> dict[str, str]:
     """Return the files of a record's `source.txt`."""
-    modules = [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"]
+    modules = [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
     return split_source(provenance.closure(modules, [track.TRACKS_DIR / "smoke-cpu.toml"]))
 
 
@@ -255,28 +253,28 @@ def test_files_are_named_by_what_they_are_about() -> None:
 
 #: Writes that are not `write_whole`, and why each may be.
 OTHER_WRITES = {
-    ("speedrun.ground.wholefile", "partial.open"): "this is `write_whole`",
-    ("speedrun.ground.wholefile", "os.replace"): "this is `write_whole`",
-    ("speedrun.ground.wholefile", "os.rename"): "this is `make_folder`",
-    ("speedrun.ground.wholefile", "os.open"): "what is synchronised",
+    ("speedrun.base.wholefile", "partial.open"): "this is `write_whole`",
+    ("speedrun.base.wholefile", "os.replace"): "this is `write_whole`",
+    ("speedrun.base.wholefile", "os.rename"): "this is `make_folder`",
+    ("speedrun.base.wholefile", "os.open"): "what is synchronised",
     ("speedrun.board.drawing", "figure.savefig"): "memory",
     ("speedrun.board.submission", "tarfile.open"): "memory",
     ("speedrun.cli", "formatter.write_text"): "click's help",
-    ("speedrun.ground.lock", "os.open"): "a lock is empty",
-    ("speedrun.ground.lock", "os.fdopen"): "a lock is empty",
-    ("speedrun.ground.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
-    ("speedrun.training.watchdog", "stacks.open"): "the process is about to end itself",
-    ("speedrun.referee.rerun", "file.write_text"): "a scratch folder",
-    ("speedrun.referee.rerun", "path.write_bytes"): "a scratch folder",
-    ("speedrun.referee.rerun", "(seen / path.name).open"): "a scratch folder",
-    ("speedrun.referee.rerun", "made.truncate"): "a scratch folder",
-    ("speedrun.referee.rerun", "(seen / path.name).symlink_to"): "a scratch folder",
-    ("speedrun.referee.questions", "programs.write_bytes"): "a scratch folder",
-    ("speedrun.referee.examiner", "request.findings.write_bytes"): "a scratch folder",
-    ("speedrun.ground.children", "path.open"): "a lock on what is there: nothing is written",
-    ("speedrun.training.meet", "open"): "/dev/null",
-    ("speedrun.ground.output", "os.open"): "/dev/null",
-    ("speedrun.ground.serving", "os.open"): "for reading",
+    ("speedrun.base.lock", "os.open"): "a lock is empty",
+    ("speedrun.base.lock", "os.fdopen"): "a lock is empty",
+    ("speedrun.base.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
+    ("speedrun.train.watchdog", "stacks.open"): "the process is about to end itself",
+    ("speedrun.record.examine.rerun", "file.write_text"): "a scratch folder",
+    ("speedrun.record.examine.rerun", "path.write_bytes"): "a scratch folder",
+    ("speedrun.record.examine.rerun", "(seen / path.name).open"): "a scratch folder",
+    ("speedrun.record.examine.rerun", "made.truncate"): "a scratch folder",
+    ("speedrun.record.examine.rerun", "(seen / path.name).symlink_to"): "a scratch folder",
+    ("speedrun.record.examine.replay", "programs.write_bytes"): "a scratch folder",
+    ("speedrun.record.examine.examiner", "request.findings.write_bytes"): "a scratch folder",
+    ("speedrun.base.children", "path.open"): "a lock on what is there: nothing is written",
+    ("speedrun.train.connect", "open"): "/dev/null",
+    ("speedrun.base.output", "os.open"): "/dev/null",
+    ("speedrun.base.serving", "os.open"): "for reading",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),
@@ -319,4 +317,4 @@ def test_files_are_written_in_one_way() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and is_write(node)
     }
-    assert found == set(OTHER_WRITES), "write files with ground.wholefile"
+    assert found == set(OTHER_WRITES), "write files with base.wholefile"

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.ground import devices, mesh
-from speedrun.ground.errors import UsageError
+from speedrun.base import accelerators, mesh
+from speedrun.base.errors import UsageError
 from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton
 from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
 from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
@@ -307,7 +307,7 @@ def test_triton_compiles_for_an_h100(head_dim):
 @pytest.mark.parametrize("kind", ["a100", "l40s", "b200"])
 def test_what_auto_chooses_fits_each_card(kind):
     """XLA refuses kernels with more shared memory than a block may use, and here those that spill registers, too."""
-    capability = "{}.{}".format(*devices.load(kind).compute_capability)
+    capability = "{}.{}".format(*accelerators.load(kind).compute_capability)
     choice = choose_attention("auto", CALL._replace(compute_capability=capability))
     text, _ = compiled_for(kind, choice.function, 128, **hopper.NO_SPILLS)
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
@@ -502,7 +502,7 @@ CARDS = {"8.0": 8, "8.9": 8, "9.0": 4, "10.0": 4}
                 {"compute_capability": card},
                 {"backward": attention_triton.BACKWARD._replace(num_warps=n)},
             )
-            for card, n in CARDS.items()  # only warps differ, so `predict.cost` counts the tiles of every card
+            for card, n in CARDS.items()  # only warps differ, so `plan.cost` counts the tiles of every card
         ),
         ("banded", {}, {"window_tokens": 14 * 128}),
         (

@@ -17,18 +17,18 @@ from record_forge import Spec, change, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
+from speedrun.base import children, runlog, track
+from speedrun.base.errors import UsageError
 from speedrun.data import generated
-from speedrun.ground import children, runlog, track
-from speedrun.ground.errors import UsageError
-from speedrun.ledger import batch, statistics
-from speedrun.ledger.archive import name_of
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import Look
-from speedrun.ledger.record import load
-from speedrun.ledger.salvage import salvage
-from speedrun.ledger.validate import validate
-from speedrun.study.batch import num_runs
-from speedrun.training import child
+from speedrun.lab.run_batch import num_runs
+from speedrun.record import batch, statistics
+from speedrun.record.about import assemble
+from speedrun.record.archive import name_of
+from speedrun.record.layout import Look
+from speedrun.record.reader import load
+from speedrun.record.salvage import salvage
+from speedrun.record.validate import validate
+from speedrun.train import child_run
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_a_batch_that_was_described_keeps_its_title(folder):
 def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     made, ran = [], []
     monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
-    monkeypatch.setattr(child, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
+    monkeypatch.setattr(child_run, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
     begun(folder, lost(1, 3.25))
     assert invoke("batch", "--resume", str(folder)).exit_code == 3
     assert (made, ran) == ([("forged", None)], [1])
@@ -300,7 +300,7 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
 @pytest.mark.parametrize("code", [0, 5])
 def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code):
     monkeypatch.setattr(generated, "ensure", lambda *_: None)
-    monkeypatch.setattr(child, "trained", lambda *_, **__: (code, ""))
+    monkeypatch.setattr(child_run, "trained", lambda *_, **__: (code, ""))
     begun(folder, lost(1, 3.25))
     result = invoke("batch", "--resume", str(folder))
     assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (code or 1, True)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typed import invoke
 
-from speedrun.ground import devices, track
-from speedrun.ledger.record import load
-from speedrun.predict import plan as planning
-from speedrun.science import recipes
-from speedrun.study import budget as budgets
-from speedrun.study.budget import budget
+from speedrun import recipes
+from speedrun.base import accelerators, track
+from speedrun.lab import budget as budgets
+from speedrun.lab.budget import budget
+from speedrun.plan import estimate as planning
+from speedrun.record.reader import load
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "records"
@@ -49,7 +49,7 @@ def test_records_count_on_as_many_devices_only(tmp_path: Path):
     """A record of eight CPUs, said to be eight H100."""
     folder = tmp_path / "records" / "smoke-cpu" / "one"
     shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-21-first", folder)
-    h100 = devices.load("h100").name
+    h100 = accelerators.load("h100").name
     (log,) = folder.glob("runs/*/metrics.jsonl")
     log.write_text(log.read_text().replace('"device_kind":"cpu"', f'"device_kind":"{h100}"'))
     rules, recipe = track.load("smoke-cpu"), recipes.load("smoke")

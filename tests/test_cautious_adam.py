@@ -10,7 +10,7 @@ import pytest
 from driven import OPTIMIZER, TABLE, Driven, draw, spec
 from hopper import OPTIMISED
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 from speedrun.science.optim.record89 import AdamGroup, AdamState
 from speedrun.science.params import Layout, Params, Table
 

@@ -16,21 +16,20 @@ import pytest
 from click.testing import CliRunner, Result
 from small_run import SMALL, log_of, runs_of
 
-from speedrun import cli
+from speedrun import cli, recipes
+from speedrun.base import mesh, runlog
+from speedrun.base.errors import CheckpointError, Terminated, UsageError
+from speedrun.base.lock import lock_record
 from speedrun.board.record_plot import plot
-from speedrun.ground import mesh, runlog
-from speedrun.ground.errors import CheckpointError, Terminated, UsageError
-from speedrun.ground.lock import lock_record
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.run import Run
-from speedrun.ledger.salvage import salvage
-from speedrun.ledger.validate import validate
-from speedrun.science import recipes
+from speedrun.record.about import assemble
+from speedrun.record.logged_run import Run
+from speedrun.record.salvage import salvage
+from speedrun.record.validate import validate
 from speedrun.science.step import TrainState
-from speedrun.training import checkpoint, loop, train
-from speedrun.training.checkpoint import Facts, described, folder_of, named, opened, seal, unseal
-from speedrun.training.program import Program
-from speedrun.training.request import RunConfig
+from speedrun.train import checkpoint, loop, run
+from speedrun.train.checkpoint import Facts, described, folder_of, named, opened, seal, unseal
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
 
 NUM_STEPS = 12
 
@@ -61,7 +60,7 @@ def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
     for path in folder_of(out).iterdir():
         if path.name.isdigit() and int(path.name) > after:
             shutil.rmtree(path)
-    train.train(msgspec.structs.replace(config, out=out, resume=True))
+    run.train(msgspec.structs.replace(config, out=out, resume=True))
     return out, runs_of(out)[-1]
 
 
@@ -97,10 +96,10 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypa
 
     monkeypatch.setattr(loop, "_log_stage_change", tell)
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
-        train.train(config)
+        run.train(config)
     assert [path.name for path in folder_of(out).iterdir() if path.name.isdigit()] == ["7"]
     monkeypatch.setattr(loop, "_log_stage_change", real)
-    train.train(msgspec.structs.replace(config, resume=True))
+    run.train(msgspec.structs.replace(config, resume=True))
     assert runs_of(out)[-1].end.final_hash == runs_of(unbroken.out)[0].end.final_hash
     assert [run.outcome for run in runs_of(out)] == ["aborted", "finished"]
 
@@ -114,7 +113,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken,
     (out / "runs" / killed.name / "metrics.jsonl").write_bytes(b"".join(raw[: len(raw) // 2]))
     old = runs_of(unbroken.out)[0]
     salvage(out)
-    train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+    run.train(msgspec.structs.replace(unbroken, out=out, resume=True))
     new = runs_of(out)[-1]
     assert new.end.final_hash == old.end.final_hash
     assemble(out, title="started over")
@@ -136,7 +135,7 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_pa
     folder_of(out).mkdir()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="seen"):
-            train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+            run.train(msgspec.structs.replace(unbroken, out=out, resume=True))
         assert (out / "source.txt").read_bytes() == (unbroken.out / "source.txt").read_bytes()
         (out / "source.txt").unlink()
 
@@ -153,13 +152,13 @@ def test_what_was_killed_in_its_first_write_is_told_to_start_again(unbroken, tmp
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "killed before its settings were written; start it again, with the same command" in result.stderr
     with pytest.raises(CheckpointError, match="seen"):
-        train.train(msgspec.structs.replace(unbroken, out=out))
+        run.train(msgspec.structs.replace(unbroken, out=out))
 
 
 def test_a_second_run_into_one_folder_is_refused_without_checkpoints_too(unbroken, tmp_path):
     config = msgspec.structs.replace(unbroken, out=tmp_path / "out", checkpoint_every=0)
     with lock_record(config.out), pytest.raises(UsageError, match="another program writes into it"):
-        train.train(config)
+        run.train(config)
     assert not config.out.exists()
 
 
@@ -219,7 +218,7 @@ def test_a_run_goes_on_only_with_the_source_it_began_with(unbroken, tmp_path):
     shutil.copytree(unbroken.out, out)
     (out / "source.txt").write_text("other\n")
     with pytest.raises(UsageError, match="the source changed since"):
-        train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+        run.train(msgspec.structs.replace(unbroken, out=out, resume=True))
 
 
 # --- without a run -----------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ import click
 import pytest
 from typed import as_words, invoke, speedrun
 
-from speedrun import __version__, cli
+from speedrun import __version__, cli, recipes
+from speedrun.base import errors, track
+from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
+from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import run
 from speedrun.cli.options import Command
-from speedrun.ground import errors, track
-from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
-from speedrun.ground.sourcefile import RECIPES_VARIABLE
-from speedrun.science import recipes
 
 RECORD = "records/smoke-cpu/2026-11-21-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")

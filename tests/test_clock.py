@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import SMALL, events, log_of
 
-from speedrun.ground import clock, runlog
-from speedrun.ground.clock import Phases
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.validate import validate
-from speedrun.training.request import RunConfig
-from speedrun.training.save_and_resume import lost_s
-from speedrun.training.train import train
+from speedrun.base import clock, runlog
+from speedrun.base.clock import Phases
+from speedrun.record.about import assemble
+from speedrun.record.validate import validate
+from speedrun.train.request import RunConfig
+from speedrun.train.run import train
+from speedrun.train.save_and_resume import lost_s
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from record_forge import RECIPE, forge
 
-from speedrun.ground.sourcefile import join_source
-from speedrun.ledger import code
-from speedrun.ledger.validate import validate
+from speedrun.base.sourcefile import join_source
+from speedrun.record import code
+from speedrun.record.validate import validate
 
 MANY = 100_000
 #: All of them in less than the size that is refused unread.
@@ -62,17 +62,17 @@ def test_nothing_of_a_source_is_executed(forged):
 @pytest.mark.parametrize(
     ("path", "is_science"),
     [
-        ("speedrun/science/recipes/tiny.py", True),
+        ("speedrun/recipes/tiny.py", True),
         ("speedrun/science/nn.py", True),
         ("speedrun/science/kernels/fast/inner.py", True),
         ("speedrun/step.py", True),
         ("speedrun/kernels/attention.py", True),
         ("speedrun/science/__init__.py", False),
-        ("speedrun/science/recipes.py", False),
-        ("speedrun/science/recipes/__init__.py", False),
-        ("speedrun/science/recipes/weights.toml", False),
+        ("speedrun/recipes.py", False),
+        ("speedrun/recipes/__init__.py", False),
+        ("speedrun/recipes/weights.toml", False),
         ("speedrun/__init__.py", False),
-        ("speedrun/ground/clock.py", False),
+        ("speedrun/base/clock.py", False),
     ],
 )
 def test_science_is_told_by_its_place(path, is_science):
@@ -82,7 +82,7 @@ def test_science_is_told_by_its_place(path, is_science):
 PARENT = {
     "speedrun/science/models/mine.py": "import jax\n\ndef f(x):\n    y = x + 1\n    return y\n",
     "speedrun/science/nn.py": "def norm(x):\n    return x\n",
-    "speedrun/training/loop.py": "a = 1\n",
+    "speedrun/train/loop.py": "a = 1\n",
     "speedrun/tracks/mine.toml": "a = 1\n",
 }
 MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speedrun/science/nn.py"))
@@ -92,7 +92,7 @@ MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speed
     ("changes", "num_lines"),
     [
         ({}, 0),
-        ({"speedrun/training/loop.py": "b = 2\n"}, 0),
+        ({"speedrun/train/loop.py": "b = 2\n"}, 0),
         ({"speedrun/tracks/mine.toml": "b = 2\n"}, 0),
         ({"speedrun/science/nn.py": NN.replace("return x", "return 2 * x")}, 1),
         ({"speedrun/science/nn.py": f"\n\n{NN}  \n"}, 0),

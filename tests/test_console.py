@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 from record_forge import Spec, chain, change, install_track, moments
 
-from speedrun.ground import runlog, track
-from speedrun.ground.console import Printer, TextLog, clean, duration, quantiles_ms, quantity, render
+from speedrun.base import runlog, track
+from speedrun.base.console import Printer, TextLog, clean, duration, quantiles_ms, quantity, render
 
 
 @pytest.fixture

@@ -7,21 +7,21 @@ import pytest
 from small_run import events, runs_of
 from test_checkpoint import went_on
 
-from speedrun.ground import plugins, runlog
-from speedrun.ground.errors import UsageError
-from speedrun.ground.plugins import resolve
-from speedrun.ground.sourcefile import RECIPES_VARIABLE
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.findings import Examination, Stretch
-from speedrun.ledger.record import load
-from speedrun.ledger.validate import validate
-from speedrun.referee.examiner import examine
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import recipe_files, runlog
+from speedrun.base.errors import UsageError
+from speedrun.base.recipe_files import resolve
+from speedrun.base.sourcefile import RECIPES_VARIABLE
+from speedrun.record.about import assemble
+from speedrun.record.examine.examiner import examine
+from speedrun.record.findings import Examination, Stretch
+from speedrun.record.reader import load
+from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe
-from speedrun.training.checkpoint import folder_of
-from speedrun.training.prepare import prepare
-from speedrun.training.request import RunConfig
-from speedrun.training.train import train
+from speedrun.train.checkpoint import folder_of
+from speedrun.train.preflight import prepare
+from speedrun.train.request import RunConfig
+from speedrun.train.run import train
 
 FILE = Path(__file__).parent / "toy89" / "toy89.py"
 
@@ -32,7 +32,7 @@ def toy() -> Iterator[Recipe]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RECIPES_VARIABLE, "")
         yield recipes.load(resolve(str(FILE)))
-    plugins.forget(["speedrun.science.recipes.toy89"])
+    recipe_files.forget(["speedrun.recipes.toy89"])
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_a_mistake_of_a_recipe_is_refused_before_it_is_compiled(
     source, said = MISTAKES[mistake]
     monkeypatch.setenv(RECIPES_VARIABLE, str(FILE.parent))
     imports = "from dataclasses import replace\nimport numpy as np\n"
-    imports += "from speedrun.science.recipes import toy89\n"
+    imports += "from speedrun.recipes import toy89\n"
     recipe = f"RECIPE = replace(toy89.RECIPE, name='bad_{mistake}', **CHANGES)\n"
     file = tmp_path / f"bad_{mistake}.py"
     file.write_text(f"{imports}{source}\n{recipe}")

@@ -4,16 +4,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from speedrun import recipes
+from speedrun.base import accelerators, mesh
 from speedrun.data.synthetic import MEAN, MEDIAN, document_lengths
-from speedrun.ground import devices, mesh
-from speedrun.predict import cost
-from speedrun.predict.cost import Work
-from speedrun.science import recipes
+from speedrun.plan import cost
+from speedrun.plan.cost import Work
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import sight, visible
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
-H100 = devices.load("h100")
+H100 = accelerators.load("h100")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_every_recipe_can_be_traced_at_its_own_size_and_dtype(name):
 def test_a_plan_knows_which_operations_get_kernels(recipe, device, calls):
     """An A100 has none of ours, a head without a cap neither, and the MLPs of the ladder are their definition."""
     program = Program(recipes.load(recipe), mesh.make_mesh(8))
-    assert cost.mosaic_calls(program, program.recipe.stages[0], devices.load(device)) == calls
+    assert cost.mosaic_calls(program, program.recipe.stages[0], accelerators.load(device)) == calls
 
 
 def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
@@ -68,7 +68,7 @@ def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
 
 
 def test_devices_without_fp8_multiply_in_16_bits():
-    a100 = devices.load("a100")
+    a100 = accelerators.load("a100")
     assert cost.flops_rate(a100, "fp8") == cost.flops_rate(a100, "bf16") == 2 * cost.flops_rate(a100, "f32")
 
 

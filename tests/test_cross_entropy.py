@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.predict import anatomy
-from speedrun.predict.deviceless import compile_for_target
+from speedrun.plan import anatomy
+from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import HeadCall, choose_head
 from speedrun.science.kernels.cross_entropy import Losses, as_cap, logits, single_targets, weighted_uncapped

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from speedrun.predict import cost
+from speedrun.plan import cost
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.choose import HeadCall, choose_head
@@ -131,8 +131,8 @@ def test_they_compile_for_eight_h100(dtype):
 #: Compiles both passes, which dumps their machine code; the variables are read when JAX is imported.
 DUMP = """
 import jax, jax.numpy as jnp
-from speedrun.ground import mesh
-from speedrun.predict import deviceless
+from speedrun.base import mesh
+from speedrun.plan import deviceless
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.cross_entropy import Cap
 mesh.prepare("cpu")

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from record_forge import Spec, change, forge, write_run
 from typed import invoke
 
-from speedrun.ground import runlog
-from speedrun.ledger.assemble import readme_head
-from speedrun.ledger.record import load
-from speedrun.ledger.summary import summarize
-from speedrun.ledger.validate import validate
+from speedrun.base import runlog
+from speedrun.record.about import readme_head
+from speedrun.record.reader import load
+from speedrun.record.summary import summarize
+from speedrun.record.validate import validate
 
 
 @pytest.fixture

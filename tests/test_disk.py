@@ -14,10 +14,10 @@ import pytest
 from record_forge import Spec, forge, install_track, write_run
 from small_run import SMALL
 
-from speedrun.ground import track
-from speedrun.ground.errors import DataError, SpeedrunError, StorageError, UsageError
-from speedrun.ground.lock import LOCK, lock_folder
-from speedrun.ground.wholefile import PARTIAL, make_folder, write_whole
+from speedrun.base import track
+from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError
+from speedrun.base.lock import LOCK, lock_folder
+from speedrun.base.wholefile import PARTIAL, make_folder, write_whole
 
 HERE = Path(__file__).parent
 SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))

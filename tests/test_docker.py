@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typed import program
 
-from speedrun.ground import provenance
+from speedrun.base import provenance
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "docker_run.sh"

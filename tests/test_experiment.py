@@ -25,24 +25,24 @@ from scipy import stats
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
-from speedrun.ground import children, provenance, runlog, track
-from speedrun.ground.errors import UsageError
-from speedrun.ledger import format
-from speedrun.ledger.record import read_files
-from speedrun.ledger.run import Run, read_run
-from speedrun.ledger.validate import validate
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import children, provenance, runlog, track
+from speedrun.base.errors import UsageError
+from speedrun.lab import design, effects, features, search_space
+from speedrun.lab import run_experiment as running
+from speedrun.lab import trials as experiment
+from speedrun.lab.features import FEATURES
+from speedrun.lab.forest_plot import forest
+from speedrun.lab.search_space import Range
+from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
+from speedrun.record import layout
+from speedrun.record.logged_run import Run, read_run
+from speedrun.record.reader import read_files
+from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe, describe
-from speedrun.study import design, effects, features, space
-from speedrun.study import experiment as running
-from speedrun.study import trials as experiment
-from speedrun.study.features import FEATURES
-from speedrun.study.forest import forest
-from speedrun.study.space import Range
-from speedrun.study.trials import BASELINE, Arm, Experiment, Request
-from speedrun.training import child
-from speedrun.training.request import RunConfig
-from speedrun.training.train import train
+from speedrun.train import child_run
+from speedrun.train.request import RunConfig
+from speedrun.train.run import train
 
 # --- features ----------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 
 def arms(*names: str) -> tuple[Arm, ...]:
     """Forged runs all have one config."""
-    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(source_text())}
+    sums = {"config_sha256": layout.config_sha256(CONFIG), "source_sha256": digest(source_text())}
     return tuple(Arm(name, "tiny", {}, None if name == names[0] else names[0], **sums) for name in names)
 
 
@@ -208,34 +208,34 @@ def test_every_arm_runs_every_seed_in_blocks_that_turn_around():
     ],
 )
 def test_a_setting_has_one_value_several_or_a_range(text, values):
-    assert space.parse("key", text) == values
+    assert search_space.parse("key", text) == values
 
 
 @pytest.mark.parametrize("text", ["0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf"])
 def test_a_range_needs_two_numbers_above_zero(text):
     with pytest.raises(UsageError, match=r"need LOW\.\.HIGH"):
-        space.parse("key", text)
+        search_space.parse("key", text)
 
 
 def test_a_grid_is_every_combination():
     every = [{"a": a, "b": b} for a in "12" for b in "xyz"]
-    assert space.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
+    assert search_space.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
     with pytest.raises(UsageError, match="add --trials"):
-        space.grid({"a": Range("1", "2")})
+        search_space.grid({"a": Range("1", "2")})
     with pytest.raises(UsageError, match="at most 200"):
-        space.grid({name: tuple("1234567") for name in "abc"})
+        search_space.grid({name: tuple("1234567") for name in "abc"})
 
 
 def test_random_choices_follow_from_the_seed_and_none_comes_twice():
     choices = {"a": tuple("12345"), "lr": Range("0.001", "1"), "steps": Range("3", "5")}
-    found = space.draw(choices, 30, seed=1)
-    assert found == space.draw(choices, 30, seed=1) != space.draw(choices, 30, seed=2)
+    found = search_space.draw(choices, 30, seed=1)
+    assert found == search_space.draw(choices, 30, seed=1) != search_space.draw(choices, 30, seed=2)
     assert len({tuple(one.items()) for one in found}) == 30
     assert {one["steps"] for one in found} == set("345")
     logs = [math.log10(float(one["lr"])) for one in found]
     assert -3 <= min(logs) <= -2
     assert -2 < statistics.median(logs) < -1, "as much below a thirtieth as above"
-    assert len(space.draw({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
+    assert len(search_space.draw({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
 
 
 # --- the statistics of arms --------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def performed(tmp_path, monkeypatch):
         made = Experiment(
             standing="research, not ranked",
             kind="features",
-            track=format.TrackRef("forged@1", track.sha256("forged")),
+            track=layout.TrackRef("forged@1", track.sha256("forged")),
             num_devices=8,
             microbatches=8,
             attention="auto",
@@ -378,7 +378,7 @@ def performed(tmp_path, monkeypatch):
         return made
 
     def designed(module: str, request: Request) -> int:
-        assert module == "speedrun.study.design"
+        assert module == "speedrun.lab.design"
         plan(request.num_confirming)
         return 0
 
@@ -399,7 +399,7 @@ def performed(tmp_path, monkeypatch):
         return code, ""
 
     monkeypatch.setattr(children, "run_module", designed)
-    monkeypatch.setattr(child, "trained", trained)
+    monkeypatch.setattr(child_run, "trained", trained)
     monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 

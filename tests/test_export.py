@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from speedrun.base import console, runlog
+from speedrun.base.errors import StorageError, UsageError
+from speedrun.board import foreign_logs, log_formats
+from speedrun.board.log_formats import FORMS, curve, export
 from speedrun.cli.export import command
-from speedrun.exchange import exports, foreign
-from speedrun.exchange.exports import FORMS, curve, export
-from speedrun.ground import console, runlog
-from speedrun.ground.errors import StorageError, UsageError
-from speedrun.ledger.record import Record, load
-from speedrun.ledger.run import loss_of
+from speedrun.record.logged_run import loss_of
+from speedrun.record.reader import Record, load
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
@@ -48,14 +48,14 @@ def test_text_logs_have_the_losses_of_the_record(record, tmp_path):
         "step:4/10 val_loss:4.0000 train_time:400ms step_avg:100.00ms",
         "step:4/10 train_loss:4.7100 train_time:400ms step_avg:100.00ms",
     ]
-    (back,) = foreign.import_file(first, "x").runs
+    (back,) = foreign_logs.import_file(first, "x").runs
     losses = [(point.step, point.loss) for point in back.validations]
     assert losses == [(0, 5.5), (4, 4.0), (8, 3.4), (10, 3.25)]
 
 
 def test_tables_read_back_exactly(record, tmp_path):
     validations, train_losses = export(record, "csv", tmp_path / "out")
-    found = foreign.import_file(validations, "x")
+    found = foreign_logs.import_file(validations, "x")
     with train_losses.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for run, back in zip(record.runs, found.runs, strict=True):
@@ -133,7 +133,7 @@ def test_an_export_changes_no_existing_file(record, tmp_path):
 
 def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(record, tmp_path, monkeypatch):
     """At every rename and every sync."""
-    monkeypatch.setattr(exports, "refuse_secrets", lambda *_: None)  # it takes most of the time
+    monkeypatch.setattr(log_formats, "refuse_secrets", lambda *_: None)  # it takes most of the time
     whole = {path.name: path.read_bytes() for path in export(record, "csv", tmp_path / "whole")}
     moment, is_over = 0, False
     while not is_over:

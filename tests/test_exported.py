@@ -20,15 +20,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 from small_run import SMALL
 
-from speedrun import cli
-from speedrun.ground import mesh, track
-from speedrun.ground.errors import DataError, UsageError
-from speedrun.ledger.record import load
-from speedrun.science import recipes
+from speedrun import cli, recipes
+from speedrun.base import mesh, track
+from speedrun.base.errors import DataError, UsageError
+from speedrun.model import exported, safetensors_file, transformers_gpt2, weight_sources
+from speedrun.model.weights import Trained
+from speedrun.record.reader import load
 from speedrun.science.params import Params, Table
-from speedrun.trained import exported, sources, tensors, transformers_gpt2
-from speedrun.trained.weights import Trained
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
@@ -81,13 +80,13 @@ def same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
 
 
 def test_an_export_gives_the_packed_weights_back_bit_for_bit(trained: Trained, folder: Path) -> None:
-    want, got = trained, sources.load(folder)
+    want, got = trained, weight_sources.load(folder)
     same(got.packed, want.packed)
     assert (got.step, got.track.id, got.program.recipe) == (want.step, "smoke-cpu@1", want.program.recipe)
     assert got.is_ours
     for num_devices in (1, 8):
         program = replace(want.program, mesh=mesh.make_mesh(num_devices))
-        packed, origin = sources.packed_for(program, folder)
+        packed, origin = weight_sources.packed_for(program, folder)
         same(packed, want.packed)
         shardings = program.shardings(program.specs).params
         assert all(x.sharding == shardings[name] for name, x in packed.items())
@@ -100,7 +99,7 @@ def test_every_layout_comes_back(name: str, tmp_path: Path) -> None:
     trained = arbitrary(name, {"size": "smoke"}, 3, tmp_path)
     written = exported.write(trained, tmp_path / "model")
     assert [path.name for path in written] == ["model.safetensors", "model.json", "README.md"]
-    same(sources.load(tmp_path / "model").packed, trained.packed)
+    same(weight_sources.load(tmp_path / "model").packed, trained.packed)
     same(load_file(tmp_path / "model" / "model.safetensors"), drawn(trained.program.layout.table))
 
 
@@ -157,7 +156,7 @@ def agree(trained: Trained, golden: Golden) -> None:
 
 def test_logits_of_its_weights_are_those_of_transformers(golden: Golden, tmp_path: Path) -> None:
     """Their range is +-20. A wrong orientation, order, scale or epsilon changes them by more than 1e-3."""
-    agree(sources.load(golden.write(tmp_path / "x"), dtype="float32"), golden)
+    agree(weight_sources.load(golden.write(tmp_path / "x"), dtype="float32"), golden)
 
 
 @pytest.mark.parametrize("form", ["prefix and buffers", "shards", "head", "other dtypes"])
@@ -178,14 +177,14 @@ def test_all_forms_of_its_files_are_read(golden: Golden, tmp_path: Path, form: s
         for file, some in halves.items():
             (folder / file).write_bytes(save({name: there[name] for name in some}))
         index = {"metadata": {}, "weight_map": {name: file for file in halves for name in halves[file]}}
-        (folder / tensors.INDEX).write_text(json.dumps(index))
+        (folder / safetensors_file.INDEX).write_text(json.dumps(index))
         (folder / "model.safetensors").unlink()
-    agree(sources.load(folder, dtype="float32"), golden)
+    agree(weight_sources.load(folder, dtype="float32"), golden)
 
 
 def test_bfloat16_is_widened(golden: Golden, tmp_path: Path) -> None:
     there = {name: x.astype(ml_dtypes.bfloat16) for name, x in golden.weights.items()}
-    trained = sources.load(golden.write(tmp_path / "x", there))
+    trained = weight_sources.load(golden.write(tmp_path / "x", there))
     positions = np.asarray(trained.program.layout.unpack(trained.packed)["positions"])
     np.testing.assert_array_equal(positions, there["wpe.weight"].astype(np.float32))
 
@@ -193,7 +192,7 @@ def test_bfloat16_is_widened(golden: Golden, tmp_path: Path) -> None:
 @pytest.fixture
 def ours(golden: Golden, tmp_path: Path) -> Trained:
     """The golden model, as if a run had trained it."""
-    trained = sources.load(golden.write(tmp_path / "theirs"), dtype="float32")
+    trained = weight_sources.load(golden.write(tmp_path / "theirs"), dtype="float32")
     return replace(trained, is_ours=True, step=5, origin={})
 
 
@@ -203,9 +202,9 @@ def test_what_is_written_for_transformers_is_what_was_read(golden: Golden, ours:
     same(load_file(tmp_path / "out" / "model.safetensors"), golden.weights)
     config = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert config | golden.config == config
-    same(sources.load(tmp_path / "out").packed, ours.packed)
+    same(weight_sources.load(tmp_path / "out").packed, ours.packed)
     with pytest.raises(UsageError, match="need weights that a run of speedrun trained"):
-        transformers_gpt2.write(sources.load(tmp_path / "out"), tmp_path / "again")
+        transformers_gpt2.write(weight_sources.load(tmp_path / "out"), tmp_path / "again")
 
 
 @pytest.mark.filterwarnings("default")  # those of a foreign library
@@ -219,7 +218,7 @@ def test_transformers_computes_the_same(golden: Golden, ours: Trained, tmp_path:
     assert type(model).__name__ == "GPT2LMHeadModel"
     np.testing.assert_allclose(script["logits"](model, golden.tokens_BT), golden.logits_BTV, atol=1e-5)
     model.save_pretrained(tmp_path / "saved")
-    agree(sources.load(tmp_path / "saved", dtype="float32"), golden)
+    agree(weight_sources.load(tmp_path / "saved", dtype="float32"), golden)
 
 
 # --- the hub
@@ -241,13 +240,13 @@ def hub(golden: Golden, tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
 
 
 def test_a_name_is_a_model_of_the_hub_at_a_commit(hub: FakeHub, monkeypatch) -> None:
-    trained = sources.load(Path("gpt2-xl"))
+    trained = weight_sources.load(Path("gpt2-xl"))
     assert trained.origin == {"weights": "openai-community/gpt2-xl", "revision": COMMIT}
     assert f"model gpt2 | weights openai-community/gpt2-xl | revision {COMMIT} | bfloat16 on" in str(trained)
     assert (trained.facts["step"], trained.facts["revision"]) == (None, COMMIT)
     assert sorted(name for name, _ in hub.gets) == ["config.json", "model.safetensors"]
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # from now on without a network
-    again = sources.load(Path("gpt2-xl"), dtype="float32")
+    again = weight_sources.load(Path("gpt2-xl"), dtype="float32")
     assert (again.origin, again.facts["dtype"]) == (trained.origin, "float32")
     same(again.packed, trained.packed)
 
@@ -274,7 +273,7 @@ def refused(*words: object, exit_code: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.DataObject) -> None:
     """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
-    form = tensors.Form("F32", (2, 3))
+    form = safetensors_file.Form("F32", (2, 3))
     raw = bytearray(save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)}))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -282,7 +281,7 @@ def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.Da
     size = data.draw(st.sampled_from([len(raw), len(raw) // 2, 7, 0]))
     (folder / "model.safetensors").write_bytes(raw[:size])
     try:
-        found = dict(tensors.Tensors(folder).read({"a": (form,), "b": (form,)}))
+        found = dict(safetensors_file.Tensors(folder).read({"a": (form,), "b": (form,)}))
     except DataError:
         return
     forms = {name: (x.shape, x.dtype.name) for name, x in found.items()}
@@ -304,7 +303,7 @@ def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.Da
 def test_parameters_that_do_not_fit_are_named(golden: Golden, tmp_path: Path, change: dict) -> None:
     there = {name: x for name, x in (golden.weights | change).items() if x is not None}
     with pytest.raises(DataError, match=next(iter(change))):
-        sources.load(golden.write(tmp_path / "x", there))
+        weight_sources.load(golden.write(tmp_path / "x", there))
 
 
 @pytest.mark.parametrize(
@@ -325,15 +324,15 @@ def test_a_config_that_does_not_fit_is_refused(
     golden: Golden, tmp_path: Path, change: dict, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        sources.load(golden.write(tmp_path / "x", **change))
+        weight_sources.load(golden.write(tmp_path / "x", **change))
 
 
 def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> None:
     folder = golden.write(tmp_path / "x")
     for map_ in ({"wte.weight": "../x/model.safetensors"}, ["a"], {"a": 1}):
-        (folder / tensors.INDEX).write_text(json.dumps({"weight_map": map_}))
-        with pytest.raises(DataError, match=tensors.INDEX):
-            sources.load(folder)
+        (folder / safetensors_file.INDEX).write_text(json.dumps({"weight_map": map_}))
+        with pytest.raises(DataError, match=safetensors_file.INDEX):
+            weight_sources.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +358,7 @@ def test_a_model_json_that_does_not_fit_is_refused(copy: Path, change: Any, erro
     facts = json.loads(path.read_bytes())
     path.write_bytes(change if isinstance(change, bytes) else json.dumps(facts | change).encode())
     with pytest.raises(error):
-        sources.load(copy)
+        weight_sources.load(copy)
 
 
 def test_weights_that_are_not_those_of_model_json_are_refused(copy: Path) -> None:
@@ -375,11 +374,11 @@ def test_weights_that_are_not_those_of_model_json_are_refused(copy: Path) -> Non
 def test_weights_of_another_recipe_are_not_placed(folder: Path, golden: Golden, tmp_path: Path) -> None:
     program = Program(recipes.load("smoke"), mesh.make_mesh(1))
     with pytest.raises(DataError, match=r"parameter .* need F32"):
-        sources.packed_for(program, folder)
+        weight_sources.packed_for(program, folder)
     with pytest.raises(UsageError, match="is a GPT-2; got recipe smoke; choose gpt2"):
-        sources.packed_for(program, golden.write(tmp_path / "x"))
+        weight_sources.packed_for(program, golden.write(tmp_path / "x"))
     with pytest.raises(UsageError, match="is no folder of weights"):
-        sources.packed_for(program, tmp_path)
+        weight_sources.packed_for(program, tmp_path)
 
 
 def test_what_is_no_source_is_refused(folder: Path, tmp_path: Path, monkeypatch) -> None:

@@ -9,13 +9,13 @@ import pytest
 from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
-from speedrun.ground import mesh as meshes
-from speedrun.ground import track
-from speedrun.ledger import archive
-from speedrun.referee.programs import Programs, unpack
-from speedrun.science import recipes
-from speedrun.training import exports
-from speedrun.training.program import FOREIGN, Program
+from speedrun import recipes
+from speedrun.base import mesh as meshes
+from speedrun.base import track
+from speedrun.record import archive
+from speedrun.record.examine.stablehlo import Programs, unpack
+from speedrun.train import export_programs
+from speedrun.train.program import FOREIGN, Program
 
 pytestmark = pytest.mark.compile
 TRACK = track.load("main-8xh100")
@@ -36,9 +36,9 @@ def packed(h100, monkeypatch):
     def of(recipe: Any) -> bytes:
         program = Program(recipe, mesh)
         assert program.step.plan.rows  # on this machine, before anything asks for the card
-        monkeypatch.setattr(exports.export, "export", there)
+        monkeypatch.setattr(export_programs.export, "export", there)
         ready: Any = SimpleNamespace(recipe=recipe, program=program, track=TRACK)
-        return archive.pack(exports.exported(ready))
+        return archive.pack(export_programs.exported(ready))
 
     return of
 

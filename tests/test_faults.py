@@ -1,6 +1,6 @@
 """Runs that are hurt where it hurts most: what is left is whole, and what goes on from it ends with the same bytes.
 
-Points are named in `speedrun.ground.faults`. Each case is a process of its own; what it did is read from its files.
+Points are named in `speedrun.base.faults`. Each case is a process of its own; what it did is read from its files.
 """
 
 import dataclasses
@@ -28,24 +28,24 @@ from small_run import SMALL, events, log_of, runs_of
 from test_checkpoint import steps
 from typed import as_words
 
+from speedrun import recipes
+from speedrun.base import faults, provenance, runlog
+from speedrun.base.clock import now
+from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.board import leaks
 from speedrun.cli import command
-from speedrun.data import inventory, shards
-from speedrun.ground import faults, provenance, runlog
-from speedrun.ground.clock import now
-from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.code import read
-from speedrun.ledger.record import load
-from speedrun.ledger.run import Run
-from speedrun.ledger.salvage import salvage
-from speedrun.ledger.source import split_source
-from speedrun.ledger.summary import summarize
-from speedrun.ledger.validate import validate
-from speedrun.science import recipes
-from speedrun.training import loop, train
-from speedrun.training.checkpoint import folder_of
-from speedrun.training.request import RunConfig
+from speedrun.data import shard_folder, shards
+from speedrun.record.about import assemble
+from speedrun.record.code import read
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import load
+from speedrun.record.salvage import salvage
+from speedrun.record.source import split_source
+from speedrun.record.summary import summarize
+from speedrun.record.validate import validate
+from speedrun.train import loop, run
+from speedrun.train.checkpoint import folder_of
+from speedrun.train.request import RunConfig
 
 EVERY = 5
 TIMEOUT_S = 600
@@ -89,7 +89,7 @@ def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:
     request = config.out.with_name(config.out.name + ".json")
     request.write_bytes(msgspec.json.encode(config, enc_hook=str))
     return subprocess.Popen(
-        [sys.executable, "-m", "speedrun.training.train", str(request)],
+        [sys.executable, "-m", "speedrun.train.run", str(request)],
         env=os.environ | CANARIES | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -130,7 +130,7 @@ def kept(out: Path) -> list[int]:
 
 def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
     """Resumes in this process, and finds what an unbroken run has from some step on."""
-    train.train(at(config, out, resume=True))
+    run.train(at(config, out, resume=True))
     new = runs_of(out)[-1]
     assert new.end.final_hash == unbroken.end.final_hash
     assert steps(out, new.folder) == steps(config.out, unbroken.folder)[since:]
@@ -214,10 +214,10 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
         shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
-    tiny, real = sorted(tmp_path.glob("*.bin")), inventory.open_track
+    tiny, real = sorted(tmp_path.glob("*.bin")), shard_folder.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
-    monkeypatch.setattr(inventory, "open_track", lambda *args: real(*args)._replace(train=opened))
-    train.train(at(config, tmp_path / "first", checkpoint_every=1))
+    monkeypatch.setattr(shard_folder, "open_track", lambda *args: real(*args)._replace(train=opened))
+    run.train(at(config, tmp_path / "first", checkpoint_every=1))
     (first,) = runs_of(tmp_path / "first")
     whole = steps(tmp_path / "first", first.folder)
     read_from = [step.cursor[0] for step in events(tmp_path / "first", runlog.Step)]
@@ -228,7 +228,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
         for number in kept(out):
             if number > after:
                 shutil.rmtree(folder_of(out) / str(number))
-        train.train(at(config, out, checkpoint_every=1, resume=True))
+        run.train(at(config, out, checkpoint_every=1, resume=True))
         new = runs_of(out)[-1]
         assert (new.end.final_hash, steps(out, new.folder)) == (first.end.final_hash, whole[after:])
 
@@ -397,7 +397,7 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
         patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
         said = r"step 8: loss is \d.*first non-finite gradient: block.0.qkv"
         with pytest.raises(NonFiniteError, match=said):
-            train.train(at(config, out, overrides={}, checkpoint_every=3))
+            run.train(at(config, out, overrides={}, checkpoint_every=3))
     assert kept(out) == [3, 6]
     end = chain_of(log_of(out))[-1].event
     assert end.status == "non-finite"
@@ -438,7 +438,7 @@ def test_a_disk_that_fills_up(config, unbroken, tmp_path):
 def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_path):
     folder_of(tmp_path / "out").write_text("in the way")
     with pytest.raises(CheckpointError, match="free or choose another folder"):
-        train.train(at(config, tmp_path / "out"))
+        run.train(at(config, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -465,7 +465,7 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
 
 def test_no_run_reaches_for_wandb():
     """Curves go there by `speedrun export`, from a record: nothing of it can slow or stop a run."""
-    files = split_source(provenance.closure(["speedrun.training.train"], [])).values()
+    files = split_source(provenance.closure(["speedrun.train.run"], [])).values()
     assert "wandb" not in {module for text in files for _, module, _ in read(text).imports}
 
 
@@ -486,7 +486,7 @@ def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
     try:
         for life in range(11):
             with suppress(Terminated):
-                train.train(at(long, tmp_path / "out", resume=life > 0))
+                run.train(at(long, tmp_path / "out", resume=life > 0))
             gc.collect()
             held = Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]
             lives.append((len(os.listdir("/proc/self/fd")), threading.active_count(), int(held) / 1024))

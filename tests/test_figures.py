@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from test_leaderboard import CONTEXT as RESULT
 
+from speedrun import recipes
+from speedrun.base.errors import UsageError
 from speedrun.board import figures
 from speedrun.board.figures import Context
-from speedrun.ground.errors import UsageError
-from speedrun.predict import plan as planning
-from speedrun.science import recipes
+from speedrun.plan import estimate as planning
 
 ROOT = Path(__file__).parent.parent
 

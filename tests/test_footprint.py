@@ -7,16 +7,16 @@ from dataclasses import replace
 import jax
 import pytest
 
-from speedrun.ground import mesh
-from speedrun.ground.errors import UsageError
-from speedrun.ground.mesh import make_mesh
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import make_mesh
 from speedrun.science.recipe import Recipe
-from speedrun.training import footprint
-from speedrun.training import program as programs
-from speedrun.training.prepare import prepare
-from speedrun.training.program import Program
-from speedrun.training.request import RunConfig
+from speedrun.train import footprint
+from speedrun.train import program as programs
+from speedrun.train.preflight import prepare
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from speedrun.data import generated, inventory, prep, python_docs, synthetic, tokenizer
+from speedrun.base import track
+from speedrun.base.errors import DataError, UsageError
+from speedrun.data import generated, prepare, python_docs, shard_folder, synthetic, tokenizer
+from speedrun.data.documents import open_source
 from speedrun.data.overview import verify
 from speedrun.data.python_docs import collect
-from speedrun.data.sources import open_source
 from speedrun.data.synthetic import ONE, Source
-from speedrun.ground import track
-from speedrun.ground.errors import DataError, UsageError
 
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
@@ -189,7 +189,7 @@ def test_the_shards_verify_under_the_track(folder: Path):
     rules, said = small(), []
     generated.ensure(rules, None, said.append)
     assert len(verify(folder, rules.data, full=True)) > 3
-    manifest = inventory.read_manifest(folder)
+    manifest = shard_folder.read_manifest(folder)
     assert manifest is not None
     assert (manifest.scored_tokens, manifest.vocab_size, manifest.document_token) == (1_000, 400, 0)
     # The bytes of the scored tokens, decoded by the tokenizer's library.
@@ -210,8 +210,8 @@ def test_the_shards_verify_under_the_track(folder: Path):
 def test_other_shards_are_not_replaced(folder: Path):
     rows = folder.with_name("corpus.jsonl")
     rows.write_text('{"text": "abc"}\n' * 9)
-    prep.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prep.Cut("docs", 10), folder)
-    for left in (inventory.MANIFEST, "docs_val_000000.bin"):
+    prepare.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prepare.Cut("docs", 10), folder)
+    for left in (shard_folder.MANIFEST, "docs_val_000000.bin"):
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(UsageError, match="holds other shards; docs-cpu@1 would replace them"):
             python_docs.make(small(), folder)

@@ -8,13 +8,13 @@ import pytest
 from record_forge import Spec, chain, change, forge, moments
 from typed import invoke
 
+from speedrun.base import runlog, track
+from speedrun.base.console import render
+from speedrun.base.errors import UsageError
+from speedrun.base.runlog import Step
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
-from speedrun.ground import runlog, track
-from speedrun.ground.console import render
-from speedrun.ground.errors import UsageError
-from speedrun.ground.runlog import Step
-from speedrun.study import race
+from speedrun.lab import race
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from hopper import OPTIMISED
 
-from speedrun.ground import mesh
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.science.step import TrainState
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 FILES = sorted(FOLDER.glob("record21_*.npz"))

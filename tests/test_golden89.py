@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 from hopper import OPTIMISED
 
-from speedrun.ground import mesh
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import Targets
 from speedrun.science.models import record89 as model
 from speedrun.science.models import record89_tokens as tokens89
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 FILES = sorted(FOLDER.glob("record2026_*.npz"))

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from speedrun.base import mesh as meshes
+from speedrun.base.errors import UsageError
 from speedrun.data import synthetic
-from speedrun.ground import mesh as meshes
-from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, qk_norm_triton
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic

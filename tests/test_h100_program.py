@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import pytest
 
-from speedrun.ground import devices
-from speedrun.ground.clock import Stopwatch
-from speedrun.predict import anatomy, cost, deviceless, hlo, scaling
-from speedrun.predict import plan as planning
-from speedrun.predict.anatomy import Anatomy
-from speedrun.science import recipes
-from speedrun.training import footprint
-from speedrun.training.program import Program
+from speedrun import recipes
+from speedrun.base import accelerators
+from speedrun.base.clock import Stopwatch
+from speedrun.plan import anatomy, cost, deviceless, hlo, scaling
+from speedrun.plan import estimate as planning
+from speedrun.plan.anatomy import Anatomy
+from speedrun.train import footprint
+from speedrun.train.program import Program
 
 RECORD = recipes.load("record21")
 DEVICES = 8
@@ -157,7 +157,7 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
     monkeypatch.setattr(scaling, "compiled_step", lambda *_: compiled)
     (plan,) = planning.plan(RECORD, "h100", DEVICES, DEVICES, "compiled program").stages
     (estimate,) = planning.plan(RECORD, "h100", DEVICES, DEVICES, "arithmetic").stages
-    scaled = scaling.scale(RECORD, devices.load("h100"), "h100", DEVICES, 1, DEVICES)
+    scaled = scaling.scale(RECORD, accelerators.load("h100"), "h100", DEVICES, 1, DEVICES)
     assert scaled.step_s == pytest.approx(plan.step_s, rel=1e-9)
     assert estimate.step_s == pytest.approx(plan.step_s, rel=0.03)
     assert plan.step_s == pytest.approx(sum(line.seconds for line in plan.lines))

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pytest
 from test_h100_program import check_traffic, flops, names, parsed
 
-from speedrun.ground import mesh, track
-from speedrun.predict import anatomy, deviceless
-from speedrun.predict.anatomy import Anatomy
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh, track
+from speedrun.plan import anatomy, deviceless
+from speedrun.plan.anatomy import Anatomy
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.choose import Kernels
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 RECORD = recipes.load("record89")
 DEVICES = 8

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typed import invoke
 
-from speedrun.exchange import foreign
-from speedrun.exchange.foreign import Context, Point
-from speedrun.ground.errors import UsageError
-from speedrun.study import noise
+from speedrun.base.errors import UsageError
+from speedrun.board import foreign_logs
+from speedrun.board.foreign_logs import Context, Point
+from speedrun.lab import noise
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
@@ -37,7 +37,7 @@ Running PyTorch 2.7.0.dev20250125+cu126 compiled for CUDA 12.6
 
 def read(text: str | bytes, name: str = "a/b.txt") -> Context:
     raw = text.encode() if isinstance(text, str) else text
-    return foreign.import_bytes(raw, name, source="b.txt", digest="0" * 64)
+    return foreign_logs.import_bytes(raw, name, source="b.txt", digest="0" * 64)
 
 
 def curve(*points: tuple[int, float | None, float | None]) -> tuple[Point, ...]:
@@ -132,7 +132,7 @@ def test_a_table_gives_the_same_runs_as_logs():
     assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
     assert found.runs[1].validations == curve((9, None, None))
     assert found == read(table.replace("\n", "\r\n"))
-    assert foreign._inflated(gzip.compress(table.encode())) == table.encode()
+    assert foreign_logs._inflated(gzip.compress(table.encode())) == table.encode()
 
 
 @pytest.mark.parametrize(
@@ -176,14 +176,14 @@ def test_hostile_names_are_escaped(tmp_path):
 
 
 def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign, "MAX_BYTES", 1000)
+    monkeypatch.setattr(foreign_logs, "MAX_BYTES", 1000)
     squeezed = gzip.compress(b"x" * 1001)
     for raw in (b"x" * 1001, squeezed, squeezed[:-12], b"hello\n"):
         (tmp_path / "file").write_bytes(raw)
         with pytest.raises(UsageError):
-            foreign.import_file(tmp_path / "file", "a")
+            foreign_logs.import_file(tmp_path / "file", "a")
     with pytest.raises(UsageError):
-        foreign.import_file(tmp_path / "none", "a")
+        foreign_logs.import_file(tmp_path / "none", "a")
 
 
 def run_cli(*args: object) -> str:
@@ -212,8 +212,8 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
 
 
 def test_the_runs_of_a_file_are_limited():
-    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(foreign.MOST_RUNS + 2)))
-    assert len(found.runs) == foreign.MOST_RUNS
+    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(foreign_logs.MOST_RUNS + 2)))
+    assert len(found.runs) == foreign_logs.MOST_RUNS
     assert "more than 20,000 runs" in found.problems[0].message
 
 
@@ -228,14 +228,14 @@ public = pytest.mark.skipif(not PUBLIC.exists(), reason="needs ../shared/upstrea
 
 @pytest.fixture(scope="module")
 def public_runs():
-    return foreign.import_file(PUBLIC, "").runs
+    return foreign_logs.import_file(PUBLIC, "").runs
 
 
 @public
 def test_every_public_line_is_read_or_reported(public_runs):
     with gzip.open(PUBLIC, "rt", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = foreign.import_file(PUBLIC, "")
+    found = foreign_logs.import_file(PUBLIC, "")
     taken = sum(len(run.validations) for run in found.runs)
     assert (len(rows), taken, found.num_problems) == (33_982, 33_961, 21)
     names = {run.name.partition("#")[0] for run in found.runs}

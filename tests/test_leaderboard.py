@@ -15,15 +15,15 @@ from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, change, edit_track, forge, rank, shard
 
 from speedrun import cli
+from speedrun.base import runlog
 from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
-from speedrun.board.progress import _draw_history, progress
-from speedrun.ground import runlog
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import config_sha256
-from speedrun.referee.reproduce import Repetition
-from speedrun.referee.rerun import Rerun
+from speedrun.board.progress_plot import _draw_history, progress
+from speedrun.record.about import assemble
+from speedrun.record.examine.reproduce import Repetition
+from speedrun.record.examine.rerun import Rerun
+from speedrun.record.layout import config_sha256
 
 CONTEXT = """
 [[published]]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import speedrun as sr
-from speedrun.ground.errors import DataError, SpeedrunError, UsageError
-from speedrun.library import settings_of
-from speedrun.science.recipes import smoke
+from speedrun.api import settings_of
+from speedrun.base.errors import DataError, SpeedrunError, UsageError
+from speedrun.recipes import smoke
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,7 +76,7 @@ def test_an_unknown_name_is_told() -> None:
 
 def test_the_package_is_imported_without_what_it_may_need() -> None:
     script = (
-        "import sys, speedrun; print(*sorted({'jax', 'numpy', 'click', 'speedrun.library'} & {*sys.modules}))"
+        "import sys, speedrun; print(*sorted({'jax', 'numpy', 'click', 'speedrun.api'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not done.stdout.split()

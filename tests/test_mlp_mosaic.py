@@ -99,8 +99,8 @@ def test_nothing_but_products_touches_the_activations(factors, eights):
 DUMP = """
 import jax, jax.numpy as jnp
 from functools import partial
-from speedrun.ground import mesh
-from speedrun.predict import deviceless
+from speedrun.base import mesh
+from speedrun.plan import deviceless
 from speedrun.science.kernels import mlp_mosaic
 mesh.prepare("cpu")
 placing = jax.sharding.NamedSharding(deviceless.target_mesh("h100", 1), jax.sharding.PartitionSpec())

@@ -14,19 +14,19 @@ import pytest
 from test_recipes import at_laptop_size, train_trace
 
 import speedrun as sr
-from speedrun.ground import mesh, plugins, provenance, track
-from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES_VARIABLE
-from speedrun.ledger.checks.source import FREE, FREE_FOLDERS, leaves
-from speedrun.ledger.code import is_science, read
-from speedrun.ledger.source import split_source
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh, provenance, recipe_files, track
+from speedrun.base.errors import UsageError
+from speedrun.base.sourcefile import RECIPES_VARIABLE
+from speedrun.record.checks.v5_source import FREE, FREE_FOLDERS, leaves
+from speedrun.record.code import is_science, read
+from speedrun.record.source import split_source
 from speedrun.science.inputs import Inputs, Plan
 from speedrun.science.recipe import Batch, Recipe, Stage, describe
-from speedrun.training import contract
-from speedrun.training.prepare import prepare
-from speedrun.training.program import Program
-from speedrun.training.request import RunConfig
+from speedrun.train import contract
+from speedrun.train.preflight import prepare
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "optimiser-track.md").read_text()
@@ -171,7 +171,7 @@ HARMLESS = {"PLACES", "COMPILER_OPTIONS", "NOTHING", "SIZES", "SMOKE"}
 @pytest.mark.parametrize("name", FIXING)
 def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name: str) -> None:
     """As by `table = MIXERS; table["long"] = mine`."""
-    source = split_source(provenance.closure([f"speedrun.science.recipes.{track.load(name).recipe}"], []))
+    source = split_source(provenance.closure([f"speedrun.recipes.{track.load(name).recipe}"], []))
     for path in source:
         if path.startswith("speedrun/science/") and not path.startswith(FREE_FOLDERS):
             name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -192,7 +192,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(text)
     yield tmp_path
-    plugins.forget([name for name in sys.modules if name.rpartition(".")[2] in EXAMPLES])
+    recipe_files.forget([name for name in sys.modules if name.rpartition(".")[2] in EXAMPLES])
 
 
 @pytest.mark.compile

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from speedrun.ground import output
-from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import IMPORTED
+from speedrun.base import output
+from speedrun.base.errors import UsageError
+from speedrun.base.sourcefile import IMPORTED
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
@@ -85,8 +85,8 @@ def test_who_was_stopped_does_not_wait_for_what_python_ends(raised: str, code: i
     """XLA's client is dropped at Python's end, and waits there for every program that it compiles."""
     script = f"""
 import os
-from speedrun.ground.errors import Terminated
-from speedrun.ground.output import reported
+from speedrun.base.errors import Terminated
+from speedrun.base.output import reported
 class Client:
     def __del__(self): os.write(2, b"waited")
 client = Client()
@@ -125,7 +125,7 @@ class Mine(Exception):
 raise Mine
 """
 OURS = """
-from speedrun.ground.errors import {name} as Theirs
+from speedrun.base.errors import {name} as Theirs
 class Mine(Theirs): exit_code = 0
 raise Mine('said')
 """
@@ -154,12 +154,12 @@ ENDS = (
     [
         (
             "\nnonsense",
-            "science/recipes/mine.py",
+            "recipes/mine.py",
             "NameError: name 'nonsense' is not defined; raised at {}:2; ",
         ),
         (
             "x = (",
-            "science/recipes/mine.py",
+            "recipes/mine.py",
             "SyntaxError: '(' was never closed (mine.py, line 1); raised at {}:1; ",
         ),
         ("1 / 0", "science/nn.py", "ZeroDivisionError: division by zero; raised at {}:1; "),
@@ -168,7 +168,7 @@ ENDS = (
             "x.py",
             "out of memory: INTERNAL: ",
         ),
-        ("raise MemoryError", "training/loop.py", "out of memory: no more to be had; "),
+        ("raise MemoryError", "train/loop.py", "out of memory: no more to be had; "),
         (
             "raise ImportError('x.so: failed to map segment from shared object')",
             "x.py",
@@ -179,7 +179,7 @@ ENDS = (
             "x.py",
             "out of memory: RESOURCE_EXHAUSTED: of 9",
         ),
-        *((code, "science/recipes/mine.py", said) for code, said in ODD.items()),
+        *((code, "recipes/mine.py", said) for code, said in ODD.items()),
     ],
 )
 def test_an_error_of_a_recipe_names_its_line(code: str, place: str, said: str):
@@ -195,14 +195,14 @@ def test_an_error_inside_a_package_names_both_places_and_blames_none(monkeypatch
     monkeypatch.setitem(IMPORTED, str(mine), "")
     said = str(output.expected(raised("import json\n\njson.loads('x')", mine)))
     assert re.search(r"; raised at \S*json/decoder\.py:\d+, called from your recipe at \S*mine\.py:3; ", said)
-    limit = "from dataclasses import replace\nfrom speedrun.science.recipes.smoke import RECIPE\n"
+    limit = "from dataclasses import replace\nfrom speedrun.recipes.smoke import RECIPE\n"
     limit += "replace(RECIPE, eval_sequences=0)"
     assert f"called from your recipe at {mine}:3; " in str(output.expected(raised(limit, mine)))
     shape = "from speedrun.science.params import ParamSpec\n\nParamSpec()"
     assert f"raised at {mine}:3; " in str(output.expected(raised(shape, mine)))
 
 
-@pytest.mark.parametrize("place", ["speedrun/training/loop.py", "tests/models/mine.py"])
+@pytest.mark.parametrize("place", ["speedrun/train/loop.py", "tests/models/mine.py"])
 def test_a_fault_of_ours_keeps_its_traceback(place: str):
     assert output.expected(raised("1 / 0", ROOT / place)) is None
     assert output.expected(raised("exit()", ROOT / place)) is None
@@ -212,8 +212,8 @@ def test_a_fault_of_ours_keeps_its_traceback(place: str):
 def test_no_recipe_ends_the_process_and_whoever_else_may():
     script = f"""
 import contextlib
-from speedrun.ground import output
-from speedrun.ground.sourcefile import IMPORTED
+from speedrun.base import output
+from speedrun.base.sourcefile import IMPORTED
 output.own_process()
 IMPORTED["mine.py"] = ""
 for code in {ENDS}:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.ground import mesh
-from speedrun.ground.errors import UsageError
+from speedrun.base import mesh
+from speedrun.base.errors import UsageError
 from speedrun.science import params
 from speedrun.science.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
 

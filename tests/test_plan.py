@@ -11,15 +11,15 @@ import pytest
 from jax.sharding import Mesh
 from typed import invoke
 
-from speedrun.ground import devices
-from speedrun.ground.mesh import make_mesh
-from speedrun.predict import anatomy, deviceless
-from speedrun.predict import plan as planning
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import accelerators
+from speedrun.base.mesh import make_mesh
+from speedrun.plan import anatomy, deviceless
+from speedrun.plan import estimate as planning
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe
-from speedrun.training import footprint
-from speedrun.training.program import Program
+from speedrun.train import footprint
+from speedrun.train.program import Program
 
 planned = partial(invoke, "plan", "--arithmetic")
 
@@ -34,10 +34,10 @@ def test_kernels_are_those_of_one_device():
     assert one["Muon"] == eight["Muon"]
 
 
-@pytest.mark.parametrize("kind", devices.DEVICES)
+@pytest.mark.parametrize("kind", accelerators.DEVICES)
 def test_memory_is_scarce_for_record_21_only_on_24_gb(kind: str):
     program = Program(recipes.load("record21"), make_mesh(1))
-    fitted = footprint.fitted(program, devices.load(kind).memory_bytes)
+    fitted = footprint.fitted(program, accelerators.load(kind).memory_bytes)
     assert fitted.memory == ("scarce" if kind == "4090" else "ample")
 
 
@@ -45,14 +45,15 @@ def test_memory_is_scarce_for_record_21_only_on_24_gb(kind: str):
 @pytest.mark.usefixtures("h100")
 def test_24_gb_are_enough_for_record_21():
     """Also for the three quarters that JAX takes, unless told otherwise."""
-    recipe, card = recipes.load("record21"), devices.load("4090")
+    recipe, card = recipes.load("record21"), accelerators.load("4090")
     found = planning.plan(recipe, "4090", 1, 8, "compiled program")
     assert found.memory_bytes < 0.75 * card.memory_bytes
     assert planning.plan(recipe, "4090", 1, 8).memory_bytes == pytest.approx(found.memory_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    "kind", ["4090", *(pytest.param(x, marks=pytest.mark.compile) for x in devices.DEVICES if x != "4090")]
+    "kind",
+    ["4090", *(pytest.param(x, marks=pytest.mark.compile) for x in accelerators.DEVICES if x != "4090")],
 )
 def test_no_step_beats_its_floors(kind: str):
     """And more devices are faster."""
@@ -110,7 +111,9 @@ def test_it_prints_for_people_and_for_programs():
 def test_what_does_not_fit_is_refused_with_advice_that_helps(
     limit: int, eval_seq_len: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(devices.DEVICES, "small", devices.DEVICES["4090"]._replace(memory_bytes=limit))
+    monkeypatch.setitem(
+        accelerators.DEVICES, "small", accelerators.DEVICES["4090"]._replace(memory_bytes=limit)
+    )
     device = ["--device-kind", "small", "--devices", "1"]
     settings = {"stages.0.num_sequences": 16, "eval_seq_len": eval_seq_len}
     args = [*device, *(f"--set={key}={value}" for key, value in settings.items())]
@@ -129,6 +132,6 @@ def test_what_does_not_fit_is_refused_with_advice_that_helps(
 
 @pytest.mark.parametrize("seq_len", [256, 3])
 def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(devices.DEVICES, "toy", devices.DEVICES["4090"]._replace(memory_bytes=1000))
+    monkeypatch.setitem(accelerators.DEVICES, "toy", accelerators.DEVICES["4090"]._replace(memory_bytes=1000))
     refused = planned("--device-kind", "toy", "--set", f"stages.0.seq_len={seq_len}")
     assert "try another --device-kind" in refused.stderr

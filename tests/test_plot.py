@@ -11,16 +11,16 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 from record_forge import Spec, change, forge, shard, write_run
 
+from speedrun.base.errors import UsageError
+from speedrun.base.runlog import Step
 from speedrun.board import drawing
-from speedrun.board.progress import frontier, pareto, results
+from speedrun.board.progress_plot import frontier, pareto, results
 from speedrun.board.record_plot import KINDS, plot
 from speedrun.board.standings import Row, judge
 from speedrun.cli.plot import command
-from speedrun.ground.errors import UsageError
-from speedrun.ground.runlog import Step
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.record import load
-from speedrun.ledger.validate import validate
+from speedrun.record.about import assemble
+from speedrun.record.reader import load
+from speedrun.record.validate import validate
 
 
 def test_pictures_are_valid_and_every_colour_has_a_dark_one(record):

@@ -15,19 +15,19 @@ from small_run import SMALL
 from test_recipes import train_trace
 
 import speedrun as sr
-from speedrun.data import inventory, prep, tokenizer
-from speedrun.data.sources import open_source
-from speedrun.ground import mesh, plugins, provenance, track
-from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.plugins import own_file, resolve
-from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE
-from speedrun.ledger.source import split_source
-from speedrun.library import settings_of
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.api import settings_of
+from speedrun.base import mesh, provenance, recipe_files, track
+from speedrun.base.errors import DataError, UsageError
+from speedrun.base.recipe_files import own_file, resolve
+from speedrun.base.sourcefile import RECIPES, RECIPES_VARIABLE
+from speedrun.data import prepare, shard_folder, tokenizer
+from speedrun.data.documents import open_source
+from speedrun.lab.run_batch import Batch
+from speedrun.record.source import split_source
 from speedrun.science.params import count
 from speedrun.science.recipe import Stage
-from speedrun.study.batch import Batch
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -38,8 +38,8 @@ EXAMPLES = {name: text for name, text in FILES.items() if name.endswith(".py")}
 def _no_other_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(RECIPES_VARIABLE, "")
     yield
-    package = "speedrun.science.recipes."
-    plugins.forget([name for name in sys.modules if name.removeprefix(package) + ".py" in EXAMPLES])
+    package = "speedrun.recipes."
+    recipe_files.forget([name for name in sys.modules if name.removeprefix(package) + ".py" in EXAMPLES])
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
     rules, config = track.load("chars"), sr.load(str(folder / "chars.py")).config
     assert (config.vocab_size, config.document_token) == (rules.data.vocab_size, rules.data.document_token)
     (tmp_path / "book.txt").write_text("Was it a cat I saw? " * 16_000)
-    choice, cut = tokenizer.load("bytes"), prep.Cut("chars", shard_tokens=200_000)
-    prep.prepare(open_source([str(tmp_path / "book.txt")]), choice, cut, tmp_path / "shards")
-    found = inventory.open_track(tmp_path / "shards", rules.data)
+    choice, cut = tokenizer.load("bytes"), prepare.Cut("chars", shard_tokens=200_000)
+    prepare.prepare(open_source([str(tmp_path / "book.txt")]), choice, cut, tmp_path / "shards")
+    found = shard_folder.open_track(tmp_path / "shards", rules.data)
     assert bytes(found.val[0].read(0, 21)[1:].astype(np.uint8)) == b"Was it a cat I saw? "
 
 
@@ -156,7 +156,7 @@ def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callab
         *((f"{name}.py", b"") for name in ("two-words", "r\u00e9sum\u00e9", "with:colon/mine", "a" * 200)),
         *((f"{name}.py", b"") for name in ("load", "smoke", "empty")),
         ("latin.py", b"# caf\xe9\n"),
-        ("alias.py", b"from speedrun.science.recipes.smoke import RECIPE"),
+        ("alias.py", b"from speedrun.recipes.smoke import RECIPE"),
         ("mute.py", b"RECIPE = 3"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_source_has_no_byte_order_mark_and_a_last_newline(text: str, folder: P
 
 
 RATE = """from dataclasses import replace
-from speedrun.science.recipes import rates, smoke
+from speedrun.recipes import rates, smoke
 RECIPE = replace(smoke.RECIPE, name="rated", summary="", optimizer=replace(smoke.RECIPE.optimizer, muon_lr=rates.LR))
 """
 
@@ -204,7 +204,7 @@ def rate(folder: Path) -> float:
 
 def carried(recipe: str = "rated") -> dict[str, str]:
     """The files that a record of a recipe would carry."""
-    return split_source(provenance.closure([f"speedrun.science.recipes.{recipe}"], []))
+    return split_source(provenance.closure([f"speedrun.recipes.{recipe}"], []))
 
 
 def test_what_runs_is_the_text_not_bytecode_beside_it(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(
 @pytest.mark.parametrize("helper", ["load", "Recipe", "importlib"])
 def test_no_file_takes_the_place_of_what_finds_recipes(helper: str, tmp_path: Path) -> None:
     (tmp_path / f"{helper}.py").write_text("LR = 0.04\n")
-    (tmp_path / "rated.py").write_text(f"import speedrun.science.recipes.{helper}\n")
+    (tmp_path / "rated.py").write_text(f"import speedrun.recipes.{helper}\n")
     with pytest.raises(UsageError, match=rf"{helper}\.py: this package uses the name; rename the file"):
         sr.load(str(tmp_path / "rated.py"))
     assert sr.load("smoke").name == "smoke"

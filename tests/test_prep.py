@@ -22,15 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import inventory, overview, sources, tokenizer
-from speedrun.data.inventory import Place
+from speedrun.base import track, wholefile
+from speedrun.base.clock import Stopwatch
+from speedrun.base.errors import DataError, UsageError
+from speedrun.base.lock import LOCK, lock_folder
+from speedrun.data import documents, overview, shard_folder, tokenizer
+from speedrun.data.documents import Dataset, open_source
 from speedrun.data.overview import verify
-from speedrun.data.prep import Cut, prepare
-from speedrun.data.sources import Dataset, open_source
-from speedrun.ground import track, wholefile
-from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.lock import LOCK, lock_folder
+from speedrun.data.prepare import Cut, prepare
+from speedrun.data.shard_folder import Place
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -106,13 +106,13 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     folder = tmp_path_factory.mktemp("prep")
     rows, cut = write_rows(folder / "rows.jsonl", texts), Cut("x", shard_tokens, limit, 7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "BLOCK_BYTES", block_bytes)
+        patch.setattr(documents, "BLOCK_BYTES", block_bytes)
         patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         for life in lives:
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", report=kill_after(life))
             except Killed:
-                manifest = inventory.read_manifest(folder / "a")
+                manifest = shard_folder.read_manifest(folder / "a")
                 assert manifest is not None
                 assert not manifest.complete
         made, _ = (prepare(open_source([str(rows)]), BYTES, cut, folder / out) for out in "ab")
@@ -137,7 +137,7 @@ def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     (tmp_path / "c" / "z.txt").write_bytes(b"\xef\xbb\xbffive\r\nlines\n")
     (tmp_path / "other.csv").write_text("not read")
     source = open_source([str(tmp_path)])
-    assert list(sources.texts(source)) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
+    assert list(documents.texts(source)) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
     places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
     assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
     assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
@@ -178,7 +178,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
 def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert list(sources.texts(open_source([str(tmp_path)]))) == [want]
+    assert list(documents.texts(open_source([str(tmp_path)]))) == [want]
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
     passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
-    inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
+    shard_folder.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
-        inventory.open_track(tmp_path / "out", data)
+        shard_folder.open_track(tmp_path / "out", data)
 
 
 # --- real rows --------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     import pyarrow.parquet
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(sources, "BATCH_ROWS", 7)
+    monkeypatch.setattr(documents, "BATCH_ROWS", 7)
     path = tmp_path / "rows" / "rows.parquet"
     path.parent.mkdir()
     texts = [f"row {i} é猫🙂 " + "x" * (i % 13) for i in range(60)]
@@ -301,10 +301,10 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     folder = str(path.parent)
     cut = Cut("x", 37)
 
-    def source() -> sources.Source:
+    def source() -> documents.Source:
         return open_source([folder]) if kind == "parquet" else Dataset(folder, None, None, column="text")
 
-    assert list(sources.texts(source())) == texts
+    assert list(documents.texts(source())) == texts
     prepare(source(), BYTES, cut, tmp_path / "whole")
     assert ids_of(tmp_path / "whole", "x") == definition(texts, 37)
     for life in (1, 2, 3, 5):
@@ -324,7 +324,7 @@ def test_blocks_are_read_on_demand():
     def blocks():
         for row in range(1_000):
             read.append(row)
-            yield sources.Block(Place("x", row), ["abc"], row)
+            yield documents.Block(Place("x", row), ["abc"], row)
 
     encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))
@@ -442,7 +442,7 @@ def test_bits_per_byte(tmp_path: Path):
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
     assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
-    inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    shard_folder.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 

@@ -18,13 +18,13 @@ import pytest
 from small_run import SMALL, runs_of
 from typed import as_words
 
+from speedrun.base import errors, mesh, processes, runlog
+from speedrun.base.errors import UsageError
 from speedrun.data import stream
-from speedrun.ground import errors, mesh, processes, runlog
-from speedrun.ground.errors import UsageError
-from speedrun.training import checkpoint, meet
-from speedrun.training.prepare import prepare
-from speedrun.training.request import RunConfig
-from speedrun.training.train import train
+from speedrun.train import checkpoint, connect
+from speedrun.train.preflight import prepare
+from speedrun.train.request import RunConfig
+from speedrun.train.run import train
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
@@ -173,7 +173,7 @@ def test_several_processes_and_nodes_train_what_one_does(
 DRIFTS = """
 import sys
 if "shared_run" in sys.orig_argv and sys.orig_argv[-2] == "1":
-    from speedrun.training import loop
+    from speedrun.train import loop
     loop.state_hash = lambda state: "0" * 16
 """
 
@@ -285,7 +285,7 @@ def test_no_process_outlives_a_killed_launcher(tmp_path, smoke_data):
 FAILS = """
 import sys
 if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
-    from speedrun.training import loop
+    from speedrun.train import loop
     def fail(executables, step, log):
         if step == 5:
             {what}
@@ -327,31 +327,31 @@ def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(
 def test_a_cluster_is_known_by_its_variables(monkeypatch):
     for name in ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
-    assert meet.find_group(None, None, None) is None
+    assert connect.find_group(None, None, None) is None
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert meet.find_group(None, None, None) is None
+    assert connect.find_group(None, None, None) is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert meet.find_group(None, None, None) == meet.Group(2, found_by="SLURM")
+    assert connect.find_group(None, None, None) == connect.Group(2, found_by="SLURM")
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    pod = meet.find_group("pod-0:1234", 2, None)
-    assert pod == meet.Group(2, 1, "pod-0:1234", "flags and Kubernetes")
-    assert meet.find_group("pod-0:1234", 1, 0) is None
+    pod = connect.find_group("pod-0:1234", 2, None)
+    assert pod == connect.Group(2, 1, "pod-0:1234", "flags and Kubernetes")
+    assert connect.find_group("pod-0:1234", 1, 0) is None
     for flags in (("a:1", None, None), ("a", 2, 0), ("a:99999", 2, 0), ("a:1", 2, 2)):
         with pytest.raises(UsageError, match="need"):
-            meet.find_group(*flags)
+            connect.find_group(*flags)
 
 
 def test_nodes_are_counted_by_the_machines_of_their_processes():
-    assert meet.num_nodes(["a 1"] * 4) == 1
-    assert meet.num_nodes(["a 1", "a 1", "b 2", "b 2"]) == 2
-    assert meet.num_nodes(["a 1", "b 1", "c 1"]) == 3  # containers with names of their own
+    assert connect.num_nodes(["a 1"] * 4) == 1
+    assert connect.num_nodes(["a 1", "a 1", "b 2", "b 2"]) == 2
+    assert connect.num_nodes(["a 1", "b 1", "c 1"]) == 3  # containers with names of their own
     for machines, found in (
         (["a 1", "b 2", "a 1", "b 2"], "1 on a, 1 on b, 1 on a, 1 on b"),
         (["a 1", "a 1", "b 2"], "2 on a, 1 on b"),
     ):
         with pytest.raises(UsageError, match=f"in their order: {found}; need as many on each node"):
-            meet.num_nodes(machines)
+            connect.num_nodes(machines)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_processes_that_were_told_of_other_numbers_are_refused(monkeypatch, inde
     monkeypatch.setattr(processes, "client", lambda: service)
     monkeypatch.setattr(processes, "_group", (told[index], index, 1))
     with pytest.raises(UsageError, match=said):
-        meet._machines(1)
+        connect._machines(1)
 
 
 @pytest.mark.compile

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typed import as_words, invoke
 
-from speedrun.bench.profile import Profile, profile
-from speedrun.bench.steps import lowered_step
-from speedrun.ground.mesh import make_mesh
-from speedrun.predict import hlo
+from speedrun.base.mesh import make_mesh
+from speedrun.machine.bench_step import lowered_step
+from speedrun.machine.profile import Profile, profile
+from speedrun.plan import hlo
 from speedrun.science.recipe import Recipe
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 STEPS = 2
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from speedrun.ground import provenance
-from speedrun.training import health
+from speedrun.base import provenance
+from speedrun.train import health
 
 
 def git(folder: Path, *args: str) -> str:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.ground import mesh
-from speedrun.ground.errors import UsageError
+from speedrun.base import mesh
+from speedrun.base.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.kernels import qk_norm_triton
 from speedrun.science.kernels.choose import Kernels, QkNormCall, choose_qk_norm

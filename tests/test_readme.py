@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT, blocks, checkout, commands, execute, read_options
 
-from speedrun.ground import console, runlog
+from speedrun.base import console, runlog
 
 README = (ROOT / "README.md").read_text()
 SHOWN = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from speedrun.ground import mesh, track
-from speedrun.ground.errors import UsageError
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh, track
+from speedrun.base.errors import UsageError
 from speedrun.science.kernels.cross_entropy import MAX_CAP
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models import record21
 from speedrun.science.recipe import IDENTITY, Recipe, Stage, settings
 from speedrun.science.step import TrainState
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 TRACES = {
     # First losses with seed 0 on the ids below, in a batch of 8 x 64. If a change here is intended, bump the

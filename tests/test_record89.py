@@ -10,12 +10,12 @@ import pytest
 from test_golden89 import FOLDER, recipe_of, script
 from test_recipes import check_trace
 
-from speedrun.ground import mesh
-from speedrun.ground.errors import UsageError
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base import mesh
+from speedrun.base.errors import UsageError
 from speedrun.science.recipe import Stage
-from speedrun.training import contract
-from speedrun.training.program import Program
+from speedrun.train import contract
+from speedrun.train.program import Program
 
 RECORD = recipes.load("record89")
 SMOKE = RECORD.override({"size": "smoke"})

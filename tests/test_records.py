@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from speedrun.cli import command
-from speedrun.ledger.validate import validate
+from speedrun.record.validate import validate
 
 ROOT = Path(__file__).parent.parent
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/about.json"))

@@ -28,28 +28,28 @@ from small_run import SMALL
 from test_checkpoint import unbroken  # noqa: F401 - a fixture
 from typed import as_words, speedrun
 
+from speedrun.base import output, provenance, runlog, track
+from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, UsageError
+from speedrun.base.mesh import make_mesh
 from speedrun.cli import command
-from speedrun.data import inventory, stream
-from speedrun.ground import output, provenance, runlog, track
-from speedrun.ground.errors import CheckpointError, DataError, SpeedrunError, UsageError
-from speedrun.ground.mesh import make_mesh
-from speedrun.ledger.archive import Archive, Lowered, pack
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
-from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
-from speedrun.ledger.record import load
-from speedrun.ledger.validate import ask, validate
-from speedrun.referee import sandbox
-from speedrun.referee.causality import Known, Model, Text, apart, known, places
-from speedrun.referee.examiner import _error, _Examiner, examine
-from speedrun.referee.programs import Programs, unpack
-from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, relowered, stretches
-from speedrun.referee.rerun import Rerun, _bring, _without_text
+from speedrun.data import shard_folder, stream
+from speedrun.record.about import assemble
+from speedrun.record.archive import Archive, Lowered, pack
+from speedrun.record.checks.v6_examination import REPLAY_CHECKS, Examined, tolerance
+from speedrun.record.examine import sandbox
+from speedrun.record.examine.causality import Known, Model, Text, apart, known, places
+from speedrun.record.examine.examiner import _error, _Examiner, examine
+from speedrun.record.examine.replay import Options, _owners, chosen, drawn, examined, relowered, stretches
+from speedrun.record.examine.rerun import Rerun, _bring, _without_text
+from speedrun.record.examine.stablehlo import Programs, unpack
+from speedrun.record.findings import Examination, Findings, Replayed, Stretch
+from speedrun.record.reader import load
+from speedrun.record.validate import ask, validate
 from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Recipe
-from speedrun.training.checkpoint import folder_of
-from speedrun.training.program import Program
-from speedrun.training.request import RunConfig
+from speedrun.train.checkpoint import folder_of
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
 
 needs_sandbox = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
@@ -310,7 +310,7 @@ def options(**changes) -> Options:
 
 
 def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
-    monkeypatch.setattr("speedrun.referee.questions.Rerun", None)
+    monkeypatch.setattr("speedrun.record.examine.replay.Rerun", None)
     (record.root / "source.txt").write_text("#")
     report = validate(record.root)
     with pytest.raises(UsageError, match="V003 failed; nothing was executed"):
@@ -894,7 +894,7 @@ def test_an_examination_executes_no_source(unbroken, tmp_path, monkeypatch):  # 
     with pytest.raises(SpeedrunError, match=r"the examiner of .* ended with"):
         examined(tmp_path / "record", report, options(data=unbroken.data), io.StringIO())
     ours = str(Path(track.__file__).parent.parent.parent)
-    assert started == [(["-m", "speedrun.referee.examiner"], ours, ["programs.xz", "request.json"])]
+    assert started == [(["-m", "speedrun.record.examine.examiner"], ours, ["programs.xz", "request.json"])]
 
 
 # --- a world of its own ------------------------------------------------------------------------------------
@@ -981,7 +981,7 @@ def test_a_stranger_ends_with_a_referee_that_is_killed(tmp_path):
     sleeper = f"import time; open('began', 'w').close(); time.sleep(600.{os.getpid()})"
     script = f"""
 import pathlib, sys
-from speedrun.referee import sandbox
+from speedrun.record.examine import sandbox
 sandbox.run([sys.executable, "-S", "-c", {sleeper!r}], pathlib.Path({str(tmp_path)!r}), environment={{}},
             stdout=sys.stdout, limits=sandbox.Limits(600.0), unsafe=False)
 """
@@ -1048,7 +1048,7 @@ def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smok
 
 
 CHEAT = """
-import speedrun.training.loop as _loop
+import speedrun.train.loop as _loop
 
 _honest = _loop.evaluate
 
@@ -1111,7 +1111,7 @@ def test_source_sees_no_validation_text(smoke_data, tmp_path):
     rules, data = track.load("smoke-cpu").data, Path(shutil.copytree(smoke_data, tmp_path / "data"))
     (data / "validation.txt").write_text("the text")
     others = _without_text(data, tmp_path / "seen", rules)
-    shard, blank = (inventory.open_track(folder, rules).val[0] for folder in (data, tmp_path / "seen"))
+    shard, blank = (shard_folder.open_track(folder, rules).val[0] for folder in (data, tmp_path / "seen"))
     assert blank.num_tokens == shard.num_tokens
     assert not blank.read(0, blank.num_tokens).any()
     hidden = {path.name for path in data.iterdir()} - {path.name for path in others}

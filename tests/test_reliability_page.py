@@ -5,8 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-from speedrun.ground import faults
-from speedrun.training import watchdog
+from speedrun.base import faults
+from speedrun.train import watchdog
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "reliability.md").read_text()

@@ -20,19 +20,19 @@ from small_run import SMALL
 from typed import invoke, speedrun
 
 from speedrun import cli
-from speedrun.ground import provenance, runlog, track
-from speedrun.ground.errors import NonFiniteError, SpeedrunError
-from speedrun.ledger import reproduction
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import encode, sha256
-from speedrun.ledger.record import decode, load, read_files
-from speedrun.ledger.reproduction import Difference, Reproduction, judged, point, verdict
-from speedrun.ledger.run import READS_OLDER, Run, read_run
-from speedrun.ledger.statistics import pooled_sd
-from speedrun.ledger.validate import validate
-from speedrun.referee import reproduce, sandbox
-from speedrun.referee.rerun import Rerun
-from speedrun.study.comparison import compare
+from speedrun.base import provenance, runlog, track
+from speedrun.base.errors import NonFiniteError, SpeedrunError
+from speedrun.lab.comparison import compare
+from speedrun.record import reproduction
+from speedrun.record.about import assemble
+from speedrun.record.examine import reproduce, sandbox
+from speedrun.record.examine.rerun import Rerun
+from speedrun.record.layout import encode, sha256
+from speedrun.record.logged_run import READS_OLDER, Run, read_run
+from speedrun.record.reader import decode, load, read_files
+from speedrun.record.reproduction import Difference, Reproduction, judged, point, verdict
+from speedrun.record.statistics import pooled_sd
+from speedrun.record.validate import validate
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
@@ -431,7 +431,7 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
     made, folder = tmp_path / "made", tmp_path / "again"
     copy = f"shutil.copytree({str(made)!r}, json.load(open(sys.argv[1]))['out'])"
     script = f"import json, shutil, sys\n{copy}\n"
-    forge(folder, seeds=(1,), edit_source=lambda files: {**files, "speedrun/training/train.py": script})
+    forge(folder, seeds=(1,), edit_source=lambda files: {**files, "speedrun/train/run.py": script})
     shutil.copytree(folder / "runs", made / "runs")
     shutil.copy(folder / "source.txt", made)
     monkeypatch.setattr(sandbox, "problem", lambda: "its source reads a folder of this test")
@@ -446,8 +446,8 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
 
 @pytest.mark.compile
 def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
-    from speedrun.training.request import RunConfig
-    from speedrun.training.train import train
+    from speedrun.train.request import RunConfig
+    from speedrun.train.run import train
 
     record = tmp_path / "record"
     train(RunConfig("smoke-cpu", record, overrides=SMALL, data=smoke_data))

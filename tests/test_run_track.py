@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from speedrun.base import accelerators
 from speedrun.cli.batch import command as batch
-from speedrun.ground import devices
-from speedrun.ledger.record import load
+from speedrun.record.reader import load
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("install", "plan", "doctor", "data", "batch")
@@ -204,7 +204,7 @@ def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout: Path, name: str, go
     assert "time, disk space and cost need the packages: type this again after scripts/install.sh run" in said
     assert sorted(checkout.rglob("*")) == before
     subprocess.run(["bash", "scripts/install.sh"], cwd=checkout, check=True)
-    gpus(checkout, f"echo {shlex.quote(devices.load('h200').name)}; echo another")
+    gpus(checkout, f"echo {shlex.quote(accelerators.load('h200').name)}; echo another")
     code, said = ended(checkout, name, "--dry-run")
     assert (code, tuple(steps(said))) == (0, STEPS)
     plan = f"plan --track {goal} --runs {runs} --dollars 2.50 --device-kind h200"

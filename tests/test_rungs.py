@@ -11,14 +11,14 @@ import pytest
 from scipy.special import erf
 from test_recipes import check_trace
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.mesh import DATA
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA
+from speedrun.recipes import gpt2
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params, count
 from speedrun.science.recipe import IDENTITY, Batch, Recipe, Stage, settings
-from speedrun.science.recipes import gpt2
 
 _SHORT = ("short",) * 3
 RUNGS = ("gpt2", "muon", "modern", "shortcuts", "unet", "windows", "values", "record21")

@@ -9,14 +9,14 @@ import jax
 import pytest
 from typed import invoke, speedrun
 
-from speedrun.ground import devices
-from speedrun.predict import cost, hlo, scaling
-from speedrun.predict.anatomy import Collective
+from speedrun.base import accelerators
+from speedrun.plan import cost, hlo, scaling
+from speedrun.plan.anatomy import Collective
 from speedrun.science.params import Layout
 from speedrun.science.recipe import Recipe
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
-H100 = devices.load("h100")
+H100 = accelerators.load("h100")
 #: Rates that give round numbers: nothing is lost on links, a network of 1 GB/s.
 ROUND = H100._replace(
     memory_rate=1e9 / cost.MEMORY_REACHES,

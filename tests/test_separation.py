@@ -14,17 +14,17 @@ import optax
 import pytest
 from typed import speedrun
 
-from speedrun.data import inventory, python_docs
+from speedrun import recipes
+from speedrun.base import mesh, track
+from speedrun.base.mesh import DATA
+from speedrun.data import python_docs, shard_folder
 from speedrun.data.stream import TokenStream
-from speedrun.ground import mesh, track
-from speedrun.ground.mesh import DATA
-from speedrun.science import recipes
 from speedrun.science.optim.groups import MuonAndAdam, by_group, scale_by_input
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step
-from speedrun.training.evaluate import evaluate
-from speedrun.training.program import Program
+from speedrun.train.program import Program
+from speedrun.train.validation import evaluate
 
 pytestmark = pytest.mark.compile
 
@@ -48,7 +48,7 @@ class LocalGradients(Step):
 
 
 def batches(
-    recipe: Recipe, opened: inventory.TrackShards, shift: int
+    recipe: Recipe, opened: shard_folder.TrackShards, shift: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """What the loop reads; targets are `shift` places ahead of their tokens, and 1 is right."""
     stream, stage = TokenStream(opened.train), recipe.stages[0]
@@ -59,7 +59,7 @@ def batches(
 
 def final_loss(program: Program, data: Path, rules: track.Track = TRACK, *, shift: int = 1) -> float:
     """Validation loss after training; the score itself is always the right one."""
-    opened = inventory.open_track(data, rules.data)
+    opened = shard_folder.open_track(data, rules.data)
     state = program.init(jax.random.key(0))
     for batch in batches(program.recipe, opened, shift):
         placed = (mesh.place(x, program.mesh) for x in batch)

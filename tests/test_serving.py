@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from speedrun import cli
+from speedrun.base import serving as module
+from speedrun.base import signals
+from speedrun.base.errors import UsageError
+from speedrun.base.serving import HOST, Reply, content_type, file_below, opened, serving
 from speedrun.cli import play
-from speedrun.ground import serving as module
-from speedrun.ground import signals
-from speedrun.ground.errors import UsageError
-from speedrun.ground.serving import HOST, Reply, content_type, file_below, opened, serving
 
 
 def answer(path: str, query: dict[str, str]) -> Reply | None:

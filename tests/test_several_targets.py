@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.mesh import DATA, make_mesh
-from speedrun.predict import anatomy
-from speedrun.predict.deviceless import compile_for_target
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA, make_mesh
+from speedrun.plan import anatomy
+from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy as head
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import Kernels

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import inventory, overview, shards, synthetic
-from speedrun.data.inventory import Manifest, ShardEntry, open_track
+from speedrun.base import track
+from speedrun.base.errors import DataError, StorageError
+from speedrun.data import overview, shard_folder, shards, synthetic
 from speedrun.data.overview import verify
+from speedrun.data.shard_folder import Manifest, ShardEntry, open_track
 from speedrun.data.shards import open_shard, write_shard
-from speedrun.ground import track
-from speedrun.ground.errors import DataError, StorageError
 
 VOCAB_SIZE = 50257
 
@@ -160,7 +160,7 @@ def folder(tmp_path: Path) -> Path:
         write_shard(tmp_path / name, ids)
     entry = ShardEntry(10, 1, shards.sha256(tmp_path / VAL))
     names = [TRAIN, "t_train_2.bin", VAL]
-    inventory.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
+    shard_folder.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
     return tmp_path
 
 
@@ -175,7 +175,7 @@ def test_a_valid_folder_passes(folder: Path):
     assert [v.sha256 for v in verify(folder, DATA, full=False)] == [None] * 3
     full = verify(folder, listed(folder, TRAIN, "t_train_2.bin", VAL), full=True)
     assert [v.sha256 for v in full] == [shards.sha256(folder / v.name) for v in full]
-    assert inventory.read_manifest(folder.parent) is None
+    assert shard_folder.read_manifest(folder.parent) is None
 
 
 def overwrite(name: str, *ids: int):
@@ -184,7 +184,7 @@ def overwrite(name: str, *ids: int):
 
 def edit_manifest(old: str, new: str):
     def edit(folder: Path):
-        path = folder / inventory.MANIFEST
+        path = folder / shard_folder.MANIFEST
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
@@ -241,7 +241,7 @@ def test_faults_found_by_reading_tokens(folder: Path, fault, cause: str):
 
 
 def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
-    (folder / inventory.MANIFEST).unlink()
+    (folder / shard_folder.MANIFEST).unlink()
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
     (folder / "t_train_2.bin").unlink()
     open_track(folder, data)  # the first of the list
@@ -258,7 +258,7 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
 
 def test_the_tracks_digest_finds_a_wrong_byte(folder: Path):
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
-    (folder / inventory.MANIFEST).unlink()
+    (folder / shard_folder.MANIFEST).unlink()
     write_shard(folder / TRAIN, np.arange(10)[::-1])
     with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; need [0-9a-f]{64}"):
         verify(folder, data, full=True)
@@ -267,10 +267,10 @@ def test_the_tracks_digest_finds_a_wrong_byte(folder: Path):
 def test_the_folder_of_a_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     smoke = track.load("smoke-cpu")
     monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
-    assert inventory.data_folder(smoke, None) == Path("data/smoke")
+    assert shard_folder.data_folder(smoke, None) == Path("data/smoke")
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    assert inventory.data_folder(smoke, None) == tmp_path / "smoke"
-    assert inventory.data_folder(smoke, Path("here")) == Path("here")
+    assert shard_folder.data_folder(smoke, None) == tmp_path / "smoke"
+    assert shard_folder.data_folder(smoke, Path("here")) == Path("here")
 
 
 # --- overview ---------------------------------------------------------------------------------------------

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from speedrun.ground import mesh
-from speedrun.ground.errors import UsageError
-from speedrun.library import settings_of
-from speedrun.science import recipes
+from speedrun import recipes
+from speedrun.api import settings_of
+from speedrun.base import mesh
+from speedrun.base.errors import UsageError
 from speedrun.science.params import count
 from speedrun.science.recipe import Recipe, settings
 from speedrun.science.sizes import SIZES, settings_at
-from speedrun.training.program import Program
+from speedrun.train.program import Program
 
 RECORD21 = recipes.load("record21")
 AT = {name: RECORD21.override({"size": name}) for name in SIZES}

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedrun.ground.sourcefile import MARKER, check_path, join_source
-from speedrun.ledger.format import sha256
-from speedrun.ledger.source import split_source
+from speedrun.base.sourcefile import MARKER, check_path, join_source
+from speedrun.record.layout import sha256
+from speedrun.record.source import split_source
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map(lambda parts: "/".join(parts) + ".py")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from speedrun.ledger import statistics
-from speedrun.ledger.statistics import WIDENED, batch_needed, equivalent, mean_interval, power, ratio_interval
+from speedrun.record import statistics
+from speedrun.record.statistics import WIDENED, batch_needed, equivalent, mean_interval, power, ratio_interval
 
 TARGET = 3.28
 SIGMA = 0.0013  #: over seeds, of the public speedrun's losses

@@ -15,15 +15,15 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground import mesh
-from speedrun.ground.errors import UsageError
+from speedrun.base import mesh
+from speedrun.base.errors import UsageError
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import logits
 from speedrun.science.params import Dtype, Layout, Params, ParamSpec, Table, constant
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.science.step import StepMetrics, TrainState
-from speedrun.training.fingerprint import fingerprint, state_hash
-from speedrun.training.program import Program, recomputed
+from speedrun.train.fingerprint import fingerprint, state_hash
+from speedrun.train.program import Program, recomputed
 
 THREE_BLOCKS = Inputs({"window_blocks": 3}, {})
 

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.bench import loading as pace
+from speedrun.base.errors import DataError, UsageError
 from speedrun.data.shards import Shard, write_shard
 from speedrun.data.stream import (
     Batch,
@@ -32,7 +32,7 @@ from speedrun.data.stream import (
     validation_batches,
     validation_sha256,
 )
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.machine import bench_loader as pace
 from speedrun.science import nn
 
 

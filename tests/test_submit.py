@@ -19,11 +19,11 @@ from markdown_it.token import Token
 from record_forge import SOFTWARE, forge, rank
 
 from speedrun import cli
+from speedrun.base.console import clean
 from speedrun.board import leaks, submission
-from speedrun.ground.console import clean
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.record import load
-from speedrun.ledger.validate import validate
+from speedrun.record.about import assemble
+from speedrun.record.reader import load
+from speedrun.record.validate import validate
 
 TOKEN = "hf_" + "aZ" * 17
 HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ``d`` #1 fixes #2 https://example.org **"

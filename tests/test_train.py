@@ -24,26 +24,26 @@ from jax.experimental.compilation_cache import compilation_cache
 from small_run import SMALL, events, log_of, runs_of
 from typed import as_words
 
+from speedrun import recipes
+from speedrun.base import console, mesh, provenance, runlog, signals, sourcefile
+from speedrun.base.clock import now
+from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli import command
 from speedrun.cli.card import following
 from speedrun.cli.options import parse_settings
 from speedrun.data import shards
-from speedrun.ground import console, mesh, provenance, runlog, signals, sourcefile
-from speedrun.ground.clock import now
-from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.source import split_source
-from speedrun.ledger.validate import validate
-from speedrun.referee import sandbox
-from speedrun.science import recipes
+from speedrun.record.about import assemble
+from speedrun.record.examine import sandbox
+from speedrun.record.source import split_source
+from speedrun.record.validate import validate
 from speedrun.science.recipe import Stage
-from speedrun.training import watchdog
-from speedrun.training.loop import _compilations
-from speedrun.training.prepare import prepare
-from speedrun.training.program import Program
-from speedrun.training.request import RunConfig
-from speedrun.training.train import _announce, train
-from speedrun.training.warmup import compile_all
+from speedrun.train import watchdog
+from speedrun.train.loop import _compilations
+from speedrun.train.preflight import prepare
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
+from speedrun.train.run import _announce, train
+from speedrun.train.warmup import compile_all
 
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -112,7 +112,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
 
 @pytest.mark.compile
 def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
-    monkeypatch.setattr("speedrun.training.program.FIXED_WINDOW_FORMS", {"banded"})
+    monkeypatch.setattr("speedrun.train.program.FIXED_WINDOW_FORMS", {"banded"})
     out = tmp_path / "out"
     train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, attention="banded"))
     names = [event.name for event in events(out, runlog.Compile)]
@@ -194,7 +194,7 @@ def test_a_run_of_the_closure_gives_identical_losses(record, smoke_data, tmp_pat
 
 def test_the_closure_holds_the_science_and_no_command_line(record):
     files = split_source((record / "source.txt").read_text())
-    assert next(iter(files)) == "speedrun/science/recipes/smoke.py"
+    assert next(iter(files)) == "speedrun/recipes/smoke.py"
     some = ("science/step.py", "science/models/record21.py", "tracks/smoke-cpu.toml")
     assert {f"speedrun/{path}" for path in some} <= set(files)
     assert not [path for path in files if path.startswith("speedrun/cli")]
@@ -265,7 +265,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("speedrun.training.loop._log_stage_change", interrupt)
+    monkeypatch.setattr("speedrun.train.loop._log_stage_change", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     assemble(out, title="interrupted")

@@ -19,26 +19,25 @@ import pytest
 from click.testing import CliRunner, Result
 from small_run import SMALL
 
-from speedrun import cli
+from speedrun import cli, recipes
+from speedrun.base import mesh, runlog, track
+from speedrun.base.errors import CheckpointError, DataError, UsageError
 from speedrun.data import shards, tokenizer
-from speedrun.ground import mesh, runlog, track
-from speedrun.ground.errors import CheckpointError, DataError, UsageError
-from speedrun.science import recipes
+from speedrun.lab import single_run
+from speedrun.lab.single_run import Extras
+from speedrun.model import eval_tasks, exported, samples, text_ids, weights
+from speedrun.model.decode import Decoder, Draw, drawn
+from speedrun.model.equations import shape_of
+from speedrun.model.incremental import DecodingKernels, Incremental
+from speedrun.model.weight_sources import start_from
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
-from speedrun.study import single
-from speedrun.study.single import Extras
-from speedrun.trained import exported, samples, tasks, weights, words
-from speedrun.trained.decode import Decoder, Draw, drawn
-from speedrun.trained.equations import shape_of
-from speedrun.trained.incremental import DecodingKernels, Incremental
-from speedrun.trained.sources import start_from
-from speedrun.training import checkpoint
-from speedrun.training.checkpoint import folder_of, seal, unseal
-from speedrun.training.program import Program
-from speedrun.training.request import RunConfig
+from speedrun.train import checkpoint
+from speedrun.train.checkpoint import folder_of, seal, unseal
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
 
 T = 48
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
@@ -329,9 +328,9 @@ def test_ids_that_the_data_lacks_are_never_written(small) -> None:
 
 
 def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_shown() -> None:
-    spoken = words.Words(track.load("docs-cpu"), Path())
+    spoken = text_ids.Words(track.load("docs-cpu"), Path())
     vars(spoken)["tokens"] = {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}
-    text = words.Text(spoken, np.array([0, 3], np.int32))
+    text = text_ids.Text(spoken, np.array([0, 3], np.int32))
     assert text.prompt == "a\N{REPLACEMENT CHARACTER}[2J\n"
     assert [text.add(np.array([i]), is_last=False) for i in (1, 2, 3)] == ["", "é", text.prompt]
     assert text.add(np.array([1, 0, 2]), is_last=False) == "\N{REPLACEMENT CHARACTER}"
@@ -341,10 +340,10 @@ def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_
 
 def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path: Path) -> None:
     tokenizer.train_bpe(iter(TEXTS), 280, tmp_path / "tokenizer.json")
-    spoken = words.Words(track.load("docs-cpu"), tmp_path)
+    spoken = text_ids.Words(track.load("docs-cpu"), tmp_path)
     ids = spoken.encode("the dög")
     assert ids[0] == spoken.track.data.document_token
-    assert words.Text(spoken, ids).prompt == "the dög"
+    assert text_ids.Text(spoken, ids).prompt == "the dög"
     assert [*spoken.encode("")] == [spoken.track.data.document_token]
 
 
@@ -407,7 +406,7 @@ def harnessed(of_text, monkeypatch):
     """The model as the harness gets it, here without the harness: its base class only turns text into these calls."""
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
     monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
-    return tasks.adapter(of_text, print)
+    return eval_tasks.adapter(of_text, print)
 
 
 @pytest.mark.compile
@@ -454,7 +453,7 @@ doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
 """
     )
-    found = tasks.scores(of_text, [str(tmp_path / "task.yaml")], None, print)
+    found = eval_tasks.scores(of_text, [str(tmp_path / "task.yaml")], None, print)
     nats = nll_of(of_text, [*map(int, of_text.words.encode("the dog sat on the cat"))]).sum()
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
@@ -464,8 +463,8 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None
         [of_text.words.encode("the cat sat on the mat. the dog ate") for _ in range(9)]
     ).astype(np.uint16)
     shards.write_shard(tmp_path / "x.bin", ids)
-    (part,) = tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
-    found = tasks.Scorer(of_text, 8, tasks.bytes_of(of_text, print)).score(part, lambda done: None)
+    (part,) = eval_tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
+    found = eval_tasks.Scorer(of_text, 8, eval_tasks.bytes_of(of_text, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
     nats = sum(nll_of(of_text, row).sum() for row in rows)
     num_bytes = sum(len(of_text.words.tokens.get(int(index), b"")) for index in ids[1:65])
@@ -481,7 +480,7 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
         for n, label in ((1, 2), (4, 1), (4, 2))
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = tasks.ask(of_text, tasks.read(tmp_path / "questions.jsonl", None), lambda done: None)
+    found = eval_tasks.ask(of_text, eval_tasks.read(tmp_path / "questions.jsonl", None), lambda done: None)
     right = right_norm = 0
     for line in lines:
         context, *four = of_text.words.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
@@ -504,7 +503,7 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
 def test_a_file_that_is_not_hellaswag_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "questions.jsonl").write_text(line)
     with pytest.raises(DataError, match=r"questions\.jsonl"):
-        tasks.read(tmp_path / "questions.jsonl", None)
+        eval_tasks.read(tmp_path / "questions.jsonl", None)
 
 
 # --- commands
@@ -681,7 +680,7 @@ def test_a_run_starts_from_given_weights_and_is_marked(run, smoke_data, tmp_path
         with pytest.raises(KeyboardInterrupt):
             start_from(config, tmp_path / "model")
         assert not checkpoint.folder_of(out).exists()
-    done = single.run(config, nullcontext(), extras, to_stderr=True, verbose=False)
+    done = single_run.run(config, nullcontext(), extras, to_stderr=True, verbose=False)
     assert done is not None
     begun = weights.load(out, data=smoke_data, step=0).packed
     assert all(np.array_equal(begun[name], x) for name, x in trained.packed.items())

@@ -22,21 +22,21 @@ from msgspec.structs import replace
 from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, write_run
 from test_provenance import git
 
+from speedrun.base import console, runlog, track
+from speedrun.base.errors import UsageError
 from speedrun.cli.validate import command
-from speedrun.ground import console, runlog, track
-from speedrun.ground.errors import UsageError
-from speedrun.ledger import history as history_module
-from speedrun.ledger import record as record_module
-from speedrun.ledger.assemble import HEAD_END, assemble
-from speedrun.ledger.checks import CHECKS, environment
-from speedrun.ledger.checks.batches import nowhere_else, unfollowed
-from speedrun.ledger.checks.claims import CURVES
-from speedrun.ledger.checks.source import _inputs
-from speedrun.ledger.format import About, Look, config_sha256, encode
-from speedrun.ledger.record import decode, load
-from speedrun.ledger.run import FormatError
-from speedrun.ledger.summary import summarize
-from speedrun.ledger.validate import find_check, validate
+from speedrun.record import git_history as history_module
+from speedrun.record import reader as record_module
+from speedrun.record.about import HEAD_END, assemble
+from speedrun.record.checks import CHECKS, v4_environment
+from speedrun.record.checks.v3_batches import nowhere_else, unfollowed
+from speedrun.record.checks.v3_claims import CURVES
+from speedrun.record.checks.v5_source import _inputs
+from speedrun.record.layout import About, Look, config_sha256, encode
+from speedrun.record.logged_run import FormatError
+from speedrun.record.reader import decode, load
+from speedrun.record.summary import summarize
+from speedrun.record.validate import find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS
 
 
@@ -77,7 +77,7 @@ def test_an_honest_record_passes_every_check(folder, build):
     "enable_triton_softmax_fusion", "enable_split_k_autotuning", "cudnn_gemm_fusion_level", "enable_cudnn_fmha",
 ])  # fmt: skip
 def test_flags_that_choose_other_products_are_not_known(flag):
-    assert not environment._FLAGS.fullmatch(f"xla_gpu_{flag}")
+    assert not v4_environment._FLAGS.fullmatch(f"xla_gpu_{flag}")
 
 
 def test_a_step_has_a_batch_of_the_track(folder):
@@ -298,7 +298,7 @@ def history(tmp_path, monkeypatch) -> Callable[[dict[str, str]], str]:
     return commit
 
 
-CLOCK = "speedrun/ground/clock.py"
+CLOCK = "speedrun/base/clock.py"
 RUN_LOCK = {"requirements/run.lock": record_forge.LOCK_RAW.decode()}
 
 
@@ -311,7 +311,7 @@ def test_an_older_record_is_compared_with_its_commit(folder, history):
     assert found(folder) == {}
     forge(folder, edit_log=edit_log, edit_source=forgeries.with_file(CLOCK, "# as it never was\n"))
     assert list(found(folder)) == ["V503"]
-    assert found(folder)["V503"] == (f"speedrun/ground/clock.py differs from commit {older[:12]}",)
+    assert found(folder)["V503"] == (f"speedrun/base/clock.py differs from commit {older[:12]}",)
     forge(folder, edit_log=edit_log)
     assert found(folder) == {}, "a file of this version is nothing to refuse"
 
@@ -564,7 +564,7 @@ def test_nothing_heavy_is_imported():
     code = f"""
 import pathlib, sys
 from speedrun.board import record_plot
-from speedrun.ledger.validate import validate
+from speedrun.record.validate import validate
 validate(pathlib.Path({str(record)!r}))
 print(*sys.modules)
 """

@@ -20,15 +20,15 @@ from scipy import stats
 from small_run import SMALL
 
 from speedrun import cli
+from speedrun.base import children, runlog
+from speedrun.base.errors import UsageError
+from speedrun.base.serving import HOST
+from speedrun.base.wholefile import write_whole
 from speedrun.board import ghost
-from speedrun.ground import children, runlog
-from speedrun.ground.errors import UsageError
-from speedrun.ground.serving import HOST
-from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.record import load
-from speedrun.watch import feed, server
-from speedrun.watch.feed import Feed
-from speedrun.watch.server import rules
+from speedrun.model import watch_feed, watch_server
+from speedrun.model.watch_feed import Feed
+from speedrun.model.watch_server import rules
+from speedrun.record.reader import load
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
@@ -189,12 +189,12 @@ def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
 
 def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
     for good in (RECORD, LOG.parent, tmp_path / "later", tmp_path):
-        feed.check(good)
+        watch_feed.check(good)
     (tmp_path / "source.txt").touch()
-    feed.check(tmp_path)
+    watch_feed.check(tmp_path)
     for bad in (ROOT / "docs", LOG, tmp_path / ("x" * 300)):
         with pytest.raises(UsageError):
-            feed.check(bad)
+            watch_feed.check(bad)
 
 
 # ---- the server and the command
@@ -227,7 +227,7 @@ def got(url: str) -> bytes:
 def test_the_feed_ends_with_the_server(tmp_path) -> None:
     """With what was written last, also to a page that has been there for long."""
     path, whole = log_in(tmp_path, RAW[:30_000]), []
-    with server.watching([tmp_path], 0, None) as url:
+    with watch_server.watching([tmp_path], 0, None) as url:
         assert b"watch.js" in got(url)
         for name in ("watch.js", "watch.css", "chart.js"):
             assert got(url + name) == (ROOT / "speedrun" / "watch" / "page" / name).read_bytes()
@@ -252,9 +252,9 @@ def free_port() -> int:
 def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch) -> None:
     said, warnings = threading.Event(), []
     monkeypatch.setattr(children, "say", lambda line: (warnings.append(line), said.set()))
-    with server.watching([tmp_path], 0, None) as url:
+    with watch_server.watching([tmp_path], 0, None) as url:
         port = int(url.rstrip("/").rpartition(":")[2])
-        with server.watched(tmp_path / "run", port, None):
+        with watch_server.watched(tmp_path / "run", port, None):
             assert said.wait(60)
     problem = f"port {port}: Address already in use; choose another with --watch-port"
     again = f"speedrun watch {tmp_path}/run --port 0"
@@ -271,7 +271,7 @@ def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
         said.set()
 
     monkeypatch.setattr(children, "say", heard)
-    with server.watched(tmp_path, port, None):
+    with watch_server.watched(tmp_path, port, None):
         assert said.wait(30)
     assert served == [(f"watch   http://127.0.0.1:{port}/", True)]
 
@@ -280,7 +280,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "x").touch()
-    with server.watching([], 0, None) as url:
+    with watch_server.watching([], 0, None) as url:
         port = url.rstrip("/").rpartition(":")[2]
         for words in (["foreign"], [], ["later", "--port", port]):
             done = CliRunner().invoke(cli.command, ["watch", *words])
@@ -304,7 +304,7 @@ def page(browser) -> Iterator[Any]:
 
 @contextmanager
 def shown(page: Any, *folders: Path, choice: str | None = None) -> Iterator[str]:
-    with server.watching(folders, 0, choice) as url:
+    with watch_server.watching(folders, 0, choice) as url:
         page.goto(url)
         yield url
 
@@ -466,12 +466,12 @@ def test_the_page_keeps_what_it_has_and_continues(page, tmp_path) -> None:
     port = free_port()
     cut = RAW.index(LINES[150].encode())
     path = log_in(tmp_path, RAW[:cut])
-    with server.watching([tmp_path], port, None) as url:
+    with watch_server.watching([tmp_path], port, None) as url:
         page.goto(url)
         check_numbers(page, RAW[:cut])
     says(page, "The server has ended", "#trouble")
     path.write_bytes(RAW)
-    with server.watching([tmp_path], port, None):
+    with watch_server.watching([tmp_path], port, None):
         check_numbers(page, RAW)
         page.wait_for_selector("#trouble", state="hidden")
         assert "another log" not in page.inner_text("#events")

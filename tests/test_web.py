@@ -17,19 +17,19 @@ import safetensors.numpy
 from browsers import chromium, tab
 from test_trained import laptop, moved
 
+from speedrun import recipes
+from speedrun.base import track
+from speedrun.base.errors import DataError, UsageError
+from speedrun.base.serving import Reply, content_type, serving
+from speedrun.base.wholefile import make_folder
 from speedrun.data import synthetic, tokenizer, vocabulary
-from speedrun.ground import track
-from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.serving import Reply, content_type, serving
-from speedrun.ground.wholefile import make_folder
-from speedrun.science import recipes
+from speedrun.model import page_folder, page_server, page_training
+from speedrun.model.decode import Decoder, Draw
+from speedrun.model.page_program import ELEMENTWISE, Constants, program
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
-from speedrun.trained.decode import Decoder, Draw
-from speedrun.web import folder, serve, training
-from speedrun.web.program import ELEMENTWISE, Constants, program
 
 TRACK = track.load("smoke-cpu")
 FACTS = {"name": "it", "track": "smoke-cpu@1", "step": 1, "has_text": False}
@@ -50,10 +50,10 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that is served."""
     out = tmp_path_factory.mktemp("web") / "out"
     files = {
-        name: folder.of_model(*model, TRACK, FACTS | {"name": name}, dtype="float32")
+        name: page_folder.of_model(*model, TRACK, FACTS | {"name": name}, dtype="float32")
         for name, model in models.items()
     }
-    make_folder(out, folder.site(files))
+    make_folder(out, page_folder.site(files))
     return out
 
 
@@ -62,15 +62,15 @@ def recipe_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a recipe."""
     out = tmp_path_factory.mktemp("web") / "recipe"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(training.TINY, "stages.0.num_steps", 12)
-        training.write(recipes.load("smoke"), out)
+        patch.setitem(page_training.TINY, "stages.0.num_steps", 12)
+        page_training.write(recipes.load("smoke"), out)
     return out
 
 
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page of the server that has imported its modules. The browser starts once."""
-    answer = serve.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
+    answer = page_server.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
         blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", content_type("a.html"))
@@ -295,7 +295,7 @@ def test_the_tokenizer_is_that_of_the_data(page: Page, tmp_path: Path) -> None:
     tokenizer.train_bpe(iter(["the array of the output array " * 50, *HARD, *HARD]), 420, path)
     known = tokenizer.load(str(path))
     raw = path.read_bytes()
-    described = folder.described_tokenizer("tokenizer.json", raw, vocabulary.byte_level(raw))
+    described = page_folder.described_tokenizer("tokenizer.json", raw, vocabulary.byte_level(raw))
     ids = [one.tolist() for one in known.encode(list(HARD))]
     found, texts = page.evaluate(
         """([described, texts, ids]) => {
@@ -312,14 +312,14 @@ def test_the_tokenizer_is_that_of_the_data(page: Page, tmp_path: Path) -> None:
 def test_merges_are_recovered_from_ranks() -> None:
     """As GPT-2's file gives them: bytes first, then the result of each merge."""
     tokens = {i: bytes([i]) for i in range(256)} | {256: b"th", 257: b"he", 258: b"the", 259: b"thethe"}
-    merges = folder.described_tokenizer("gpt2", b"", tokens)["merges"]
+    merges = page_folder.described_tokenizer("gpt2", b"", tokens)["merges"]
     assert merges == [[116, 104, 256], [104, 101, 257], [256, 101, 258], [258, 258, 259]]
 
 
 def test_a_tokenizer_that_the_page_lacks_is_refused() -> None:
     other = {"model": {"type": "Unigram"}, "pre_tokenizer": {"type": "Metaspace"}}
     with pytest.raises(DataError, match="need byte-level BPE"):
-        folder.described_tokenizer("spm.json", json.dumps(other).encode(), {0: b"a"})
+        page_folder.described_tokenizer("spm.json", json.dumps(other).encode(), {0: b"a"})
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_only_exported_files_are_served(tmp_path: Path) -> None:
         (tmp_path / name / "models.json").write_text('["m"]')
         (tmp_path / name / "models" / "m" / "model.json").write_text(name)
     (tmp_path / "secret").write_text("no")
-    answer = serve.answering([tmp_path / "a", tmp_path / "b"])
+    answer = page_server.answering([tmp_path / "a", tmp_path / "b"])
 
     def body(path: str) -> bytes | None:
         reply = answer(path, {})
@@ -386,15 +386,15 @@ def test_only_exported_files_are_served(tmp_path: Path) -> None:
     for path in (*outside, "/models", "/none", "/%00", f"/{'x' * 300}", "/models/m/..%2fm", "/models/%FF"):
         assert body(path) is None
     with pytest.raises(UsageError, match="need a folder that 'speedrun export RUN --to web' made"):
-        serve.answering([tmp_path])
+        page_server.answering([tmp_path])
 
 
 def test_jax_js_is_what_was_published() -> None:
     """On npm, the digest is `dist.integrity`."""
-    raw = (Path(folder.__file__).parent / folder.JAX_JS).read_bytes()
+    raw = (Path(page_folder.__file__).parent / page_folder.JAX_JS).read_bytes()
     published = "g6PxWa6ZLjeQdDAM0ImBSqpdYnC6InCUTCCbMLxhMHMsMNu+JbHRjIQZ/anjBcP69of6hiqfGmTl+3gBn1qu/A=="
     assert base64.b64encode(hashlib.sha512(raw).digest()).decode() == published
-    files = folder.jax_js()
+    files = page_folder.jax_js()
     assert b"MIT License" in files["LICENSE"]
     for name in {*re.findall(rb'"\./([\w.-]+\.js)"', b"".join(files.values()))}:
         assert name.decode() in files
@@ -487,7 +487,7 @@ def test_losses_of_a_recipe_follow_those_of_jax(page: Page) -> None:
 
 def test_batches_of_the_page_are_the_first_of_the_track() -> None:
     whole = synthetic.generate(synthetic.Source(**(TRACK.synthetic or {})), 1, 200).reshape(-1)
-    found = training.batches(9, 4, 64)
+    found = page_training.batches(9, 4, 64)
     assert len(found) == 9
     for i, (tokens_BT, targets_BT) in enumerate(found):
         assert tokens_BT.ravel().tolist() == whole[i * 256 : (i + 1) * 256].tolist()
@@ -497,7 +497,7 @@ def test_batches_of_the_page_are_the_first_of_the_track() -> None:
 @pytest.mark.parametrize("name", ["docs", "record89"])
 def test_a_recipe_that_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(UsageError):
-        training.tiny(recipes.load(name))
+        page_training.tiny(recipes.load(name))
 
 
 def test_the_page_trains_and_stops(page: Page, hand: Page) -> None:

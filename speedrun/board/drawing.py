@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedrun.ground.errors import translate_os_errors
-from speedrun.ground.wholefile import write_whole
+from speedrun.base.errors import translate_os_errors
+from speedrun.base.wholefile import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 
 CONTEXT = "context.toml"
 BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"

@@ -13,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from speedrun.base.errors import UsageError
+from speedrun.base.runlog import Step
 from speedrun.board.standings import read_built
-from speedrun.ground.errors import UsageError
-from speedrun.ground.runlog import Step
-from speedrun.ledger.record import load
-from speedrun.ledger.run import Run
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import load
 
 _STRETCH = 0.05  #: of the ghost's tokens
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 
 #: Environment variables with one of these words in their name hold secrets,
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
+from speedrun.base.console import clean, quantity
 from speedrun.board.standings import Board, Published, Row
-from speedrun.ground.console import clean, quantity
 
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (

@@ -6,13 +6,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, get_args
 
+from speedrun.base.console import quantiles_ms
+from speedrun.base.errors import UsageError
 from speedrun.board import drawing
 from speedrun.board.drawing import DASHED, GREY, MOST, TARGET, TRAIN, VAL
 from speedrun.board.ghost import same_batches
-from speedrun.ground.console import quantiles_ms
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.record import Record, load
-from speedrun.ledger.run import Run, loss_of
+from speedrun.record.logged_run import Run, loss_of
+from speedrun.record.reader import Record, load
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

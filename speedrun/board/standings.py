@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 
+from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
 from speedrun.board import figures
 from speedrun.board.figures import Published
-from speedrun.ground import track as tracks
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.code import changed_lines
-from speedrun.ledger.record import Record, load
-from speedrun.ledger.statistics import mean_interval
-from speedrun.ledger.summary import summarize
-from speedrun.ledger.validate import Report, examine
+from speedrun.record.code import changed_lines
+from speedrun.record.reader import Record, load
+from speedrun.record.statistics import mean_interval
+from speedrun.record.summary import summarize
+from speedrun.record.validate import Report, examine
 
 BOARD = "leaderboard.json"
 #: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.

@@ -17,17 +17,17 @@ from statistics import fmean
 
 import msgspec
 
+from speedrun.base.console import clean, quantity
+from speedrun.base.errors import SpeedrunError, UsageError, translate_os_errors
+from speedrun.base.wholefile import write_whole
 from speedrun.board import leaks
 from speedrun.board.leaks import Leak
 from speedrun.board.standings import standing_of
-from speedrun.ground.console import clean, quantity
-from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
-from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.assemble import facts
-from speedrun.ledger.format import sha256
-from speedrun.ledger.record import Record
-from speedrun.ledger.summary import summarize
-from speedrun.ledger.validate import Report
+from speedrun.record.about import facts
+from speedrun.record.layout import sha256
+from speedrun.record.reader import Record
+from speedrun.record.summary import summarize
+from speedrun.record.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")
 _BOARD = ("records/LEADERBOARD.md", "records/leaderboard.json", "records/leaderboard.html", "README.md")

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import click
 
 from speedrun import __version__
+from speedrun.base.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
+from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 from speedrun.cli.options import Group
-from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
-from speedrun.ground.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 
 GROUPS = {
     "Train": {
@@ -109,7 +109,7 @@ class _Commands(Group):
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
     """Print one line and exit. The words are searched for --json, since the command may not have parsed them."""
-    from speedrun.ground.console import clean  # not light enough for --help
+    from speedrun.base.console import clean  # not light enough for --help
 
     said = clean(" ".join(said.split()), limit=len(said))  # it may quote a file
     if "--json" in words:

@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
+from speedrun.base import children
+from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
+from speedrun.board.wandb_relay import relayed
 from speedrun.cli import options as cli
 from speedrun.cli.card import card
 from speedrun.cli.run_options import config_options, ghost_option, new_folder, request_of, wandb_option
 from speedrun.data import generated
-from speedrun.exchange.relay import relayed
-from speedrun.ground import children
-from speedrun.ground import track as tracks
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.validate import validate
-from speedrun.study.batch import Batch, Outcome, Promise, num_runs
+from speedrun.lab.run_batch import Batch, Outcome, Promise, num_runs
+from speedrun.record.validate import validate
 
 
 @cli.new_command(
@@ -45,7 +45,7 @@ def command(ctx: click.Context, *, resume: Path | None, **given: Any) -> cli.Ans
         folder = given["out"] or new_folder(given["track"])
         promise = _promise(given, folder)
         generated.ensure(tracks.load(given["track"]), given["data"], partial(click.echo, err=True))
-        if code := children.run_module("speedrun.study.declare", promise):
+        if code := children.run_module("speedrun.lab.declare", promise):
             ctx.exit(children.shell_code(code))
     else:
         cli.only_with_resume(ctx, "data", "title", "ghost", "wandb")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speedrun.bench import rival as rivals
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.ground.errors import UsageError
+from speedrun.machine import bench_rival as rivals
 
 if TYPE_CHECKING:
-    from speedrun.training.program import Program
+    from speedrun.train.program import Program
 
 
 @cli.new_command("speedrun bench head", "speedrun bench attention", cls=cli.Group)
@@ -34,9 +34,9 @@ def _answer(found: Any) -> cli.Answer:
 @cli.option("--vocab N", cli.COUNT, "Columns of the logits.", 50304, name="vocab_size")
 def head(**sizes: int) -> cli.Answer:
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""
-    from speedrun.bench import kernels
+    from speedrun.machine import bench_kernels
 
-    return _answer(kernels.head(**sizes))
+    return _answer(bench_kernels.head(**sizes))
 
 
 @cli.new_command(
@@ -52,9 +52,9 @@ def head(**sizes: int) -> cli.Answer:
 @cli.option("--document N", cli.COUNT, "Tokens of a document.", 600, name="document_tokens")
 def attention(**sizes: int) -> cli.Answer:
     """Attention and its gradients, in every form that runs here, against the definition."""
-    from speedrun.bench import kernels
+    from speedrun.machine import bench_kernels
 
-    return _answer(kernels.attention(**sizes))
+    return _answer(bench_kernels.attention(**sizes))
 
 
 @cli.new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=command)
@@ -63,9 +63,9 @@ def attention(**sizes: int) -> cli.Answer:
 @cli.option("--dim N", cli.Integer(4), "Width of a head.", 32, name="head_dim")
 def norm(**sizes: int) -> cli.Answer:
     """QK-norm and rotary with their gradients, in every form that runs here, against the definition."""
-    from speedrun.bench import kernels
+    from speedrun.machine import bench_kernels
 
-    return _answer(kernels.norm(**sizes))
+    return _answer(bench_kernels.norm(**sizes))
 
 
 @cli.new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=command)
@@ -75,9 +75,9 @@ def norm(**sizes: int) -> cli.Answer:
 def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> cli.Answer:
     """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
     one = _program(recipe, settings)
-    from speedrun.bench import kernels
+    from speedrun.machine import bench_kernels
 
-    return _answer(kernels.muon(one, int(devices)))
+    return _answer(bench_kernels.muon(one, int(devices)))
 
 
 @cli.new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=command)
@@ -88,18 +88,18 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> cli.Answer:
 )
 def loader(*, data: Path | None) -> cli.Answer:
     """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
-    from speedrun.bench import loading
+    from speedrun.machine import bench_loader
 
     if data is None:
         click.echo("writes two shards of 100 million tokens, and removes them", err=True)
-    with nullcontext(loading.folder_shards(data)) if data else loading.synthetic_shards() as shards:
-        return _answer(loading.measure(shards))
+    with nullcontext(bench_loader.folder_shards(data)) if data else bench_loader.synthetic_shards() as shards:
+        return _answer(bench_loader.measure(shards))
 
 
 @cli.new_command("speedrun bench target", of=command)
 def target() -> cli.Answer:
-    """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/ground/devices.py`)."""
-    from speedrun.bench.machine import described
+    """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
+    from speedrun.machine.rates import described
 
     text = described()
     return cli.Answer({"target": text}, [text])
@@ -125,7 +125,7 @@ def asked_program(*, first_step: int, **asked: Any) -> "Program":
         UsageError: for a step past the end; what recipe, devices and kernels refuse; too little memory.
     """
     program = _program(**asked)
-    from speedrun.training import footprint
+    from speedrun.train import footprint
 
     num_steps = program.recipe.num_steps
     if first_step >= num_steps:
@@ -143,9 +143,9 @@ def _program(
     overrides = cli.parse_settings(settings)
     import jax
 
-    from speedrun.ground import mesh
-    from speedrun.science import recipes
-    from speedrun.training.program import Program
+    from speedrun import recipes
+    from speedrun.base import mesh
+    from speedrun.train.program import Program
 
     chosen = recipes.load(recipe).override(overrides)
     mesh.prepare("any")
@@ -160,10 +160,10 @@ def _program(
 def step(*, steps: int, data: Path | None, first_step: int, one_by_one: bool, **asked: Any) -> cli.Answer:
     """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
-    from speedrun.bench import loading
-    from speedrun.bench import steps as timing
+    from speedrun.machine import bench_loader
+    from speedrun.machine import bench_step as timing
 
-    shards = loading.folder_shards(data, None) if data else ()
+    shards = bench_loader.folder_shards(data, None) if data else ()
     when = {"num_steps": steps, "first_step": first_step}
     return _answer(timing.step(program, **when, shards=shards, command_buffers=not one_by_one))
 
@@ -184,7 +184,7 @@ def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...
     It is called with --shards DIR --steps N --first-step I --sequences N --seq-len N, and writes a line of JSON for
     each step: {"step": i, "time_s": seconds since the first began, "loss": nats}.
     """
-    from speedrun.science import recipes
+    from speedrun import recipes
 
     program = rivals.executable(folder)
     chosen = recipes.load(same["recipe"]).override(cli.parse_settings(settings))

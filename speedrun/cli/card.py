@@ -3,13 +3,13 @@
 import shlex
 from typing import TYPE_CHECKING
 
-from speedrun.ground import track as tracks
-from speedrun.ground.plugins import own_file
-from speedrun.ledger.summary import Summary
-from speedrun.ledger.validate import Report, Status
+from speedrun.base import track as tracks
+from speedrun.base.recipe_files import own_file
+from speedrun.record.summary import Summary
+from speedrun.record.validate import Report, Status
 
 if TYPE_CHECKING:
-    from speedrun.training.request import RunConfig
+    from speedrun.train.request import RunConfig
 
 
 def card(rules: tracks.Track, summary: Summary, report: Report) -> str:

@@ -7,20 +7,20 @@ from typing import Any
 
 import click
 
+from speedrun.base import signals
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
+from speedrun.base.errors import UsageError
+from speedrun.base.lock import lock_folder
+from speedrun.base.track import Track
+from speedrun.base.wholefile import write_whole
 from speedrun.cli import options as cli
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import fetch, generated, inventory, overview, prep, tokenizer
-from speedrun.data.inventory import Manifest
+from speedrun.data import fetch, generated, overview, prepare, shard_folder, tokenizer
+from speedrun.data.documents import HUB, READERS, open_source, texts
+from speedrun.data.shard_folder import Manifest
 from speedrun.data.shards import MAX_TOKENS
-from speedrun.data.sources import HUB, READERS, open_source, texts
 from speedrun.data.vocabulary import RANKS
-from speedrun.ground import signals
-from speedrun.ground import track as tracks
-from speedrun.ground.console import clean
-from speedrun.ground.errors import UsageError
-from speedrun.ground.lock import lock_folder
-from speedrun.ground.track import Track
-from speedrun.ground.wholefile import write_whole
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
 _FINEWEB_TRACK = "main-8xh100"  #: whose folder FineWeb's shards go to by default
@@ -71,7 +71,7 @@ def get(*, track: str, vocabulary: bool, out: Path | None, **given: Any) -> cli.
     """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
     source = fetch.source_of(rules, given["repo"], given["shards"])
-    folder = inventory.data_folder(rules, out)
+    folder = shard_folder.data_folder(rules, out)
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:
@@ -100,16 +100,16 @@ def prep_(*, sources: tuple[str, ...], **given: Any) -> cli.Answer:
     A stopped or killed command continues after its last whole shard when it is run again. The bytes do not depend
     on that, nor on the number of workers.
     """
-    cut = prep.Cut(given["prefix"], given["shard_tokens"], given["max_tokens"])
+    cut = prepare.Cut(given["prefix"], given["shard_tokens"], given["max_tokens"])
     if sources and given["out"] is None:
         raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
     # Local files are checked before the network.
     chosen = tokenizer.load(given["tokenizer"], document_text=given["document_text"])
-    folder = inventory.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
+    folder = shard_folder.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
     source = open_source(sources or (FINEWEB,), column=given["column"], revision=given["revision"])
     workers = given["workers"] or _num_cores()
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
-        made = prep.prepare(source, chosen, cut, folder, num_workers=workers, report=progress.update)
+        made = prepare.prepare(source, chosen, cut, folder, num_workers=workers, report=progress.update)
     return cli.Answer(made.facts(), made.summary())
 
 
@@ -131,7 +131,7 @@ def synth(*, track: str, out: Path | None) -> cli.Answer:
 
 def _made(track: str, out: Path | None) -> cli.Answer:
     rules = tracks.load(track)
-    folder = inventory.data_folder(rules, out)
+    folder = shard_folder.data_folder(rules, out)
     with signals.handled_by(signals.stop), lock_folder(folder, partial(click.echo, err=True)):
         manifest = generated.make(rules, folder)
     return _shards(rules, folder, manifest, manifest.source)
@@ -153,7 +153,7 @@ def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> cli.
 def verify(*, track: str, data: Path | None, full: bool) -> cli.Answer:
     """Check the shards of a track: headers and sizes at once, every byte with --full."""
     rules = tracks.load(track)
-    folder = inventory.data_folder(rules, data)
+    folder = shard_folder.data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
         verified = overview.verify(folder, rules.data, full=full, report=progress.update)
     facts = {"track": rules.id, "folder": str(folder), "full": full}

@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.record import need_record
+from speedrun.record.about import assemble
+from speedrun.record.reader import need_record
 
 
 @cli.new_command(

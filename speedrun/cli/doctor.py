@@ -3,11 +3,11 @@
 import click
 import msgspec
 
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
 from speedrun.cli import options as cli
-from speedrun.doctor import checkup
-from speedrun.doctor.check import Check
-from speedrun.ground import track as tracks
-from speedrun.ground.console import clean
+from speedrun.machine import checkup
+from speedrun.machine.finding import Check
 
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 

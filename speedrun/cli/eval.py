@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli.progress import counted
-from speedrun.ground.errors import UsageError
 
 
 @cli.new_command(
@@ -40,30 +40,32 @@ def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answ
     Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
     gpt2-xl on the hub.
     """
-    from speedrun.trained import sources, tasks
+    from speedrun.model import eval_tasks, weight_sources
 
     named = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
     asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or named)
     _refuse_what_has_no_effect(given, asks=asks or bool(named), scores=scores)
-    questions = tasks.read(given["hellaswag"], given["limit"]) if asks else []
+    questions = eval_tasks.read(given["hellaswag"], given["limit"]) if asks else []
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
-    trained = sources.load(source, **chosen)
+    trained = weight_sources.load(source, **chosen)
     found: dict[str, Any] = trained.facts
     context = given["context"] or trained.program.recipe.eval_seq_len
-    parts = tasks.slices(trained, shards, context, given["tokens"]) if scores else []
+    parts = eval_tasks.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
-        scorer = tasks.Scorer(trained, context, tasks.bytes_of(trained, partial(click.echo, err=True)))
+        scorer = eval_tasks.Scorer(
+            trained, context, eval_tasks.bytes_of(trained, partial(click.echo, err=True))
+        )
         found["scores"] = []
         for part in parts:
             with counted(part.name, part.tokens, "tokens") as say:
                 found["scores"].append(scorer.score(part, say))
     if asks:
         with counted("hellaswag", len(questions), "questions") as say:
-            found["hellaswag"] = tasks.ask(trained, questions, say)
+            found["hellaswag"] = eval_tasks.ask(trained, questions, say)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
     if named:
-        found["tasks"] = tasks.scores(trained, named, given["limit"], partial(click.echo, err=True))
+        found["tasks"] = eval_tasks.scores(trained, named, given["limit"], partial(click.echo, err=True))
         lines += [
             f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             for task, metrics in found["tasks"].items()

@@ -6,16 +6,16 @@ from typing import Any
 
 import click
 
+from speedrun.base.errors import UsageError
+from speedrun.board.log_formats import FORMS, export
 from speedrun.cli import options as cli
-from speedrun.exchange.exports import FORMS, export
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.record import load
+from speedrun.record.reader import load
 
 #: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.
 MODEL_FORMS = {
-    "safetensors": "speedrun.trained.exported",
-    "transformers": "speedrun.trained.transformers_gpt2",
-    "web": "speedrun.web.folder",
+    "safetensors": "speedrun.model.exported",
+    "transformers": "speedrun.model.transformers_gpt2",
+    "web": "speedrun.model.page_folder",
 }
 
 
@@ -51,9 +51,9 @@ def command(*, record: Path, form: str, out: Path | None, dtype: str | None, **g
     if dtype is not None and form != "web":
         raise UsageError(f"--dtype has no effect on {form}; leave it out")
     if form in MODEL_FORMS:
-        from speedrun.trained import exported, sources
+        from speedrun.model import exported, weight_sources
 
-        stored, trained = {} if dtype is None else {"dtype": dtype}, sources.load(record, **given)
+        stored, trained = {} if dtype is None else {"dtype": dtype}, weight_sources.load(record, **given)
         exported.check_out(trained, folder)
         paths = importlib.import_module(MODEL_FORMS[form]).write(trained, folder, **stored)
     else:

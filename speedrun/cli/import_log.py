@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
+from speedrun.base.console import clean
+from speedrun.board import foreign_logs
+from speedrun.board.foreign_logs import Context
 from speedrun.cli import options as cli
-from speedrun.exchange import foreign
-from speedrun.exchange.foreign import Context
-from speedrun.ground.console import clean
-from speedrun.study import noise
-from speedrun.study.noise import Group
+from speedrun.lab import noise
+from speedrun.lab.noise import Group
 
 _MOST_SHOWN = 5  #: problems of a file
 
@@ -33,8 +33,8 @@ def command(
     same step form a group; copies of a run count once. Imported runs have no seed and no chain of hashes, so they are
     never ranked. Nothing in a FILE is executed.
     """
-    names = foreign.names(files)
-    contexts = tuple(foreign.import_file(path, name) for path, name in zip(files, names, strict=True))
+    names = foreign_logs.names(files)
+    contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
     runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
     chosen = noise.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
     groups = tuple(noise.groups(chosen))

@@ -5,14 +5,14 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
+from speedrun.base.console import clean
+from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.wholefile import write_whole
 from speedrun.board import figures, pages
-from speedrun.board.progress import pictures
+from speedrun.board.progress_plot import pictures
 from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli import options as cli
-from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError, UsageError
-from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.format import encode
+from speedrun.record.layout import encode
 
 _records_option = cli.option("--records DIR", cli.PATH, "Folder of <track>/<record>/.", Path("records"))
 _OTHERS = "What others published or claim is in italics: unranked, not verified by us."

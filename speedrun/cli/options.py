@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from speedrun.ground.errors import SpeedrunError, UsageError, unknown
-from speedrun.ground.plugins import resolve
+from speedrun.base.errors import SpeedrunError, UsageError, unknown
+from speedrun.base.recipe_files import resolve
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
@@ -178,7 +178,7 @@ def port_option(default: int) -> Decorator:
     return option("--port N", Integer(0, 65_535), text, default)
 
 
-#: The options that choose the weights of a trained model: for `trained.sources`.
+#: The options that choose the weights of a trained model: for `model.weight_sources`.
 weights_options = combined(
     option("--step N", NATURAL, "Of the checkpoint. Default: the newest."),
     recipe_option(text="The model's recipe, if it is in a file of your own."),

@@ -7,10 +7,10 @@ from typing import Any
 import click
 import msgspec
 
+from speedrun.base import accelerators as kinds
+from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.ground import devices as kinds
-from speedrun.ground import track as tracks
-from speedrun.ground.errors import UsageError
 
 _RECORDS = Path("records")
 
@@ -62,10 +62,10 @@ def command(
     _check(click.get_current_context().params, on_gpu=on_gpu)
     overrides = cli.parse_settings(settings)
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
-    from speedrun.predict import deviceless, scaling
-    from speedrun.predict import plan as planning
-    from speedrun.science import recipes
-    from speedrun.study import budget as budgets
+    from speedrun import recipes
+    from speedrun.lab import budget as budgets
+    from speedrun.plan import deviceless, scaling
+    from speedrun.plan import estimate as planning
 
     chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
     error, facts, lines, plan = None, {}, [], None

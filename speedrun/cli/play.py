@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.ground.errors import UsageError
 
 
 @cli.new_command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
@@ -20,9 +20,9 @@ def command(ctx: click.Context, *, folders: tuple[Path, ...], recipe: str | None
     The browser computes. With several folders, two models write beside each other, with one seed. With --recipe, JAX
     first trains a tiny preset on the CPU, for some seconds. Ctrl-C or SIGTERM ends it.
     """
-    from speedrun.ground import signals
-    from speedrun.ground.serving import serving, stoppable
-    from speedrun.web.serve import answering
+    from speedrun.base import signals
+    from speedrun.base.serving import serving, stoppable
+    from speedrun.model.page_server import answering
 
     if not folders and recipe is None:
         raise UsageError("got nothing to serve; name a folder that 'export --to web' made, or pass --recipe")
@@ -36,10 +36,10 @@ def command(ctx: click.Context, *, folders: tuple[Path, ...], recipe: str | None
 
 
 def _trainable(recipe: str, out: Path) -> Path:
-    from speedrun.ground import mesh
-    from speedrun.science import recipes
-    from speedrun.web import training
+    from speedrun import recipes
+    from speedrun.base import mesh
+    from speedrun.model import page_training
 
     mesh.prepare("cpu")
-    training.write(recipes.load(recipe), out)
+    page_training.write(recipes.load(recipe), out)
     return out

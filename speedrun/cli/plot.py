@@ -5,13 +5,13 @@ from pathlib import Path
 
 import click
 
-from speedrun.board.progress import pareto, results
+from speedrun.base.console import clean
+from speedrun.base.errors import UsageError
+from speedrun.board.progress_plot import pareto, results
 from speedrun.board.record_plot import KINDS, Kind, plot
 from speedrun.board.standings import LeftOut, Row, judge
 from speedrun.cli import options as cli
-from speedrun.ground.console import clean
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.record import load
+from speedrun.record.reader import load
 
 
 @cli.new_command(

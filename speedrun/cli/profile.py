@@ -7,8 +7,8 @@ from speedrun.cli import options as cli
 from speedrun.cli.bench import asked_program, program_options
 
 if TYPE_CHECKING:
-    from speedrun.bench.profile import Profile, Row
-    from speedrun.predict.timeline import Usage
+    from speedrun.machine.profile import Profile, Row
+    from speedrun.plan.timeline import Usage
 
 _GAPS = 3  #: shown of each device
 _SHOWN_SHARE = 0.01
@@ -28,7 +28,7 @@ def command(*, steps: int, first_step: int, top: int, out: Path | None, **asked:
     Bytes are those of the compiled program, without caching.
     """
     program = asked_program(first_step=first_step, **asked)
-    from speedrun.bench.profile import profile
+    from speedrun.machine.profile import profile
 
     found = profile(program, num_steps=steps, first_step=first_step, folder=out)
     rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]

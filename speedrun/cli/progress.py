@@ -9,10 +9,10 @@ from typing import Self
 
 import click
 
-from speedrun.ground import signals
-from speedrun.ground.clock import Stopwatch
-from speedrun.ground.console import clean, duration, quantity
-from speedrun.ground.errors import Terminated
+from speedrun.base import signals
+from speedrun.base.clock import Stopwatch
+from speedrun.base.console import clean, duration, quantity
+from speedrun.base.errors import Terminated
 
 _LINE_S, _REWRITE_S = 10.0, 0.25  #: between two lines, and on a terminal
 _ERASE = "\r\x1b[K"  #: the line of the cursor

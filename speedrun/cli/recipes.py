@@ -2,10 +2,10 @@
 
 import click
 
+from speedrun.base.console import clean
+from speedrun.base.output import expected
+from speedrun.base.recipe_files import resolve
 from speedrun.cli import options as cli
-from speedrun.ground.console import clean
-from speedrun.ground.output import expected
-from speedrun.ground.plugins import resolve
 
 
 @cli.new_command("speedrun recipes", "speedrun recipes smoke")
@@ -15,7 +15,8 @@ def command(*, name: str | None) -> cli.Answer:
 
     A recipe that cannot be loaded is left out, with a warning.
     """
-    from speedrun.science import params, recipes
+    from speedrun import recipes
+    from speedrun.science import params
     from speedrun.science.recipe import IDENTITY, settings
 
     found: dict[str, object] = {}

@@ -7,19 +7,19 @@ from statistics import fmean
 
 import click
 
+from speedrun.base.children import locked
+from speedrun.base.console import clean
+from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.wholefile import write_whole
 from speedrun.cli import options as cli
-from speedrun.ground.children import locked
-from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError, UsageError
-from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.format import encode
-from speedrun.ledger.record import Record, load_result
-from speedrun.ledger.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
-from speedrun.ledger.run import Run
-from speedrun.referee import reproduce
-from speedrun.referee.reproduce import Result
-from speedrun.referee.sandbox import protections
-from speedrun.study.comparison import compare
+from speedrun.lab.comparison import compare
+from speedrun.record.examine import reproduce
+from speedrun.record.examine.reproduce import Result
+from speedrun.record.examine.sandbox import protections
+from speedrun.record.layout import encode
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import Record, load_result
+from speedrun.record.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
 
 _RECORD = "runs/first"
 _NUM_PAIRS = 3

@@ -7,16 +7,15 @@ from typing import Any
 
 import click
 
+from speedrun.base import children, signals
+from speedrun.base import track as tracks
+from speedrun.base.errors import INTERRUPTED, UsageError
 from speedrun.cli import options as cli
 from speedrun.cli import run_options
 from speedrun.cli.card import card, following
-from speedrun.ground import children, signals
-from speedrun.ground import track as tracks
-from speedrun.ground.errors import INTERRUPTED, UsageError
-from speedrun.launch import local
-from speedrun.ledger import record
-from speedrun.training import meet
-from speedrun.watch import PORT
+from speedrun.model import PORT
+from speedrun.record import reader
+from speedrun.train import connect, local_processes
 
 
 @cli.new_command(
@@ -55,12 +54,12 @@ def command(
     if given["local_processes"] is not None:
         if given["coordinator"]:
             raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-        if not (code := local.run(given["local_processes"], _child_words(ctx, folder))):
-            record.need_finished(folder)
+        if not (code := local_processes.run(given["local_processes"], _child_words(ctx, folder))):
+            reader.need_finished(folder)
         ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
-    from speedrun.study import single
+    from speedrun.lab import single_run
 
     config = run_options.request_of(
         ctx.params,
@@ -75,11 +74,11 @@ def command(
     )
     if resume is not None:
         cli.only_with_resume(ctx, *run_options.EXTRA_ARGUMENTS, "verbose", *run_options.PROCESS_ARGUMENTS)
-    group = meet.find_group(*(given[name] for name in run_options.PROCESS_ARGUMENTS[1:]))
+    group = connect.find_group(*(given[name] for name in run_options.PROCESS_ARGUMENTS[1:]))
     page = given["watch_port"] or (PORT if given["watch"] else None)
     same = {name: given[name] for name in ("ghost", "wandb", "sample_every", "sample_prompts", "init_from")}
-    extras, shown = single.Extras(**same, watch_port=page), {"verbose": given["verbose"]}
-    done = single.run(config, meet.joined(group), extras, to_stderr=ctx.params["as_json"], **shown)
+    extras, shown = single_run.Extras(**same, watch_port=page), {"verbose": given["verbose"]}
+    done = single_run.run(config, connect.joined(group), extras, to_stderr=ctx.params["as_json"], **shown)
     if done is None:
         return None
     lines = [card(done.rules, done.summary, done.report)]
@@ -95,7 +94,7 @@ def _import_jax() -> None:
     """Import JAX; handle signals afterwards, since an exception while C++ libraries start would crash the process."""
     got: list[int] = []
     with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
-        importlib.import_module("speedrun.training.train")
+        importlib.import_module("speedrun.train.run")
     if got:
         signals.stop(got[0], None)
 

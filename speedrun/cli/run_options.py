@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from speedrun.base import clock
+from speedrun.base.errors import UsageError, unknown
 from speedrun.cli import options as cli
-from speedrun.ground import clock
-from speedrun.ground.errors import UsageError, unknown
-from speedrun.training import watchdog
-from speedrun.training.meet import HEARTBEAT_S, MEET_S
-from speedrun.training.request import RunConfig
-from speedrun.watch import PORT
+from speedrun.model import PORT
+from speedrun.train import watchdog
+from speedrun.train.connect import HEARTBEAT_S, MEET_S
+from speedrun.train.request import RunConfig
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option = cli.option(

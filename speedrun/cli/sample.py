@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from speedrun.base.clock import Stopwatch
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from speedrun.trained.decode import Decoder, Draw
-    from speedrun.trained.words import Text
+    from speedrun.model.decode import Decoder, Draw
+    from speedrun.model.text_ids import Text
 
 
 @cli.new_command(
@@ -49,10 +49,10 @@ def command(
     Or with those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large
     or gpt2-xl on the hub. A text ends where the model ends the document. The same seed gives the same text.
     """
-    from speedrun.trained import decode, sources, words
+    from speedrun.model import decode, text_ids, weight_sources
 
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
-    trained = sources.load(source, **chosen)
+    trained = weight_sources.load(source, **chosen)
     spoken = trained.words
     texts = prompts if prompts or ids else ("",)
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
@@ -60,7 +60,7 @@ def command(
     decoder = decode.decoder_of(trained, max(map(len, starts)) + given["tokens"])
     click.echo(str(trained), err=True)
     how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
-    found = [words.Text(spoken, start) for start in starts]
+    found = [text_ids.Text(spoken, start) for start in starts]
     num_written, seconds = _write(
         decoder, starts, found, given["tokens"], how, is_shown=not ctx.params["as_json"]
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from speedrun.cli import options as cli
-from speedrun.ledger.statistics import Interval
-from speedrun.study.stats import Stats, stats
+from speedrun.lab.proof import Stats, stats
+from speedrun.record.statistics import Interval
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 

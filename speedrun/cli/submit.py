@@ -6,12 +6,12 @@ from pathlib import Path
 import click
 import msgspec
 
+from speedrun.base.console import clean
 from speedrun.board import submission
 from speedrun.board.leaks import Leak
 from speedrun.cli import options as cli
-from speedrun.ground.console import clean
-from speedrun.ledger.record import load, need_record
-from speedrun.ledger.validate import examine
+from speedrun.record.reader import load, need_record
+from speedrun.record.validate import examine
 
 
 @cli.new_command("speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head")

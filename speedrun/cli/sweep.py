@@ -6,17 +6,17 @@ from typing import Any
 
 import click
 
+from speedrun.base import children
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli.run_options import config_options, new_folder, request_of
 from speedrun.data import generated
-from speedrun.ground import children
-from speedrun.ground import track as tracks
-from speedrun.ground.console import clean
-from speedrun.ground.errors import UsageError
-from speedrun.study import space
-from speedrun.study.experiment import Runner
-from speedrun.study.report import table
-from speedrun.study.trials import Kind, Request
+from speedrun.lab import search_space
+from speedrun.lab.report import table
+from speedrun.lab.run_experiment import Runner
+from speedrun.lab.trials import Kind, Request
 
 
 @cli.new_command(
@@ -39,7 +39,7 @@ from speedrun.study.trials import Kind, Request
 @cli.option(
     "--features NAME,...",
     str,
-    "Instead, switch off one feature at a time: 'all', or names of speedrun/study/features.py.",
+    "Instead, switch off one feature at a time: 'all', or names of speedrun/lab/features.py.",
 )
 @cli.flag("--ladder", "Instead, compare the recipe and its ancestors, each with its parent.")
 @cli.option("--runs N", cli.COUNT, "Runs of each arm, all with the same N seeds.")
@@ -61,7 +61,7 @@ def command(ctx: click.Context, *, data: Path | None, resume: Path | None, **giv
     if resume is None:
         request = _request({**given, "data": data})
         generated.ensure(tracks.load(given["track"]), data, partial(click.echo, err=True))
-        if code := children.run_module("speedrun.study.design", request):
+        if code := children.run_module("speedrun.lab.design", request):
             ctx.exit(children.shell_code(code))
         folder = request.config.out
     else:
@@ -76,7 +76,9 @@ def command(ctx: click.Context, *, data: Path | None, resume: Path | None, **giv
 def _request(given: dict[str, Any]) -> Request:
     """Return the experiment that the options say."""
     features, ladder, trials = given["features"], given["ladder"], given["trials"]
-    settings = {key: space.parse(key, text) for key, text in cli.parse_settings(given["settings"]).items()}
+    settings = {
+        key: search_space.parse(key, text) for key, text in cli.parse_settings(given["settings"]).items()
+    }
     fixed = {key: one[0] for key, one in settings.items() if isinstance(one, tuple) and len(one) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
     if (features is not None) + ladder + bool(free or trials) > 1:
@@ -89,7 +91,9 @@ def _request(given: dict[str, Any]) -> Request:
         if not free:
             raise UsageError("nothing to sweep; pass --features, --ladder or --set optimizer.muon_lr=0.1,0.2")
         kind = "sweep"
-        variants = space.grid(free) if trials is None else space.draw(free, trials, given["seed"])
+        variants = (
+            search_space.grid(free) if trials is None else search_space.draw(free, trials, given["seed"])
+        )
     return Request(
         config=request_of(given, fixed, given["out"] or new_folder(f"{given['track']}-sweep")),
         kind=kind,

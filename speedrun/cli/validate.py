@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from speedrun.base.console import clean
+from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.ground.console import clean
-from speedrun.ground.errors import UsageError
-from speedrun.ledger.record import need_record
-from speedrun.ledger.validate import Report, find_check, validate
+from speedrun.record.reader import need_record
+from speedrun.record.validate import Report, find_check, validate
 
 if TYPE_CHECKING:
-    from speedrun.referee.questions import Which
+    from speedrun.record.examine.replay import Which
 
 _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
 
@@ -80,7 +80,7 @@ def command(
         raise UsageError("no record given; name the folder that holds its source.txt")
     reports = {str(need_record(record)): validate(record, strict=strict) for record in records}
     if replay or relower:
-        from speedrun.referee.questions import Options, checked_nonce, examined, relowered
+        from speedrun.record.examine.replay import Options, checked_nonce, examined, relowered
 
         options = Options(replay or "some", checked_nonce(nonce), checkpoints, data, unsafe)
         echo = sys.stderr if ctx.params["as_json"] else sys.stdout

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
+from speedrun.base import console
+from speedrun.base.errors import UsageError
+from speedrun.base.serving import stoppable
 from speedrun.cli import options as cli
-from speedrun.ground import console
-from speedrun.ground.errors import UsageError
-from speedrun.ground.serving import stoppable
-from speedrun.watch import PORT, feed, server
+from speedrun.model import PORT, watch_feed, watch_server
 
 _RUNS = Path("runs")
 
@@ -35,9 +35,9 @@ def command(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
     """
     folders = runs or (_newest(),)
     for folder in folders:
-        feed.check(folder)
+        watch_feed.check(folder)
     # Outside: pages still get the last lines.
-    with stoppable() as stopped, server.watching(folders, port, ghost) as url:
+    with stoppable() as stopped, watch_server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
         click.echo(console.clean(f"watch   {shlex.join(map(str, folders))}"))
         click.echo(f"page    {url}   Ctrl-C ends it")

@@ -19,14 +19,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from speedrun.base.errors import DataError, UsageError
+from speedrun.base.lock import lock_folder
+from speedrun.base.track import Data, Hub, Track
+from speedrun.base.wholefile import give_name
 from speedrun.data import hub
-from speedrun.data.inventory import MANIFEST, Manifest, ShardEntry, open_track, read_manifest, write_manifest
 from speedrun.data.overview import count_documents
+from speedrun.data.shard_folder import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    open_track,
+    read_manifest,
+    write_manifest,
+)
 from speedrun.data.shards import open_shard, sha256
-from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.lock import lock_folder
-from speedrun.ground.track import Data, Hub, Track
-from speedrun.ground.wholefile import give_name
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo

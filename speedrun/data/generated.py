@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from speedrun.base.console import memory
+from speedrun.base.errors import UsageError
+from speedrun.base.lock import lock_folder
+from speedrun.base.track import Track
 from speedrun.data import python_docs, synthetic
-from speedrun.data.inventory import Manifest, data_folder, read_manifest
-from speedrun.ground.console import memory
-from speedrun.ground.errors import UsageError
-from speedrun.ground.lock import lock_folder
-from speedrun.ground.track import Track
+from speedrun.data.shard_folder import Manifest, data_folder, read_manifest
 
 
 def make(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a track anew. Callers lock the folder (`ground.lock`).
+    """Make the shards of a track anew. Callers lock the folder (`base.lock`).
 
     Raises:
         UsageError: if the track needs other data, or the folder holds other shards.

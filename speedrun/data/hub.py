@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from speedrun.ground.errors import translate_os_errors
+from speedrun.base.errors import translate_os_errors
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speedrun.data.inventory import MANIFEST, ShardEntry, data_folder, open_track, read_manifest
+from speedrun.base.console import quantity
+from speedrun.base.errors import DataError
+from speedrun.base.track import Data, Track
+from speedrun.data.shard_folder import MANIFEST, ShardEntry, data_folder, open_track, read_manifest
 from speedrun.data.shards import HEADER_BYTES, Shard, sha256
-from speedrun.ground.console import quantity
-from speedrun.ground.errors import DataError
-from speedrun.ground.track import Data, Track
 
 _CHUNK_TOKENS = 2**24  #: held in memory at a time
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from speedrun.data import prep, tokenizer
-from speedrun.data.inventory import MANIFEST, Manifest, read_manifest
-from speedrun.data.sources import open_source, valid
+from speedrun.base.errors import DataError, UsageError, translate_os_errors
+from speedrun.base.track import Track
+from speedrun.base.wholefile import write_whole
+from speedrun.data import prepare, tokenizer
+from speedrun.data.documents import open_source, valid
+from speedrun.data.shard_folder import MANIFEST, Manifest, read_manifest
 from speedrun.data.vocabulary import TOKENIZER
-from speedrun.ground.errors import DataError, UsageError, translate_os_errors
-from speedrun.ground.track import Track
-from speedrun.ground.wholefile import write_whole
 
 PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")  #: dependencies of `speedrun run`
 #: Folders without documentation, or with little English.
@@ -91,7 +91,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 def make(track: Track, folder: Path) -> Manifest:
     """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards.
 
-    Callers lock the folder (`ground.lock`).
+    Callers lock the folder (`base.lock`).
 
     Raises:
         UsageError: if the folder holds other shards.
@@ -118,11 +118,11 @@ def make(track: Track, folder: Path) -> Manifest:
             f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
             "little documentation: install the packages of a run"
         )
-    cut = prep.Cut(
+    cut = prepare.Cut(
         prefix=track.data.val.partition("_val_")[0],
         shard_tokens=settings["shard_tokens"],
         scored_tokens=track.data.val_tokens,
     )
     source = open_source([str(folder / CORPUS)])
     source.name = SOURCE  # independent of the folder's path
-    return prep.prepare(source, tokenizer.load(str(folder / TOKENIZER)), cut, folder).manifest
+    return prepare.prepare(source, tokenizer.load(str(folder / TOKENIZER)), cut, folder).manifest

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.ground.errors import DataError, translate_read_errors
-from speedrun.ground.wholefile import write_whole
+from speedrun.base.errors import DataError, translate_read_errors
+from speedrun.base.wholefile import write_whole
 
 MAGIC = 20240520
 VERSION = 1

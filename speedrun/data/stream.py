@@ -21,9 +21,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from speedrun.base.clock import Stopwatch
+from speedrun.base.errors import DataError, UsageError
 from speedrun.data.shards import Shard
-from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import DataError, UsageError
 
 
 class Cursor(NamedTuple):

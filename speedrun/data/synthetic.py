@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.inventory import Manifest, ShardEntry, write_manifest
+from speedrun.base.errors import DataError, translate_os_errors
+from speedrun.base.track import Data, Track
+from speedrun.data.shard_folder import Manifest, ShardEntry, write_manifest
 from speedrun.data.shards import sha256, write_shard
-from speedrun.ground.errors import DataError, translate_os_errors
-from speedrun.ground.track import Data, Track
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3
@@ -128,7 +128,7 @@ def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`ground.lock`).
+    """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`base.lock`).
 
     Shards with the digest in the track file are not written again: another program may be reading them.
 

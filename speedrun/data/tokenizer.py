@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from speedrun.base.errors import DataError, UsageError, translate_read_errors, unknown
+from speedrun.base.wholefile import read_regular, write_whole
 from speedrun.data import vocabulary
-from speedrun.data.inventory import Place
-from speedrun.data.sources import Block, need
-from speedrun.ground.errors import DataError, UsageError, translate_read_errors, unknown
-from speedrun.ground.wholefile import read_regular, write_whole
+from speedrun.data.documents import Block, need
+from speedrun.data.shard_folder import Place
 
 END_OF_TEXT = "<|endoftext|>"
 

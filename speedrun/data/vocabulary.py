@@ -5,8 +5,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from speedrun.ground.errors import translate_read_errors
-from speedrun.ground.track import Track
+from speedrun.base.errors import translate_read_errors
+from speedrun.base.track import Track
 
 RANKS, TOKENIZER = "r50k_base.tiktoken", "tokenizer.json"
 #: Source: tiktoken, `tiktoken_ext/openai_public.py`.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 from speedrun.science.kernels.attention import Window
 
 MOST_NUMBERS = 2**12  #: of an input, at a step

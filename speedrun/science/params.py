@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.mesh import DATA
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA
 
 Params = dict[str, jax.Array]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]

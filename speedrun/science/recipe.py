@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from speedrun.ground import limits
-from speedrun.ground.errors import UsageError, unknown
-from speedrun.ground.limits import Count, Natural, Steps
+from speedrun.base import limits
+from speedrun.base.errors import UsageError, unknown
+from speedrun.base.limits import Count, Natural, Steps
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Params, Table

@@ -7,7 +7,7 @@ docs/recipes.md explains them.
 from collections.abc import Mapping
 from typing import Any
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 
 #: Layers and width, for 12 and 768 of a full-size recipe; tokens per step, for 1.
 SIZES = {

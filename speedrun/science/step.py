@@ -23,8 +23,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.mesh import DATA, fetch
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA, fetch
 from speedrun.science.inputs import Arrays, Inputs, Plan, Static
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 from speedrun.science.kernels.attention import Sight, size_refusals
 from speedrun.science.kernels.varying import varying_like
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.ground.errors import UsageError, unknown
+from speedrun.base.errors import UsageError, unknown
 from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton, cross_entropy
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import mlp as mlps

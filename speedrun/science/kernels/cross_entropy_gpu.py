@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision, dot_general
 
-from speedrun.ground.limits import Positive
+from speedrun.base.limits import Positive
 from speedrun.science.kernels.cross_entropy import Cap, Form, Losses, Targets, in_chunks, sum_losses
 
 

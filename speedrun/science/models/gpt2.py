@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.limits import Count
+from speedrun.base.errors import UsageError
+from speedrun.base.limits import Count
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy

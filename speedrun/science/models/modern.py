@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 
-from speedrun.ground.limits import Count
+from speedrun.base.limits import Count
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.ground.limits import Count
+from speedrun.base.limits import Count
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels

@@ -10,8 +10,8 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from speedrun.ground import limits
-from speedrun.ground.limits import Count, Natural
+from speedrun.base import limits
+from speedrun.base.limits import Count, Natural
 from speedrun.science import params
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.mlp import Factors

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import Targets

@@ -6,7 +6,7 @@ Source: modded-nanogpt, record 11 (@brendanh0gan).
 
 import jax
 
-from speedrun.ground.errors import UsageError
+from speedrun.base.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from speedrun.ground.limits import Count, Natural
+from speedrun.base.limits import Count, Natural
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.attention import Window

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.limits import Momentum, Natural, Positive, Rate
+from speedrun.base.errors import UsageError
+from speedrun.base.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.muon import scale_by_muon, shape_factor
 from speedrun.science.params import Dtype, Layout, Member

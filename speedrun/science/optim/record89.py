@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.ground.errors import UsageError
-from speedrun.ground.limits import Momentum, Positive, Rate
+from speedrun.base.errors import UsageError
+from speedrun.base.limits import Momentum, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.normuon import normuon
 from speedrun.science.params import Dtype, Layout, Member, Params

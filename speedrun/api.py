@@ -1,0 +1,180 @@
+"""The package as a library: load a recipe, run it, inspect the record. `import speedrun` exports these names.
+
+import speedrun as sr
+
+recipe = sr.load("smoke").override({"stages.0.num_steps": 100})
+record = sr.run(recipe, track="smoke-cpu", out="runs/mine")
+record.validate()
+record.plot()
+"""
+
+import sys
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from subprocess import STDOUT
+from typing import TYPE_CHECKING
+
+from speedrun.base.console import Printer
+from speedrun.base.errors import SpeedrunError, UsageError, meaning, unknown
+from speedrun.base.recipe_files import resolve
+from speedrun.base.track import load as load_track
+from speedrun.board import record_plot
+from speedrun.data import generated
+from speedrun.record import reader as records
+from speedrun.record.about import assemble
+from speedrun.record.logged_run import Run
+from speedrun.record.salvage import ended
+from speedrun.record.summary import Summary, summarize
+from speedrun.record.validate import Report, validate
+from speedrun.train import child_run
+from speedrun.train.request import RunConfig
+
+if TYPE_CHECKING:
+    from speedrun.science.recipe import Recipe
+
+#: JAX reserves three quarters of a GPU's memory for the first process that uses it.
+_HELD = "; JAX in this process may hold the memory: restart it, and call sr.run before anything else that uses JAX"
+
+
+class Record:
+    """A record on disk."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Refer to an existing folder. Nothing is read yet."""
+        self.folder = Path(folder)
+
+    def __repr__(self) -> str:
+        return f"Record({str(self.folder)!r})"
+
+    @property
+    def summary(self) -> Summary:
+        """Losses, times and counts, derived from the runs.
+
+        Raises:
+            UsageError: if it cannot be read.
+        """
+        found = records.load(self.folder)
+        if not found.whole or found.track is None:
+            raise UsageError(f"{self.folder} cannot be read; 'speedrun validate {self.folder}' says why")
+        return summarize(found)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Its runs, with every event of their logs: `[(step.train_time_s, step.loss) for step in run.steps]`."""
+        return tuple(records.load(self.folder).runs)
+
+    def validate(self) -> Report:
+        """Check all claims again, offline. Nothing in the record is executed."""
+        return validate(self.folder)
+
+    def plot(self, *kinds: record_plot.Kind) -> list[Path]:
+        """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files.
+
+        Raises:
+            UsageError: for another kind, or if there is nothing to plot.
+        """
+        for kind in {*kinds} - {*record_plot.KINDS}:
+            raise unknown("kind of plot", kind, record_plot.KINDS)
+        return record_plot.plot(self.folder, kinds or ("loss",))
+
+
+def load(name: str) -> "Recipe":
+    """Return a recipe of this package by its name, or one of your own by the path of its file.
+
+    A file is read again each time.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    from speedrun import recipes
+
+    return recipes.load(resolve(name))
+
+
+def run(
+    recipe: "Recipe | str | None" = None,
+    *,
+    track: str,
+    out: Path | str,
+    seed: int = 0,
+    data: Path | str | None = None,
+    devices: int | None = None,
+    quiet: bool = False,
+) -> Record:
+    """Train once under the clock, in a process of its own, and write a record, as `speedrun run` does.
+
+    Args:
+        recipe: from `load`, also with other settings, or its name; None: the default of the track.
+        track: its name.
+        out: a new folder.
+        seed: of the initial weights.
+        data: folder of shards; None: that of the track.
+        devices: their number; None: as the track requires, or all.
+        quiet: print nothing; otherwise the log is printed during the run.
+
+    Raises:
+        SpeedrunError: as `speedrun run`. The record of a run that broke off says so.
+    """
+    rules = load_track(track)
+    name, settings = (
+        (recipe and resolve(recipe), {})
+        if recipe is None or isinstance(recipe, str)
+        else (recipe.name, settings_of(recipe))
+    )
+    out = Path(out).absolute()
+    if out.exists():
+        raise UsageError(f"{out} exists already; need a new folder; remove it or pass another out")
+    folder = None if data is None else Path(data).absolute()
+    printer = Printer(StringIO() if quiet else sys.stdout)
+    generated.ensure(rules, folder, printer.say)
+    config = RunConfig(
+        track, out, recipe=name, seed=seed, overrides=settings, data=folder, num_devices=devices
+    )
+    try:
+        _train(config, printer)
+    finally:
+        if any(map(ended, out.glob("runs/*"))):
+            assemble(out, title=f"{name or rules.recipe} on {track}")
+    records.need_finished(out)
+    return Record(out)
+
+
+def _train(config: RunConfig, printer: Printer) -> None:
+    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
+    code, said = child_run.trained(config, printer, stderr=STDOUT)
+    if not code:
+        return
+    on_cpu = load_track(config.track).rules.platform == "cpu"
+    if "out of memory" in said and "jax" in sys.modules and not on_cpu:
+        said += _HELD
+    if not said.startswith("error: "):
+        said = f"the run ended with {meaning(code)}; the last line was: {said}"
+    error = SpeedrunError(said.removeprefix("error: "))
+    error.exit_code = code
+    raise error
+
+
+def settings_of(recipe: "Recipe") -> dict[str, str]:
+    """Return the fewest settings (`--set`) by which this recipe differs from that in its file.
+
+    Raises:
+        UsageError: if it differs in more than settings.
+    """
+    from speedrun import recipes
+    from speedrun.science.recipe import IDENTITY, settings
+    from speedrun.science.sizes import SIZES
+
+    base, now, found = recipes.load(recipe.name), settings(recipe), []
+    for size in ({}, *({"size": name} for name in SIZES)):
+        with suppress(UsageError):  # not every recipe has sizes
+            before = settings(base.override(size))
+            changed = (key for key in before.keys() & now.keys() if before[key] != now[key])
+            wanted = size | {key: str(now[key]) for key in sorted(changed) if key not in IDENTITY}
+            found += [wanted] if base.override(wanted) == recipe else []
+    if not found:
+        raise UsageError(
+            f"recipe {recipe.name} differs from its file in more than settings; need a file of its own, "
+            "since a record contains the source of its recipe; copy the file, change it, and load it by its path"
+        )
+    return min(found, key=len)

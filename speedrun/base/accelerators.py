@@ -1,0 +1,182 @@
+"""Accelerators: properties for compiling without the device, and rates that bound a step.
+
+Rates are the vendor's, for dense arithmetic. Programs reach less.
+"""
+
+from typing import NamedTuple
+
+from speedrun.base.errors import unknown
+
+_GiB = 2**30
+
+
+class Device(NamedTuple):
+    """One accelerator."""
+
+    name: str  #: as its driver reports it
+    compute_capability: tuple[int, int]
+    bf16_flops: float  #: per second, sums in float32
+    fp8_flops: float  #: per second; 0 without FP8
+    memory_bytes: int  #: as the driver reports it
+    memory_rate: float  #: bytes per second
+    link_rate: float  #: bytes per second to its peers, each way
+    num_links: int  #: NVLinks in use; 0: PCIe
+    network_rate: float  #: bytes per second of its share of the adapters, each way; 0: unknown
+    num_cores: int  #: streaming multiprocessors
+    threads_per_core: int
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int  #: largest that a kernel may use
+    l2_bytes: int
+    clock_ghz: float
+
+
+_H100 = Device(
+    name="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    bf16_flops=989.4e12,
+    fp8_flops=1978.9e12,
+    memory_bytes=84_942_979_072,
+    memory_rate=3.352e12,
+    link_rate=450e9,
+    num_links=18,
+    network_rate=50e9,  # DGX H100: eight adapters of 400 Gb/s, one for each GPU
+    num_cores=132,
+    threads_per_core=2048,
+    shared_bytes_per_core=233_472,
+    shared_bytes_per_block=232_448,
+    l2_bytes=50 * 2**20,
+    clock_ghz=1.98,
+)
+_A100 = Device(
+    name="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    bf16_flops=312e12,
+    fp8_flops=0.0,
+    memory_bytes=int(79.1 * _GiB),
+    memory_rate=2.039e12,
+    link_rate=300e9,
+    num_links=12,
+    network_rate=25e9,  # DGX A100: eight adapters of 200 Gb/s
+    num_cores=108,
+    threads_per_core=2048,
+    shared_bytes_per_core=167_936,
+    shared_bytes_per_block=166_912,
+    l2_bytes=40 * 2**20,
+    clock_ghz=1.41,
+)
+
+_4090 = Device(
+    name="NVIDIA GeForce RTX 4090",
+    compute_capability=(8, 9),
+    bf16_flops=165.2e12,
+    fp8_flops=330.3e12,
+    memory_bytes=int(23.6 * _GiB),
+    memory_rate=1.008e12,
+    link_rate=32e9,
+    num_links=0,
+    network_rate=0.0,
+    num_cores=128,
+    threads_per_core=1536,
+    shared_bytes_per_core=102_400,
+    shared_bytes_per_block=101_376,
+    l2_bytes=72 * 2**20,
+    clock_ghz=2.52,
+)
+
+#: By name, as for `--device-kind`.
+DEVICES = {
+    "h100": _H100,
+    "h200": _H100._replace(name="NVIDIA H200", memory_bytes=int(139.8 * _GiB), memory_rate=4.8e12),
+    "b200": _H100._replace(
+        name="NVIDIA B200",
+        compute_capability=(10, 0),
+        bf16_flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes=191_514_411_008,
+        memory_rate=7.67e12,  # of the bus that its driver reports; 8 TB/s in the first data sheets
+        link_rate=900e9,
+        num_cores=148,
+        l2_bytes=132_644_864,
+        clock_ghz=1.965,
+    ),
+    "a100": _A100,
+    "a100-40gb": _A100._replace(
+        name="NVIDIA A100-SXM4-40GB", memory_bytes=int(39.4 * _GiB), memory_rate=1.555e12
+    ),
+    "l40s": _4090._replace(
+        name="NVIDIA L40S",
+        bf16_flops=362.05e12,  # sums in float32 at full rate; a GeForce has half
+        fp8_flops=733e12,
+        memory_bytes=int(44.4 * _GiB),
+        memory_rate=0.864e12,
+        num_cores=142,
+        l2_bytes=96 * 2**20,
+    ),
+    "4090": _4090,
+}
+
+#: CUDA and cuDNN of all targets. Without them XLA silently builds no FP8 GEMM.
+_CUDA = "12.9.0"
+_CUDNN = (9, 10, 2)
+
+
+def load(kind: str) -> Device:
+    """Return the device of this name; raise UsageError if there is none."""
+    if kind not in DEVICES:
+        raise unknown("device kind", kind, DEVICES, least=0.7)  # 5090 is no misspelled 4090
+    return DEVICES[kind]
+
+
+def named(name: str) -> Device | None:
+    """Return the device with this driver name, if it is in the table."""
+    return DEVICES.get(kind_of(name) or "")
+
+
+def kind_of(name: str | None) -> str | None:
+    """Return the key in `DEVICES` of a device, by its driver name, or None."""
+    return next((kind for kind, device in DEVICES.items() if device.name == name), None)
+
+
+def target(device: Device) -> str:
+    """Return the description of a device for XLA's compiler: a `GpuTargetConfigProto` as text."""
+    major, minor = device.compute_capability
+    # The tensor cores of Hopper and Blackwell are compiled for sm_90a and sm_100a only.
+    features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+platform_name: "CUDA"
+device_description_str: "{device.name}"
+dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: {_CUDNN[2]} }}
+gpu_device_info {{
+  name: "{device.name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "{major}.{minor}"
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {device.num_cores}
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {device.threads_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {device.shared_bytes_per_block}
+  shared_memory_per_core: {device.shared_bytes_per_core}
+  l2_cache_size: {device.l2_bytes}
+  memory_bandwidth: {device.memory_rate:.0f}
+  device_memory_size: {device.memory_bytes}
+  clock_rate_ghz: {device.clock_ghz}
+  device_address_bits: 64
+  pcie_bandwidth: {32 * _GiB}
+  device_interconnect_info {{ active_links: {device.num_links} }}
+  driver_version: "{_CUDA}"
+  runtime_version: "{_CUDA}"
+  compile_time_toolkit_version: "{_CUDA}"
+  dnn_version: "{".".join(map(str, _CUDNN))}"
+}}
+"""

@@ -1,0 +1,214 @@
+"""Commands and modules as child processes: signals are forwarded, and the child ends before its parent.
+
+`beside` is for what a run depends on in no way: `--wandb`, `--watch` and `--sample-every`. It works until its standard
+input ends, with the run, and is killed if it then stays. Whatever goes wrong is one warning.
+"""
+
+import contextlib
+import fcntl
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from speedrun.base import errors, signals
+from speedrun.base.console import clean
+from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
+from speedrun.base.wholefile import write_whole
+
+KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
+NICENESS = 10  #: of a process beside a run, which needs the cores
+_HASTE_S = 10.0
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Handle signals with `signals.stop` around a whole command. A further signal ends the process at once."""
+    try:
+        with signals.handled_by(signals.stop):
+            yield
+    except Terminated:
+        for number in signals.STOPS:
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+        raise
+
+
+@contextmanager
+def started(module: str, request: msgspec.Struct, **more: Any) -> Iterator[Popen[Any]]:
+    """Start a module of this package with the path of a JSON file that holds `request`; `more` is for `Popen`."""
+    with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
+        path = Path(scratch, "request.json")
+        write_whole(path, msgspec.json.encode(request, enc_hook=str))
+        yield Popen([sys.executable, "-m", module, str(path)], process_group=0, **more)
+
+
+def run_module(module: str, request: msgspec.Struct) -> int:
+    """Run a module of this package on a request; return as `wait_for` does."""
+    with started(module, request) as child:
+        return wait_for(child)
+
+
+def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:
+    """Wait for a child, forward SIGINT and SIGTERM to it, and return its exit code.
+
+    Start the child with `process_group=0`. Otherwise a terminal sends it every Ctrl-C as well, and it counts two.
+
+    Returns:
+        75 if the first signal stopped it: also if it ended before it had a handler, or by itself at that moment. 130 if
+        it ignored a second signal for `kill_after_s`: then its process group is killed.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no signal comes here
+        return child.wait()
+    got: list[int] = []
+
+    def forward(number: int, _frame: object) -> None:
+        got.append(number)
+        child.send_signal(number)
+        if len(got) > 1:
+            raise KeyboardInterrupt
+
+    with signals.handled_by(forward):
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            with suppress(TimeoutExpired, KeyboardInterrupt):
+                return _stopped(child.wait(kill_after_s), got)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(child.pid, signal.SIGKILL)
+            with suppress(KeyboardInterrupt):
+                child.wait()
+            return INTERRUPTED
+    return _stopped(code, got)
+
+
+def _stopped(code: int, got: list[int]) -> int:
+    return Terminated.exit_code if -code in signals.STOPS or (got and not code) else code
+
+
+def shell_code(code: int) -> int:
+    """Return the exit code that a shell reports for a child: 128 and the signal if one killed it."""
+    return code if code >= 0 else 128 - code
+
+
+def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
+    """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
+    resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
+    ended = f"ended with {errors.meaning(code)}" if code else "left no result, although its process succeeded"
+    error = SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}")
+    error.exit_code = shell_code(code) or SpeedrunError.exit_code
+    return error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Lock an existing file; yield its descriptor. A child that inherits it holds the lock if its parent is killed.
+
+    Raises:
+        UsageError: if another process holds the lock.
+        StorageError: if the file cannot be opened for writing.
+    """
+    with errors.translate_os_errors(path):
+        file = path.open("rb+")  # network disks lock only files that are open for writing
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{path.parent} is being run by another process; wait for it to end") from None
+        yield file.fileno()
+
+
+def samples_of(record: Path) -> Path:
+    """Return the file that `--sample-every` writes beside a record."""
+    return Path(f"{record.resolve()}.samples.jsonl")
+
+
+class Remedy(NamedTuple):
+    """What a warning says beside the problem."""
+
+    name: str  #: of the companion
+    purpose: str  #: what the command is for
+    command: Sequence[str]  #: what to type
+
+
+@contextmanager
+def beside(
+    module: str, words: Sequence[str], remedy: Remedy, *, leave_s: float, is_heard: bool = False
+) -> Iterator[None]:
+    """Run a module of this package inside the block.
+
+    Args:
+        module: its name; it sets its own priority.
+        words: its arguments.
+        remedy: for the warning.
+        leave_s: from the end of the block until it is killed; at most `_HASTE_S` if the block raised.
+        is_heard: print what it prints, too; it must start no process that stays.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            # Not a pipe: processes that it starts would hold it open.
+            said = stack.enter_context(tempfile.TemporaryFile())
+            # A child that is killed cannot remove its scratch files.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            child = Popen(
+                [sys.executable, "-m", module, *words],
+                stdin=PIPE,
+                stdout=PIPE if is_heard else DEVNULL,
+                stderr=said,
+                env={**os.environ, "TMPDIR": scratch},
+                process_group=0,  # a Ctrl-C is for the run
+            )
+        except OSError as error:
+            _warn(remedy, f"it cannot start: {error.strerror}")
+            yield
+            return
+        overdue: list[str] = []
+        waiting = threading.Thread(target=_report, args=[child, said, remedy, overdue], daemon=True)
+        waiting.start()
+        try:
+            yield
+        except BaseException:
+            leave_s = min(leave_s, _HASTE_S)
+            raise
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+            try:
+                waiting.join(leave_s)
+            finally:  # also if a signal ends the waiting
+                if waiting.is_alive():
+                    overdue.append(f"it did not end within {leave_s:.0f} s after the run")
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.killpg(child.pid, signal.SIGKILL)
+                    waiting.join()
+
+
+def _report(child: Popen[bytes], said: IO[bytes], remedy: Remedy, overdue: list[str]) -> None:
+    """Say what the child prints, and wait for it; warn if it failed, or was killed because it was `overdue`."""
+    with child.stdout or contextlib.nullcontext(()) as printed:
+        for line in printed:
+            say(line.decode(errors="replace").rstrip("\n"))
+    if not (code := child.wait()):
+        return
+    said.seek(0)
+    problem = said.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
+    if code < 0 or not problem:
+        problem = "".join(overdue) or f"its process ended with {errors.meaning(code)}"
+    _warn(remedy, problem)
+
+
+def _warn(remedy: Remedy, problem: str) -> None:
+    say(f"warning: {remedy.name}: {problem}; {remedy.purpose}: {shlex.join(remedy.command)}")
+
+
+def say(line: str) -> None:
+    """Print a line on standard error."""
+    sys.stderr.write(clean(line) + "\n")

@@ -1,0 +1,284 @@
+"""The text log of a run, made from its events.
+
+`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, TextIO
+
+from msgspec import DecodeError
+
+from speedrun.base import runlog
+from speedrun.base.clock import Stopwatch
+from speedrun.base.runlog import Line
+
+_RULE_WIDTH = 82
+_KERNEL = "kern  "
+_LINE_LIMIT = 400  #: characters
+_CLEAR = "\r\x1b[K"  #: of a terminal: go to the start of the line, and erase it
+_REFRESH_S = 0.25
+
+
+def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
+    """Return text that is safe on a terminal: control, bidirectional and invisible characters become escapes."""
+    shown = text if len(text) <= limit else text[:limit] + "..."
+    if shown.isprintable():
+        return shown
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+
+
+def quantiles_ms(step_s: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, 95th percentile and maximum of step times, in milliseconds (nearest rank; zeros if none)."""
+    if not step_s:
+        return 0.0, 0.0, 0.0
+    ranked = sorted(step_s)
+    at = [-(-len(ranked) * percent // 100) - 1 for percent in (50, 95, 100)]
+    return ranked[at[0]] * 1e3, ranked[at[1]] * 1e3, ranked[at[2]] * 1e3
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: `36s`, `2m05s`, `1h03m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+
+
+def quantity(number: float, unit: str = "") -> str:
+    """Return a number with three digits and a decimal prefix: `5.02 Mtok/s`."""
+    # 999.5 rounds to 1.00 of the next prefix.
+    sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, prefix = next(((size, prefix) for size, prefix in sizes if number >= 0.9995 * size), (1.0, ""))
+    shown = number / size
+    digits = 2 if shown < 9.995 else 1 if shown < 99.95 else 0
+    return f"{shown:.{digits}f} {prefix}{unit}".rstrip()
+
+
+def memory(num_bytes: int) -> str:
+    """Return bytes as MiB or GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class TextLog:
+    """Turns events into text, line by line. Keeps what later lines need."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._clock_runs = False
+        self._state_hash = ""
+        self._step_s: list[float] = []
+        self._train_time_s = 0.0
+        self._shown = (0, 0.0, 0)  # steps done, train time and tokens at the last step line
+
+    def __call__(self, line: Line) -> str | None:
+        """Return the text of an event, of one or more lines; None for events that are not shown."""
+        text = self._text(line)
+        if text is None:
+            return None
+        # Split before cleaning: a line break in a hostile field is escaped.
+        return "\n".join(map(clean, [text] if isinstance(text, str) else text))
+
+    def _text(self, line: Line) -> str | list[str] | None:
+        match line.event:
+            case runlog.RunStart() as run:
+                self._num_steps = run.num_steps
+                return f"speedrun  track {run.track}  recipe {run.recipe}  seed {run.seed}  run {run.run_id}"
+            case runlog.Preflight() as hw:
+                software = ", ".join(f"{name} {version}" for name, version in hw.software.items())
+                peak = quantity(hw.matmul_gflops * 1e9, "flop/s")
+                many = f" in {hw.num_processes} processes" * (hw.num_processes > 1)
+                many += f", {hw.num_replicas} replicas" * (hw.num_replicas > 1)
+                return f"hw    {hw.num_devices} x {hw.device_kind} ({hw.platform}){many} | matmul {peak} | {software}"
+            case runlog.DataReady() as data:
+                shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
+                return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
+            case runlog.Exported() as made:
+                size_kb = made.num_bytes / 1e3
+                return f"prog  {size_kb:.1f} kB of programs for the record in {made.seconds:.1f} s"
+            case runlog.Plan() as plan:
+                return self._plan(plan)
+            case runlog.Compile() as done:
+                cache = "" if done.cache == "off" else f" (cache: {done.cache})"
+                return f"comp  {done.name}  {done.seconds:.1f} s{cache}"
+            case runlog.WarmupStart() as warm:
+                self._state_hash = warm.state_hash
+                return None
+            case runlog.WarmupEnd() as warm:
+                how = "restored" if warm.state_hash == self._state_hash else "NOT restored"
+                return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | state {warm.state_hash[:8]} {how}"
+            case runlog.Resume() as old:
+                self._train_time_s = old.train_time_s
+                self._shown = (old.step, old.train_time_s, old.tokens_seen)
+                return f"{self._at(old.step)}  goes on from {old.run_id}, state {old.state_hash[:8]}"
+            case runlog.Checkpoint() as kept:
+                at, held_s = self._at(kept.step), kept.seconds
+                return f"{at}  checkpoint, state {kept.state_hash[:8]}  ({held_s:.2f} s)"
+            case runlog.ClockStart():
+                self._clock_runs = True
+                return "---- clock start ".ljust(_RULE_WIDTH, "-")
+            case runlog.ClockStop():
+                self._clock_runs = False
+                return "---- clock stop ".ljust(_RULE_WIDTH, "-")
+            case runlog.Step() as step:
+                return self._step(step)
+            case runlog.StageChange() as change:
+                inputs = [f"{name} {value}" for name, value in change.inputs.items()]
+                return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
+            case runlog.Val() as val:
+                clock = "clock paused" if self._clock_runs else "clock stopped"
+                return f"{self._at(val.step)}  val {val.loss:.4f}  ({clock}, {val.seconds:.1f} s)"
+            case runlog.Warning() as warning:
+                return f"warn  {warning.message}"
+            case runlog.Error() as error:
+                return f"error {error.kind}: {error.message}"
+            case runlog.RunEnd() as end:
+                return self._result(end)
+        return None
+
+    def _plan(self, plan: runlog.Plan) -> list[str]:
+        sizes = (
+            f"plan  {quantity(plan.num_params)} parameters | {self._num_steps:,} steps x "
+            f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
+            f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
+        )
+        return [sizes, *(f"{_KERNEL}{call} | {form}" for call, form in plan.kernels.items())]
+
+    def _at(self, steps_done: int) -> str:
+        return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
+
+    def _step(self, step: runlog.Step) -> str | None:
+        """Return about ten lines for a run; times and rates are means since the previous line."""
+        self._step_s.append(step.train_time_s - self._train_time_s)
+        self._train_time_s = step.train_time_s
+        done = step.step + 1
+        if done % max(1, -(-self._num_steps // 10)) and done != self._num_steps:
+            return None
+        steps, seconds, tokens = self._shown
+        self._shown = (done, step.train_time_s, step.tokens_seen)
+        step_s = (step.train_time_s - seconds) / max(1, done - steps)
+        rate = (step.tokens_seen - tokens) / max(1e-9, step.train_time_s - seconds)
+        eta = duration(step_s * (self._num_steps - done))
+        return (
+            f"{self._at(done)}  train {step.train_time_s:8.2f} s  {step_s * 1e3:7.1f} ms/step  "
+            f"{quantity(rate, 'tok/s'):>10}  loss {step.loss:.4f}  eta {eta}"
+        )
+
+    def _result(self, end: runlog.RunEnd) -> list[str]:
+        val = "none" if end.val_loss is None else f"{end.val_loss:.4f}"
+        other_s = end.cold_wall_s - end.train_time_s - end.compile_s - end.warmup_s - end.val_s
+        p50_ms, p95_ms, max_ms = quantiles_ms(self._step_s)
+        wait = end.data_wait_s / max(1e-9, end.train_time_s)
+        parts_s = {"compile": end.compile_s, "warm-up": end.warmup_s, "val": end.val_s, "other": other_s}
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts_s.items())
+        return [
+            f"result  {end.status} | val {val} | train {end.train_time_s:.2f} s | "
+            f"cold wall {end.cold_wall_s:.1f} s ({parts})",
+            f"        p50 {p50_ms:.1f} ms  p95 {p95_ms:.1f}  max {max_ms:.1f} | data wait {wait:.1%} | "
+            f"peak {memory(end.peak_bytes)}",
+            *_goodput(end),
+        ]
+
+
+def _goodput(end: runlog.RunEnd) -> list[str]:
+    """Return the share of steps in the wall time, and all phases; nothing for logs without phases."""
+    if not (wall_s := sum(end.phases.values())):
+        return []
+    share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in end.phases.items())
+    lost = f"lost to restarts {end.lost_s:.1f} s"
+    return [f"        goodput {share:.1%} | wall {wall_s:.1f} s = {parts} | {lost}"]
+
+
+def render(lines: Iterable[Line]) -> str:
+    """Return the text log of a run."""
+    text = TextLog()
+    return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
+
+
+class Printer:
+    """Prints the log as it is written.
+
+    Used as a context manager on a terminal, it shows the newest step in a line below the others.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        ghost: Callable[[runlog.Step], str] | None = None,
+        legend: str = "",
+        *,
+        verbose: bool = False,
+    ) -> None:
+        """Print to `stream`.
+
+        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
+        printed when the run starts. `verbose` adds the kernels and the reasons for their choice, which the log always
+        has.
+        """
+        self._stream, self._ghost, self._legend, self._verbose = stream, ghost, legend, verbose
+        self._text, self._num_steps, self._is_live = TextLog(), 0, False
+        #: Since the line of the newest step was written, if it is there.
+        self._status: Stopwatch | None = None
+
+    def __call__(self, line: Line) -> None:
+        """Show one event."""
+        shown, step = self._text(line), line.event
+        if isinstance(step, runlog.RunStart):
+            self._num_steps = step.num_steps
+            if self._legend:
+                self.say(self._legend)
+        if shown is not None and not self._verbose:
+            shown = "\n".join(one for one in shown.split("\n") if not one.startswith(_KERNEL))
+        is_step = isinstance(step, runlog.Step)
+        ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
+        if shown is not None:
+            self._write(shown + ghost)
+        elif is_step and self._is_live:
+            self._show(step, ghost)
+
+    def say(self, text: str) -> None:
+        """Show a line that is not an event."""
+        self._write(clean(text))
+
+    def relay(self, text: str) -> bool:
+        """Show a line that another process printed: an event as its text, anything else as it is.
+
+        Returns:
+            Whether it was an event.
+        """
+        try:
+            self(runlog.decode(text.encode()))
+        except DecodeError:
+            self.say(text)
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        self._is_live = self._stream.isatty()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+
+    def _write(self, text: str) -> None:
+        encoding, clear = self._stream.encoding or "utf-8", _CLEAR if self._status else ""
+        self._stream.write(clear + text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+        self._status = None
+
+    def _show(self, step: runlog.Step, ghost: str) -> None:
+        """Write the line of the newest step, a few times a second: a terminal may be slow, and the run waits for it."""
+        if self._status is not None and self._status.seconds < _REFRESH_S:
+            return
+        done = step.step + 1
+        rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
+        eta = duration(step.train_time_s / done * (self._num_steps - done))
+        text = f"step  {done}/{self._num_steps}  {rate}  loss {step.loss:.4f}  eta {eta}{ghost}"
+        self._stream.write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
+        self._stream.flush()
+        self._status = Stopwatch()

@@ -1,0 +1,144 @@
+"""The only place that makes meshes and puts arrays on them."""
+
+import os
+import resource
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.base import processes
+from speedrun.base.errors import UsageError
+
+#: Names of the axes. Parameters and optimiser state are sharded over the devices of a node and replicated on every
+#: node; batches are sharded over both.
+DATA, REPLICA = "data", "replica"
+
+#: Number of simulated CPU devices, as many as a node has.
+CPU_DEVICES = 8
+
+
+def prepare(platform: str) -> None:
+    """Choose the devices of this process. Must come before the first use of JAX.
+
+    "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if $JAX_PLATFORMS names CUDA.
+    """
+    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]  # the second: under Windows
+    has_gpu = bool(found) or "cuda" in (getattr(jax.config, "jax_platforms", None) or "")
+    # Without JAX's frames, a recipe would be blamed for its errors.
+    jax.config.update("jax_traceback_filtering", "off")
+    # Without a GPU, CUDA would print a page before JAX takes the CPU.
+    if platform in ("gpu", "any") and has_gpu:
+        return
+    num_local, rest = divmod(CPU_DEVICES, processes.count())
+    if rest:
+        found = f"{processes.count()} processes cannot share {CPU_DEVICES} simulated devices"
+        raise UsageError(f"{found}; need 1, 2, 4 or 8 of them")
+    for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
+        if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
+            jax.config.update(name, value)
+
+
+def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
+    """Return a mesh over the first `num_devices` devices of all nodes, in the order of processes.
+
+    Raises:
+        UsageError: if there are fewer devices, or they cannot be shared evenly; with several processes, also if there
+            are more.
+    """
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if len(devices) < num_devices:
+        hint = f"pass --devices {len(devices)} or run where {num_devices} are visible"
+        raise UsageError(f"found {len(devices)} {devices[0].platform} devices, need {num_devices}; {hint}")
+    if processes.count() > 1 and len(devices) > num_devices:
+        found = f"{processes.count()} processes have {len(devices)} devices, need all of them to be used"
+        raise UsageError(f"{found}; pass --devices {len(devices)} or start fewer processes")
+    shares = Counter(device.process_index for device in devices)
+    if len(set(shares.values())) > 1:
+        found = (
+            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices"
+        )
+        hint = "check CUDA_VISIBLE_DEVICES and the node that has fewer"
+        raise UsageError(f"{found}; need equal numbers; {hint}")
+    if num_devices % replicas:
+        found = f"{num_devices} devices cannot be shared by {replicas} replicas"
+        raise UsageError(f"{found}; need a multiple; pass another number of --devices or --replicas")
+    return arranged(devices[:num_devices], replicas)
+
+
+def arranged(devices: Sequence[Any], replicas: int) -> Mesh:
+    """Return a mesh of these devices. A single replica gets no axis, so that its program is that of one node."""
+    if replicas == 1:
+        return Mesh(np.array(devices), (DATA,))
+    return Mesh(np.array(devices).reshape(replicas, -1), (REPLICA, DATA))
+
+
+def accelerator(mesh: Mesh) -> tuple[str, str]:
+    """Return the platform, "cpu" or "gpu", and the compute capability of a GPU; refuse other platforms."""
+    device = mesh.devices.flat[0]
+    if device.platform not in ("cpu", "gpu", "cuda"):
+        raise UsageError(f"JAX found a {device.platform}, need a CPU or GPU; set JAX_PLATFORMS=cpu or cuda")
+    return ("cpu", "") if device.platform == "cpu" else ("gpu", str(device.compute_capability))
+
+
+def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Return a global array, sharded by rows. An explicit transfer, so the transfer guard permits it.
+
+    With several processes, each passes its own rows, in the order of processes.
+    """
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    if processes.count() == 1:
+        return jax.device_put(x_BT, sharding)
+    with jax.transfer_guard_host_to_device("allow"):  # JAX counts this transfer as implicit
+        return jax.make_array_from_process_local_data(sharding, x_BT)
+
+
+def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+    """`place` for an array that every process has in full."""
+    own = len(x_BT) // processes.count()
+    return place(x_BT[own * processes.index() :][:own], mesh)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Replicate an array whose shards lie in several processes; return any other array unchanged."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return _gathered_over(x.sharding.mesh)(x)
+
+
+@lru_cache
+def _gathered_over(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+
+def fetch(tree: Any) -> Any:
+    """Return the arrays of a tree on the host. With several processes, all must call it."""
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Copy the arrays of a tree to every device."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def memory_bytes(mesh: Mesh) -> int:
+    """Return the memory that JAX may use on one device. Simulated devices share that of the machine."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
+    return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
+
+
+def peak_bytes(mesh: Mesh) -> int:
+    """Return the peak memory so far of one device; for simulated devices, of the whole process."""
+    if mesh.devices.flat[0].platform == "cpu":
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return kib if sys.platform == "darwin" else kib * 1024
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices)

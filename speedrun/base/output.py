@@ -1,0 +1,185 @@
+"""Standard streams, and errors as one line and an exit code."""
+
+import io
+import logging
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
+from speedrun.base.sourcefile import IMPORTED
+
+LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
+DEBUG = "SPEEDRUN_DEBUG"  #: the variable that `--debug` sets, for this process and those that it starts
+_LONGEST = 300  #: characters of another library's message
+_PACKAGE = Path(__file__).parent.parent
+#: Files whose lines only check what a recipe gives them, and are no place of an error.
+_GUARDS = {__file__, str(Path(__file__).with_name("limits.py"))}
+#: What XLA, loaders of libraries and Python say if they get no memory. Naming their error classes would import them.
+_NO_MEMORY = re.compile(
+    "RESOURCE_EXHAUSTED|Out of memory|failed to map segment|annot allocate memory|t start new thread"
+)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Report an expected error as one line with its exit code. For modules that run as processes of their own."""
+    own_process()
+    try:
+        yield
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except BaseException as error:
+        if (known := expected(error)) is None:
+            raise
+        show_traceback(error)
+        print(f"error: {text_of(known)}", file=sys.stderr)  # noqa: T201
+        if isinstance(known, Terminated):
+            leave(known.exit_code)
+        sys.exit(known.exit_code)
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print the traceback of an expected error if `--debug` asks for it."""
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without Python's cleanup, which would wait for XLA to finish compiling."""
+    sys.stdout.flush()
+    os._exit(exit_code)
+
+
+def expected(error: BaseException) -> SpeedrunError | Terminated | None:
+    """Return an error that a user can cause as one of ours, else None.
+
+    Besides ours, these are out of memory, and whatever a recipe raises: also SystemExit, or an error of ours with an
+    exit code that means something else.
+    """
+    said, recipe = text_of(error), line_of_recipe(error)
+    short = said[:_LONGEST].rstrip(".")
+    if recipe and isinstance(error, UsageError):
+        return UsageError(said)
+    if isinstance(error, SpeedrunError | Terminated) and not recipe:
+        return error
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
+        return UsageError(f"out of memory: {short or 'no more to be had'}; ask for less, or use more devices")
+    if recipe and not isinstance(error, KeyboardInterrupt):
+        kind, at = type(error).__name__, _raised_at(error)
+        return UsageError(f"{kind}: {short}; {at}; 'speedrun --debug' shows the traceback")
+    return None
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says, on one line of UTF-8; also if its `__str__` raises."""
+    said = str(traceback.TracebackException(type(error), error, None))
+    return " ".join(said.encode(errors="backslashreplace").decode().split())
+
+
+def line_of_recipe(error: BaseException) -> str:
+    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`; empty if it is ours."""
+    return _science(reversed(_lines(error)))
+
+
+def _science(lines: Iterable[tuple[str, int]]) -> str:
+    """Return the first line of science; empty if one of ours comes before it. Installed packages do not count."""
+    for file, number in lines:
+        if _is_science(file):
+            return _shown(file, number)
+        if _PACKAGE in Path(file).parents:
+            break
+    return ""
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return in words where an error was raised, and by which line of a recipe."""
+    lines = _lines(error)
+    science = [line for line in lines if _is_science(line[0])]
+    places = dict.fromkeys([lines[-1], science[-1], *[line for line in science if line[0] in IMPORTED][-1:]])
+    said = [
+        _shown(*line) if i == 0 or line[0] not in IMPORTED else f"your recipe at {_shown(*line)}"
+        for i, line in enumerate(places)
+    ]
+    return f"raised at {', called from '.join(said)}"
+
+
+def _lines(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of each frame, the innermost last, but for those of guards."""
+    found = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        found.append((error.filename or "", error.lineno or 0))
+    return [line for line in found if line[0] not in _GUARDS]
+
+
+def _is_science(file: str) -> bool:
+    return file in IMPORTED or _PACKAGE / "science" in Path(file).parents
+
+
+def _shown(file: str, number: int) -> str:
+    """Return a line as text; a file of a package from the name of the package on."""
+    path = Path(file)
+    inside = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path
+    return f"{str(inside).rpartition('site-packages/')[2]}:{number}"
+
+
+def own_process() -> None:
+    """Prepare a process that is ours: its streams never fail, and no recipe ends it as if all was done."""
+    tolerate_closed_streams()
+    # What failed writes of orbax leave complains when it is collected, at times after our error.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    process = os.getpid()
+
+    def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def ended(*given: Any) -> NoReturn:
+            caller = sys._getframe().f_back
+            frames = traceback.walk_stack(caller) if caller else ()
+            stack = [(frame.f_code.co_filename, number) for frame, number in frames]
+            # Called first of all in a thread: a recipe handed over the function.
+            is_theirs = not stack or stack[0][0] == threading.__file__ or _science(stack)
+            if os.getpid() == process and is_theirs:
+                raise SystemExit(f"os.{end.__name__} would end the process")
+            end(*given)
+
+        return ended
+
+    for name in ("_exit", "execv", "execve"):
+        setattr(os, name, guarded(getattr(os, name)))
+
+
+class _Unfailing(io.FileIO):
+    """A file that drops what it cannot write, and keeps the first error."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            LOST.setdefault(self.fileno(), error)
+            return memoryview(data).nbytes
+
+
+def unfailing(descriptor: int, encoding: str = "utf-8") -> TextIO:
+    """Return a text stream that never fails: not for a closed pipe, a full disk or a character it cannot encode."""
+    raw = io.BufferedWriter(_Unfailing(descriptor, "wb", closefd=False))
+    by_line = descriptor == 2 or os.isatty(descriptor)
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=by_line)
+
+
+def tolerate_closed_streams() -> None:
+    """Make standard output and standard error `unfailing`: a command must not fail because its reader has left."""
+    sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
+    sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
+
+
+def _unfailing_stream(descriptor: int, stream: TextIO | None, original: TextIO | None) -> TextIO:
+    if stream is None:  # closed: keep the descriptor's number from other files
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return unfailing(descriptor)
+    # A replaced stream, as in tests, stays.
+    return unfailing(descriptor, stream.encoding) if stream is original else stream

@@ -1,0 +1,86 @@
+"""Recipes outside this package: files of one's own, by path."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from speedrun.base import sourcefile
+from speedrun.base.errors import UsageError, translate_read_errors
+from speedrun.base.sourcefile import IMPORTED, RECIPES, RECIPES_VARIABLE, ROOT, check_path, find
+from speedrun.base.wholefile import read_regular
+
+_MOST_BYTES = 2**20  #: of a recipe's file
+_PACKAGE = RECIPES.replace("/", ".")
+
+
+def resolve(choice: str) -> str:
+    """Return the name of a recipe that is given by its name or the path of its file.
+
+    The folder of a file is put first in $SPEEDRUN_RECIPES, for this process and those that it starts: its files are
+    then modules of `speedrun.recipes`, so that a record carries them like those of this package. If a file
+    there changed, all are loaded anew.
+
+    Args:
+        choice: a name, or a path that ends in `.py`.
+
+    Raises:
+        UsageError: if the file is missing, is not UTF-8, or has a name that is taken or cannot be imported.
+    """
+    if not choice.endswith(".py"):
+        return choice
+    path = Path(choice).absolute()
+    _check(path)
+    others = [folder for folder in sourcefile.recipe_folders() if folder != path.parent]
+    os.environ[RECIPES_VARIABLE] = os.pathsep.join(map(str, [path.parent, *others]))
+    _forget_outdated()
+    return path.stem
+
+
+def own_file(name: str | None) -> Path | None:
+    """Return the file of a recipe outside this package, or None for any other name."""
+    found = find(f"{_PACKAGE}.{name}") if name else None
+    return None if found is None or found[1].parent == ROOT / RECIPES else found[1]
+
+
+def _check(path: Path) -> None:
+    if not (path.stem.isidentifier() and path.stem.isascii()):
+        raise UsageError(f"{path}: cannot be imported by this name; rename it to letters, digits and _")
+    if os.pathsep in str(path.parent):
+        raise UsageError(f"{path}: its folder has a {os.pathsep!r} in its name; move or rename it")
+    if (ROOT / RECIPES / path.name).exists():
+        raise UsageError(f"{path}: recipe {path.stem} ships with this package; rename file and recipe")
+    advice = "need a Python file in UTF-8 that defines RECIPE, so that a record can carry it"
+    with translate_read_errors(path, advice, kind=UsageError):
+        check_path(f"{RECIPES}/{path.name}")
+        read_regular(path, _MOST_BYTES).decode()
+
+
+def _forget_outdated() -> None:
+    """Drop all modules of recipes outside this package if the file of one changed, or another file hides it now."""
+    modules = {
+        name: str(module.__file__)
+        for name, module in sys.modules.items()
+        if name.startswith(f"{_PACKAGE}.") and not Path(module.__file__ or "").is_relative_to(ROOT / RECIPES)
+    }
+    if any(_is_outdated(name, file) for name, file in modules.items()):
+        forget(modules)
+    importlib.invalidate_caches()
+
+
+def forget(modules: Iterable[str]) -> None:
+    """Drop modules, so that they are imported anew."""
+    for name in modules:
+        del sys.modules[name]
+        above, _, last = name.rpartition(".")
+        if above in sys.modules:  # where `from package import name` looks first
+            vars(sys.modules[above]).pop(last, None)
+
+
+def _is_outdated(name: str, file: str) -> bool:
+    found = find(name)
+    try:
+        return found is None or str(found[1]) != file or IMPORTED[file] != found[1].read_text("utf-8-sig")
+    except (OSError, ValueError):
+        return True

@@ -1,0 +1,93 @@
+"""Handlers of SIGINT and SIGTERM. They end a run, and its log and facts are still written."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from speedrun.base.errors import Terminated
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def stop(number: int, _frame: object) -> None:
+    """Signal handler that raises Terminated at once. Use it with `handled_by`.
+
+    Python drops exceptions in callbacks of its garbage collector, and JAX has one; so a timer raises again.
+    """
+
+    def again(_alarm: int, _frame: object) -> None:
+        handler = signal.getsignal(number)
+        if callable(handler) and (handler is stop or isinstance(handler, Deferred)):  # still ours
+            handler(number, None)
+
+    _silence_dropped()
+    signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    raise _terminated(number)
+
+
+def _terminated(number: int) -> Terminated:
+    return Terminated(f"stopped by {signal.Signals(number).name}")
+
+
+@cache
+def _silence_dropped() -> None:
+    """Print nothing about a `Terminated` that Python dropped: it is raised again."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, Terminated) else hook(found)
+
+
+def ignore(_number: int, _frame: object) -> None:
+    """Signal handler that does nothing."""
+
+
+class Deferred:
+    """Signal handler that remembers the first signal, for `check`."""
+
+    def __init__(self) -> None:
+        self._got: int | None = None
+
+    def __call__(self, number: int, _frame: object) -> None:
+        """Remember the signal; raise KeyboardInterrupt if it is the second one."""
+        if self._got is not None:
+            raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}, the second signal")
+        self._got = number
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal was received."""
+        return self._got is not None
+
+    def check(self) -> None:
+        """Raise Terminated if a signal was received. Call it where the run can stop."""
+        if self._got is not None:
+            raise _terminated(self._got)
+
+
+@contextmanager
+def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
+    """Handle both signals, or those given, with `handler` inside the block; restore the old handlers afterwards."""
+    before = {number: signal.signal(number, handler) for number in numbers or STOPS}
+    try:
+        yield
+    finally:
+        if handler is stop:  # its exception has arrived
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def interruptible(work: Callable[[], Any]) -> Any:
+    """Run `work` in a thread, so that the main thread can handle signals while XLA compiles; return its result.
+
+    After a signal the thread continues until `output.leave`.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(work).result()
+    finally:
+        pool.shutdown(wait=False)

@@ -1,0 +1,115 @@
+"""Tracks: the data, the target loss, the hardware and the clock's rules.
+
+Each track is one frozen file, `tracks/<name>.toml`. Every record has its sha256, and a new rule is a new version.
+Recipes may not change any of it.
+"""
+
+import hashlib
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from speedrun.base.errors import UsageError, translate_read_errors, unknown
+
+TRACKS_DIR = Path(__file__).parent.parent / "tracks"
+
+
+class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The source of ready-made shards: a dataset repository of the Hugging Face hub."""
+
+    repo: str  #: owner/name
+    revision: str  #: a commit pins the data; for a branch, the first download records its commit
+    train_shards: int  #: number to download by default
+
+
+class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shards and their vocabulary."""
+
+    folder: str  #: default of --data, relative to the data root
+    train: str  #: glob of training shards; sorted by name
+    val: str  #: glob of validation shards; the first one by name is scored
+    val_tokens: int  #: number of scored targets, from the start of the shard
+    vocab_size: int  #: every id is smaller
+    document_token: int  #: first token of each document
+    get: str  #: the command that makes or downloads the shards
+    sha256: dict[str, str] = {}  #: shard name -> digest; empty if any shards may be used
+    hub: Hub | None = None  #: None: not on the hub
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The target loss, in nats per token."""
+
+    loss: float
+    entropy_rate: float = 0.0  #: lower bound of the loss; 0 if unknown
+    sigma: float | None = None  #: sd of final losses over seeds, from earlier runs; None if unknown
+
+
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hardware and clock."""
+
+    platform: str  #: "cpu", "gpu" or "any"
+    num_devices: int  #: 0: any
+    min_runs: int  #: number of finished runs that a ranked record needs
+    val_every: int  #: steps between declared validations; one more follows the last step
+    untimed_cap_s: float  #: limit for everything before the clock
+    ranked: bool  #: else results are shown, not ranked
+    rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
+    state_bytes_per_param: float = 16.0  #: at most; a float32 parameter, two moments and one copy make 16
+
+
+class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every run takes from the track's recipe. Free: optimizer, schedule and numbers of steps."""
+
+    recipe: dict[str, Any]  #: the rest of the recipe, as the config of a run describes it
+    inputs: dict[str, float]  #: inputs of the model: this times the progress, rounded up, at least 1
+
+    def inputs_at(self, step: int, num_steps: int) -> dict[str, int]:
+        """Return the inputs of the model by name; those of step `num_steps` are for the last validation."""
+        return {name: max(1, math.ceil(most * (step / num_steps))) for name, most in self.inputs.items()}
+
+
+class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One frozen, versioned set of rules."""
+
+    name: str
+    version: int
+    summary: str
+    recipe: str  #: the default
+    data: Data
+    target: Target
+    rules: Rules
+    synthetic: dict[str, int] | None = None  #: settings of the generator, if the data is synthetic
+    python_docs: dict[str, int] | None = None  #: its BPE and shards, if the data is Python's documentation
+    fixed: Fixed | None = None  #: None: recipes are free
+
+    @property
+    def id(self) -> str:
+        """Name and version, as records and boards print it: `smoke-cpu@1`."""
+        return f"{self.name}@{self.version}"
+
+    def validates_at(self, step: int) -> bool:
+        """Return whether a validation precedes step `step`. The one at the end is not included."""
+        return step % self.rules.val_every == 0
+
+
+def names() -> list[str]:
+    """Return the names of all tracks."""
+    return sorted(path.stem for path in TRACKS_DIR.glob("*.toml"))
+
+
+def load(name: str) -> Track:
+    """Load a track by name; raise UsageError if there is none, or its file is malformed."""
+    path = TRACKS_DIR / f"{name}.toml"
+    if name not in names():
+        raise unknown("track", name, names())
+    advice = "a track file must hold exactly the fields of speedrun/base/track.py"
+    with translate_read_errors(path, advice, kind=UsageError):
+        return msgspec.convert(tomllib.loads(path.read_text()), Track)
+
+
+def sha256(name: str) -> str:
+    """Return the digest of the track's file."""
+    return hashlib.sha256((TRACKS_DIR / f"{name}.toml").read_bytes()).hexdigest()

@@ -1,0 +1,166 @@
+"""Runs in wandb: the numbers of their logs, and nothing about the machine they ran on.
+
+wandb adds its own version, that of Python and the platform. It is optional.
+
+`--wandb PROJECT`: a child process sends the growing logs of a record. The run depends on none of it. Whatever goes
+wrong with wandb (not installed, no key, no server) is one warning, and the child is gone ten seconds after the run.
+
+python -m speedrun.board.wandb_relay RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
+"""
+
+import importlib
+import os
+import select
+import sys
+import tempfile
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from speedrun.base import children, runlog
+from speedrun.base.errors import UsageError
+from speedrun.base.output import reported
+from speedrun.base.tail import Tail
+from speedrun.board import leaks
+from speedrun.record.logged_run import loss_of
+from speedrun.record.reader import Record
+
+_LEAVE_S = 10.0  #: from the end of the run until the child is killed
+_POLL_S = 1.0  #: between two reads of the logs
+_ID_LIMIT = 64  #: characters of wandb's run ids; names of run folders fit but for their length
+#: It tells nothing about this machine. Its own time to wait for a dead server is 90 s, too long.
+_SETTINGS = {
+    **dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "silent"), True),
+    **dict.fromkeys((f"x_disable_{name}" for name in ("machine_info", "meta", "stats", "viewer")), True),
+    **{"console": "off", "host": "-", "program": "speedrun", "username": "-"},
+    **{"init_timeout": 20.0, "x_save_requirements": False},
+}
+#: Read by wandb when it is imported. The first stops reports of crashes to its makers.
+_ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+
+def library(**environment: str) -> Any:
+    """Return wandb, with variables that it reads when it is imported; raise UsageError if it is not installed."""
+    os.environ |= _ENVIRONMENT | environment
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise UsageError("wandb is not installed; type: pip install wandb") from None
+
+
+class WandbRun:
+    """One run in wandb; called with the lines of its log in order."""
+
+    def __init__(self, wandb: Any, start: runlog.Line, *, scratch: str, **where: str) -> None:
+        """Start it.
+
+        `start` is the first line of the log. `scratch` gets wandb's files, which include logs full of paths and
+        settings. `where` is wandb's: its mode (send, or write files that `wandb sync` sends), the project, and the
+        group that the runs of one record share.
+        """
+        event = start.event
+        assert isinstance(event, runlog.RunStart)
+        self.id = event.run_id[:_ID_LIMIT]
+        begun_s = datetime.fromisoformat(start.t_utc).timestamp()
+        self._run = wandb.init(
+            id=self.id, name=event.run_id, config=event.config, dir=scratch, reinit="create_new",
+            settings=wandb.Settings(**_SETTINGS, x_start_time=begun_s), **where,
+        )  # fmt: skip
+
+    def __call__(self, line: runlog.Line) -> None:
+        """Log the numbers of a line; wandb joins those of one step into one row."""
+        match line.event:
+            case runlog.Val() as event:
+                step, numbers = event.step, {"val/loss": loss_of(event)}
+            case runlog.Step() as event:
+                found = {"loss": event.loss, "time_s": event.train_time_s, "tokens": event.tokens_seen}
+                step = event.step + 1
+                numbers = {f"train/{k}": float(x) for k, x in {**found, **event.inputs}.items()}
+            case _:
+                return
+        now_s = datetime.fromisoformat(line.t_utc).timestamp()
+        self._run.log({**numbers, "_timestamp": now_s}, step=step)
+
+    def finish(self, *, succeeded: bool = True) -> None:
+        """End it; returns when wandb has everything."""
+        self._run.finish(exit_code=0 if succeeded else 1)
+
+
+def offline_runs(record: Record) -> dict[str, bytes]:
+    """Return the files of an offline run for each run, for `wandb sync`; raise UsageError without wandb."""
+    files = {}
+    # wandb also writes logs full of paths and settings. They stay in a temporary folder.
+    with tempfile.TemporaryDirectory() as scratch:
+        wandb = library(WANDB_CACHE_DIR=scratch)
+        for run in record.runs:
+            sent = WandbRun(wandb, run.lines[0], scratch=scratch, mode="offline", project="speedrun")
+            for line in run.lines:
+                sent(line)
+            sent.finish()
+            (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{sent.id}.wandb")
+            begun = datetime.fromisoformat(run.lines[0].t_utc)
+            files[f"offline-run-{begun:%Y%m%d_%H%M%S}-{sent.id}/{written.name}"] = written.read_bytes()
+        wandb.teardown()
+    return files
+
+
+def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
+    """Inside the block, send the logs of a record's new runs to wandb; without a project, send nothing."""
+    if project is None:
+        return nullcontext()
+    old = [path.name for path in record.glob("runs/*")]
+    export = ["speedrun", "export", str(record), "--to", "wandb"]
+    words = [str(record), project, *old]
+    remedy = children.Remedy("wandb", "to send the record later", export)
+    return children.beside("speedrun.board.wandb_relay", words, remedy, leave_s=_LEAVE_S)
+
+
+def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:
+    """Send the lines of a growing log to a run that its first line begins; pause where there is none yet."""
+    tail, run = Tail(path), None
+    while True:
+        for raw in (raw for piece in iter(tail.read, None) for raw in piece.lines):
+            line = runlog.decode(raw)
+            if isinstance(line.event, runlog.RunStart):
+                # The only line with free text of which wandb gets anything.
+                if secret := next((leak for leak in leaks.find(raw) if leak.secret), None):
+                    raise UsageError(f"line 1 of {path} holds {secret.kind}; nothing of it is sent")
+                run = begin(line)
+            elif run is not None:
+                run(line)
+            if isinstance(line.event, runlog.RunEnd) and run is not None:
+                run.finish(succeeded=line.event.status == "finished")
+        yield
+
+
+def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) -> None:
+    """Send the logs of a record but for some runs, and what is appended to them, until a stream ends.
+
+    Raises:
+        UsageError: if wandb is not installed or set not to send, or if there is a secret in what it would be sent.
+        wandb.Error: from wandb.
+    """
+    if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
+        raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
+    with tempfile.TemporaryDirectory() as scratch:
+        wandb, group = library(), record.resolve().name
+        begin = partial(WandbRun, wandb, scratch=scratch, mode="online", project=project, group=group)
+        logs: dict[Path, Iterator[None]] = {}
+        is_over = False
+        while not is_over:
+            is_over = bool(select.select([until], [], [], _POLL_S)[0])
+            for path in sorted(record.glob("runs/*/metrics.jsonl")):
+                if path.parent.name not in skip:
+                    next(logs.setdefault(path, _sent(path, begin)))
+        wandb.teardown()
+
+
+if __name__ == "__main__":
+    with reported():
+        os.nice(children.NICENESS)
+        relay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:], sys.stdin.buffer)

@@ -1,0 +1,343 @@
+"""Documents in the order of their source: files and folders, or a dataset of the hub.
+
+A source yields small blocks of documents, from any one on, which workers tokenize. Documents of files are rows of
+parquet, non-blank lines of JSON, or a whole .txt file, sorted by file name, then by row. `pyarrow` and `datasets` are
+imported where they are used.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+import msgspec
+
+from speedrun.base.errors import DataError, UsageError, translate_read_errors
+from speedrun.data import hub
+from speedrun.data.shard_folder import Place
+
+HUB = "hub:"  #: prefix of the names of datasets
+BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
+BATCH_ROWS = 256  #: rows of parquet decoded at a time; those of FineWeb hold 3 kB each
+
+
+class Block(NamedTuple):
+    """Consecutive documents."""
+
+    first: Place  #: of the first document
+    texts: list[str]
+    read_bytes: int  #: of the source's files, up to the end of this block
+
+
+class Source(Protocol):
+    """Where documents come from."""
+
+    name: str  #: as the user gave it
+    total_bytes: int  #: of its files; 0 if unknown
+
+    def identity(self) -> dict[str, str | int]:
+        """Return what determines the documents and their order."""
+        ...
+
+    def blocks(self, start: Place) -> Iterator[Block]:
+        """Yield all blocks from this row on."""
+        ...
+
+
+def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> Source:
+    """Return the source with these names: files and folders, or one `hub:OWNER/NAME[:CONFIG]`.
+
+    Args:
+        names: a folder stands for all readable files in it, sorted by name.
+        column: the field of a row that holds the text.
+        revision: of a dataset of the hub; resolved to a commit.
+
+    Raises:
+        UsageError: if the names cannot be combined, or a package is missing.
+        DataError: if a file is missing, or the hub cannot be reached.
+    """
+    remote = [name for name in names if name.startswith(HUB)]
+    if not remote:
+        if revision is not None:
+            raise UsageError(f"--revision {revision} of {names[0]}; only {HUB} sources have it; leave it out")
+        return Files(names, column)
+    if len(names) > 1:
+        raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
+    repo, _, config = remote[0].removeprefix(HUB).partition(":")
+    try:
+        commit = hub.dataset_info(repo, revision).sha
+    except hub.HubError as error:
+        raise _unreachable(f"{HUB}{repo}", error) from None
+    return Dataset(repo, config or None, commit, column=column)
+
+
+class Dataset:
+    """The `train` split of a dataset, streamed by `datasets` without storing it."""
+
+    def __init__(self, path: str, config: str | None, revision: str | None, *, column: str) -> None:
+        """Keep the names; read nothing.
+
+        `path` is a repository of the hub, or a folder that `datasets` can read.
+
+        Raises:
+            UsageError: if `datasets` is not installed.
+        """
+        need("datasets")
+        self.name = f"{HUB}{path}" + (f":{config}" if config else "")
+        self.total_bytes = 0
+        self._path, self._config, self._revision, self._column = path, config, revision, column
+
+    def identity(self) -> dict[str, str | int]:
+        """Return repository, config, commit and column."""
+        chosen = {"dataset": self._path, "config": self._config, "revision": self._revision}
+        return {**{key: value for key, value in chosen.items() if value}, "column": self._column}
+
+    def blocks(self, start: Place) -> Iterator[Block]:
+        """Yield all blocks from `start` on. `Place.reader` holds the state of `datasets` before that block.
+
+        Raises:
+            DataError: if the connection breaks, or there is no such column.
+        """
+        import datasets
+        from datasets.exceptions import DatasetsError
+        from huggingface_hub.utils import httpx
+
+        try:
+            rows = datasets.load_dataset(
+                self._path, self._config, split="train", streaming=True, revision=self._revision
+            )
+            _require_column(self.name, self._column, rows.column_names or [self._column])
+            rows = rows.select_columns([self._column]).with_format("arrow")
+            at = start.reader or {"row": 0, "state": None}
+            if at["state"] is not None:
+                rows.load_state_dict(at["state"])
+            tables: Any = rows.iter(BATCH_ROWS)
+            for table in tables:
+                after = {"row": at["row"] + table.num_rows, "state": rows.state_dict()}
+                place = Place("train", at["row"], reader=at)
+                yield from _of_batches([table], self._column, place, start.row, self.name)
+                at = after
+        except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
+            raise _unreachable(self.name, error) from None
+
+
+def _unreachable(name: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return DataError(
+        f"{name}: {reason}; its rows are needed from the hub; check the name and the network and run the same "
+        "command again, or pass local files: --source FOLDER"
+    )
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+class Files:
+    """Files of parquet, JSON lines (also gzipped) and plain text."""
+
+    def __init__(self, names: Sequence[str], column: str) -> None:
+        """Find the files; read none.
+
+        Raises:
+            UsageError: if two files have the same name: places in them would be ambiguous.
+            DataError: if there are none, or a name is not UTF-8.
+        """
+        self.name = " ".join(names)
+        self._column = column
+        found = [file for name in names for file in _files_of(Path(name))]
+        self._paths = dict(found)
+        if len(self._paths) < len(found):
+            raise UsageError(f"{self.name}: two files have one name; need others; give the folder above them")
+        for label, path in found:
+            if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
+                raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
+        if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
+            need("pyarrow")
+        self._bytes = {label: path.stat().st_size for label, path in found}
+        self.total_bytes = sum(self._bytes.values())
+
+    def identity(self) -> dict[str, str | int]:
+        """Return a digest of names and contents. To tokenize takes many times as long as to read.
+
+        Raises:
+            DataError: if a file cannot be read.
+        """
+        digests = {}
+        for label, path in self._paths.items():
+            with _one_line(path), path.open("rb") as file:
+                digests[label] = hashlib.file_digest(file, "sha256").hexdigest()
+        listing = json.dumps(list(digests.items()))
+        return {
+            "files": len(self._bytes),
+            "files_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+            "column": self._column,
+        }
+
+    def blocks(self, start: Place) -> Iterator[Block]:
+        """Yield all blocks from `start` on.
+
+        Raises:
+            DataError: if a file cannot be read or has no such column.
+        """
+        labels = list(self._paths)
+        first = labels.index(start.file) if start.file else 0
+        read_bytes = sum(self._bytes[label] for label in labels[:first])
+        for label in labels[first:]:
+            path = self._paths[label]
+            row = start.row if label == start.file else 0
+            with _one_line(path):
+                for block in READERS[suffix_of(path)](path, row, self._column):
+                    place = Place(label, block.first.row)
+                    yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
+            read_bytes += self._bytes[label]
+
+
+def _one_line(path: Path) -> AbstractContextManager[None]:
+    return translate_read_errors(path, "a readable file is needed; get it again", EOFError, zlib.error)
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file: a key of `READERS`, or another one."""
+    return next((suffix for suffix in READERS if path.name.endswith(suffix)), path.suffix)
+
+
+def _files_of(path: Path) -> list[tuple[str, Path]]:
+    """Return the files that a name stands for, with the label of each in places."""
+    if path.is_dir():
+        inside = sorted(file for file in path.rglob("*") if suffix_of(file) in READERS and file.is_file())
+        if not inside:
+            raise DataError(f"{path}: no file to read; need {', '.join(READERS)}; name another folder")
+        return [(file.relative_to(path).as_posix(), file) for file in inside]
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; a --source is a file, a folder, or hub:OWNER/NAME[:CONFIG]")
+    if suffix_of(path) not in READERS:
+        raise DataError(f"{path}: cannot be read; need {', '.join(READERS)}; convert it first")
+    return [(path.name, path)]
+
+
+# --- readers of files -------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
+    """Yield the lines that are not blank."""
+    with path.open("rb") as file:
+        # GzipFile itself splits lines in Python.
+        unpacked: IO[bytes] = (
+            io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
+        )
+        texts, size = [], 0
+        for number, line in islice(enumerate(line for line in unpacked if not line.isspace()), row, None):
+            texts.append(_of_line(line, column, str(path), number))
+            size += len(line)
+            if size >= BLOCK_BYTES:
+                yield Block(Place("", row), texts, file.tell())
+                row, texts, size = number + 1, [], 0
+        if texts:
+            yield Block(Place("", row), texts, file.tell())
+
+
+def _text(path: Path, row: int, column: str) -> Iterator[Block]:
+    """Yield one document."""
+    if row == 0:
+        text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
+        yield Block(Place("", 0), [text], path.stat().st_size)
+
+
+def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
+    """Yield rows, without reading the row groups before `row`."""
+    import pyarrow.parquet
+    from pyarrow import ArrowException
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _require_column(str(path), column, file.schema_arrow.names)
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            group, skipped = 0, 0
+            while group < len(sizes) and skipped + sizes[group] <= row:
+                skipped, group = skipped + sizes[group], group + 1
+            groups = list(range(group, len(sizes)))
+            batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False)
+            per_row = path.stat().st_size / max(1, sum(sizes))
+            for block in _of_batches(batches, column, Place("", skipped), row, str(path)):
+                yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
+    except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: {reason}; a whole parquet file is needed; get it again") from None
+
+
+READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}
+
+
+# --- documents --------------------------------------------------------------------------------------------
+
+
+def texts(source: Source) -> Iterator[str]:
+    """Yield all texts of a source; raise DataError as the source does."""
+    for block in source.blocks(Place("", 0)):
+        yield from block.texts
+
+
+def valid(text: str) -> str:
+    """Return the text with surrogate pairs joined, and lone surrogates replaced by U+FFFD as in tiktoken."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def need(package: str) -> None:
+    """Raise UsageError, which says how to install it, unless a package is there."""
+    if find_spec(package) is None:
+        raise UsageError(f"package {package} is needed, and not installed; scripts/install.sh prep adds it")
+
+
+def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:
+    """Yield Arrow's consecutive batches or tables from a row on; the first of them is at `at`, `name` is for errors."""
+    for batch in batches:
+        first, texts = max(row, at.row), []
+        for number, value in enumerate(batch.column(column).slice(first - at.row), first):
+            try:
+                texts.append(_checked(value.as_py(), name, number, column))
+            except UnicodeDecodeError as error:  # Arrow itself does not check
+                raise _not_utf8(name, number, error) from None
+        if texts:
+            yield Block(msgspec.structs.replace(at, row=first), texts, 0)
+        at = msgspec.structs.replace(at, row=at.row + batch.num_rows)
+
+
+def _require_column(name: str, column: str, names: Sequence[str]) -> None:
+    """Raise DataError, with its columns, unless a source has that of the text."""
+    if column not in names:
+        raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
+
+
+def _of_line(line: bytes, column: str, name: str, row: int) -> str:
+    """Return the text of a line of JSON; `name` and `row` are for errors."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, row, error) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: row {row:,} is not JSON: {error}; repair or remove it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{name}: row {row:,} is not a JSON object; repair or remove it")
+    return _checked(found.get(column), name, row, column)
+
+
+def _checked(text: object, name: str, row: int, column: str) -> str:
+    if not isinstance(text, str):
+        got = f"{type(text).__name__} as {column!r}"
+        raise DataError(f"{name}: row {row:,} has {got}; need a text; choose with --column or repair it")
+    return valid(text)
+
+
+def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{name}: row {row:,} is not UTF-8 at its byte {error.start:,}; repair or remove it")

@@ -1,0 +1,261 @@
+"""Makes shards from text: documents in the order of their source, tokens in files of equal length.
+
+    documents  d0, d1, d2, ...
+    tokens     D ids(d0) D ids(d1) D ids(d2) ...    D: the document token; an empty document is D alone
+    shards     those tokens, split every `shard_tokens`; the last shard is shorter
+    names      PREFIX_val_000000.bin, PREFIX_train_000001.bin, PREFIX_train_000002.bin, ...
+
+The bytes do not depend on the number of workers, nor on interruptions. After each shard the manifest records where in
+the source the next one begins; a second run continues there.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from speedrun.base import faults
+from speedrun.base.clock import Stopwatch
+from speedrun.base.console import quantity
+from speedrun.base.errors import DataError, UsageError, translate_os_errors
+from speedrun.data import shards
+from speedrun.data.documents import Source
+from speedrun.data.shard_folder import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
+from speedrun.data.shards import write_shard
+from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded
+
+SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
+_PIECE_TOKENS = 2**18  #: small enough for the processor's cache
+
+
+class Cut(NamedTuple):
+    """How the stream of tokens is split into files."""
+
+    prefix: str = "fineweb"
+    shard_tokens: int = 100_000_000
+    limit_tokens: int | None = None  #: maximum over all shards
+    scored_tokens: int = SCORED_TOKENS  #: at the start of the validation shard, for bits per byte
+
+    def name(self, index: int) -> str:
+        """Return the file name of a shard; shard 0 is for validation."""
+        return f"{self.prefix}_{'train' if index else 'val'}_{index:06d}.bin"
+
+
+class Prepared(NamedTuple):
+    """The result of a preparation."""
+
+    folder: Path
+    manifest: Manifest
+    found_shards: int  #: of an earlier run
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields, and totals over all shards."""
+        entries = self.manifest.shards.values()
+        sizes = [entry.text_bytes for entry in entries]
+        return {
+            **self._asdict(),
+            "folder": str(self.folder),
+            "tokens": sum(entry.tokens for entry in entries),
+            "documents": sum(entry.documents for entry in entries),
+            "text_bytes": None if None in sizes else sum(filter(None, sizes)),
+        }
+
+    def summary(self) -> list[str]:
+        """Return the lines that tell what was made."""
+        facts, num_shards = self.facts(), len(self.manifest.shards)
+        found = f" ({self.found_shards} were there)" if self.found_shards else ""
+        tokens, documents, text_bytes = facts["tokens"], facts["documents"], facts["text_bytes"]
+        said = f"{num_shards} shards{found}  {tokens:,} tokens  {documents:,} documents"
+        if text_bytes is not None:
+            said += f"  {text_bytes / max(1, tokens - documents):.2f} bytes a token"
+        lines = [f"made    {self.folder}: {said}"]
+        if num_shards == 1:
+            lines += ["note    all tokens are in the validation shard; to train, choose fewer --shard-tokens"]
+        return lines
+
+
+def prepare(
+    source: Source,
+    chosen: Tokenizer,
+    cut: Cut,
+    out: Path,
+    *,
+    num_workers: int = 1,
+    report: Callable[[int, int, str], None] = lambda *_: None,
+) -> Prepared:
+    """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`base.lock`).
+
+    Args:
+        source: documents in order.
+        chosen: the tokenizer.
+        cut: length and names of shards.
+        out: folder of the shards; created if missing.
+        num_workers: threads that tokenize; the bytes do not depend on it.
+        report: called after every block with bytes read, bytes in total (0 if unknown), and other facts.
+
+    Raises:
+        UsageError: if the folder was begun with other settings, or the prefix cannot begin a file name.
+        DataError: if source or tokenizer cannot be read, or the folder holds other shards or cannot be written.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
+        raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
+    settings, ids = _settings(source, chosen, cut), (chosen.vocab_size, chosen.document_token)
+    fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Place("", 0))
+    manifest = _found(out, cut, fresh)
+    found = len(manifest.shards)
+    if manifest.complete:
+        return Prepared(out, manifest, found)
+    write_manifest(out, manifest)
+    writer = _Writer(out, cut, manifest, chosen.id_bytes_V())
+    watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
+    with closing(encoded(source.blocks(start), chosen, num_workers=num_workers)) as blocks:
+        for block in blocks:
+            writer.add(_after(block, start))
+            rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)
+            facts = f"{writer.num_shards} shards  {writer.tokens:,} tokens  {quantity(rate, 'tok/s')}"
+            report(block.read_bytes, source.total_bytes, facts)
+            if writer.is_full:
+                break
+    return Prepared(out, writer.finish(), found)
+
+
+def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | int | float]:
+    """Return everything that the bytes of the shards depend on."""
+    digest = hashlib.sha256(chosen.raw).hexdigest() if chosen.raw else ""
+    own = {"document_text": chosen.document_text} if isinstance(chosen, FromFile) else {}
+    lengths = {name: value for name, value in cut._asdict().items() if value is not None}
+    return {**source.identity(), "tokenizer": chosen.name, "tokenizer_sha256": digest, **own, **lengths}
+
+
+def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
+    """Return the manifest of a folder that was begun with the same settings, or `fresh` for an empty folder."""
+    with translate_os_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    found = read_manifest(out)
+    if found is None:
+        if others := sorted(path.name for path in out.glob("*.bin")):
+            raise UsageError(
+                f"{out}: {others[0]} is there without {MANIFEST}; new shards need an empty folder; "
+                "choose another --out"
+            )
+        return fresh
+    for key in {**found.settings, **fresh.settings}:
+        got, need = fresh.settings.get(key, "nothing"), found.settings.get(key, "nothing")
+        if got != need:
+            raise UsageError(
+                f"{out} was begun with {key} {need}, this is {key} {got}; need the same to continue; "
+                "choose another --out, or remove the folder"
+            )
+    for name, entry in found.shards.items():
+        if shards.open_shard(out / name, vocab_size=fresh.vocab_size).num_tokens != entry.tokens:
+            raise DataError(
+                f"{out / name}: not the {entry.tokens:,} tokens of {MANIFEST}; remove the folder and start again"
+            )
+    return found
+
+
+def _after(block: Encoded, start: Place) -> Encoded:
+    """Return a block without the tokens before `start`: an earlier shard holds the beginning of that document."""
+    is_first = (block.first.file, block.first.row) == (start.file, start.row)
+    if not (is_first and start.token):
+        return block
+    return block._replace(ids=block.ids[start.token :], starts=block.starts - start.token)
+
+
+class _Writer:
+    """Fills shards one after the other, and writes each with its entry in the manifest."""
+
+    def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
+        self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
+        #: Places of the next token, and of the first one in the current shard.
+        self.next = self._first = manifest.next or Place("", 0)
+        self._written, self._filled = sum(entry.tokens for entry in manifest.shards.values()), 0
+        self._buffer = np.empty(self._limit(), np.uint16)
+
+    def _limit(self) -> int:
+        """Return the maximum number of tokens of the current shard."""
+        limit = self._cut.limit_tokens
+        return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._written)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of whole shards."""
+        return len(self._manifest.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in whole shards and in the current one."""
+        return self._written + self._filled
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the limit is reached."""
+        return self._limit() == 0
+
+    def add(self, block: Encoded) -> None:
+        """Append the tokens of a block; write shards as they fill up."""
+        at = 0
+        while at < len(block.ids) and not self.is_full:
+            if self._filled == 0:
+                self._first = _place(block, at)
+            stop = min(len(block.ids), at + self._limit() - self._filled)
+            self._buffer[self._filled : self._filled + stop - at] = block.ids[at:stop]
+            self._filled += stop - at
+            at = stop
+            self.next = _place(block, at)
+            if self._filled == self._limit():
+                self._write()
+
+    def _write(self) -> None:
+        name, ids = self._cut.name(self.num_shards), self._buffer[: self._filled]
+        write_shard(self._out / name, ids)
+        faults.point("shard")
+        counts_V = self._counts(ids)
+        entry = ShardEntry(
+            tokens=self._filled,
+            documents=int(counts_V[self._manifest.document_token]),
+            sha256=shards.sha256(self._out / name),
+            first=self._first,
+            text_bytes=None if self._id_bytes_V is None else int(counts_V @ self._id_bytes_V),
+        )
+        changes: dict[str, Any] = {"shards": {**self._manifest.shards, name: entry}, "next": self.next}
+        if self.num_shards == 0 and self._id_bytes_V is not None:
+            scored = ids[1 : self._cut.scored_tokens + 1]
+            scored_bytes = int(self._counts(scored) @ self._id_bytes_V)
+            changes |= {"scored_tokens": len(scored), "scored_bytes": scored_bytes}
+        self._manifest = msgspec.structs.replace(self._manifest, **changes)
+        write_manifest(self._out, self._manifest)
+        self._written, self._filled = self._written + self._filled, 0
+
+    def _counts(self, ids: np.ndarray) -> np.ndarray:
+        """Return how often each id occurs, int64 [V]; in pieces, since `bincount` copies to int64."""
+        pieces = (ids[at : at + _PIECE_TOKENS] for at in range(0, len(ids), _PIECE_TOKENS))
+        counts_V = np.zeros(self._manifest.vocab_size, np.int64)
+        for piece in pieces:
+            counts_V += np.bincount(piece, minlength=len(counts_V))
+        return counts_V
+
+    def finish(self) -> Manifest:
+        """Write the rest as a last, shorter shard, and mark the manifest complete."""
+        if self._filled:
+            self._write()
+        if not self._manifest.shards:
+            raise DataError(f"{self._manifest.source}: holds no document; need some; name another --source")
+        self._manifest = msgspec.structs.replace(self._manifest, complete=True)
+        write_manifest(self._out, self._manifest)
+        return self._manifest
+
+
+def _place(block: Encoded, at: int) -> Place:
+    """Return the place in the source of an index of a block; at its end, of the first token after it."""
+    if at == len(block.ids):
+        row, token = len(block.starts), 0
+    else:
+        row = int(np.searchsorted(block.starts, at, side="right")) - 1
+        token = at - int(block.starts[row])
+    return msgspec.structs.replace(block.first, row=block.first.row + row, token=token)

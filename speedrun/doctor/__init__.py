@@ -1,1 +1,0 @@
-"""Check what this machine can run. JAX is imported only after its version was checked."""

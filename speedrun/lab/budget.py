@@ -1,0 +1,126 @@
+"""What a batch costs: time, money, disk and network.
+
+The time comes from records of the same recipe on the same kind of device, else from the plan's arithmetic.
+"""
+
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from speedrun.base.console import duration, quantity
+from speedrun.base.track import Track
+from speedrun.data import overview
+from speedrun.plan.estimate import Plan
+from speedrun.record.reader import load
+from speedrun.record.summary import summarize
+from speedrun.science.recipe import Recipe
+
+#: Start, compilation, warm-up and plots of a run, for the arithmetic. A guess: no GPU has run it. On two CPU cores each
+#: program of record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
+UNTIMED_S = 120.0
+#: Cost of a forward pass relative to a training step of the same tokens.
+_FORWARD = 1 / 3
+
+Basis = Literal["records", "arithmetic", "unknown"]
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """A batch on a track."""
+
+    track: str
+    num_runs: int
+    num_devices: int
+    run_s: float | None  #: wall time of one run; None if unknown
+    train_s: float | None  #: its train time
+    basis: Basis  #: the source of both
+    fetch_bytes: int  #: data to download
+    disk_bytes: int  #: data, and what the runs write
+    dollars_per_hour: float | None  #: of one device
+
+    @property
+    def total_s(self) -> float | None:
+        """Time of all runs, one after the other."""
+        return None if self.run_s is None else self.num_runs * self.run_s
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of all devices for that time; simulated ones cost nothing."""
+        if self.total_s is None or self.dollars_per_hour is None:
+            return None
+        return self.total_s * self.num_devices * self.dollars_per_hour / 3600
+
+
+def budget(
+    track: Track, recipe: Recipe, num_runs: int, records: Path, plan: Plan | None, *, dollars: float | None
+) -> Budget:
+    """Return the budget of a batch.
+
+    `plan` is the recipe on the devices it will run on; None for CPUs. `dollars` is the price of a device and hour.
+    """
+    run_s, train_s, basis = _of_records(track, recipe, records, plan) or _of_plan(track, plan)
+    return Budget(
+        track=track.id,
+        num_runs=num_runs,
+        num_devices=0 if plan is None else plan.num_devices,
+        run_s=run_s,
+        train_s=train_s,
+        basis=basis,
+        fetch_bytes=overview.to_fetch_bytes(track),
+        disk_bytes=overview.disk_bytes(track),
+        dollars_per_hour=dollars,
+    )
+
+
+def _of_records(
+    track: Track, recipe: Recipe, records: Path, plan: Plan | None
+) -> tuple[float, float, Basis] | None:
+    """Return the mean wall and train time of the records; train time is scaled to the recipe's number of tokens."""
+    found = []
+    for path in sorted((records / track.name).glob("*/source.txt")):
+        record = load(path.parent)
+        if not record.finished or record.track is None or record.lead.start.recipe != recipe.name:
+            continue
+        summary, (num_devices, kind) = summarize(record), record.lead.hardware
+        train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
+        here = kind == "cpu" if plan is None else (kind, num_devices) == (plan.device, plan.num_devices)
+        if here and train_s is not None and wall_s is not None and summary.num_tokens > 0:
+            scaled_s = train_s * recipe.total_tokens / summary.num_tokens
+            found.append((wall_s - train_s + scaled_s, scaled_s))
+    if not found:
+        return None
+    return fmean(run_s for run_s, _ in found), fmean(train_s for _, train_s in found), "records"
+
+
+def _of_plan(track: Track, plan: Plan | None) -> tuple[float | None, float | None, Basis]:
+    """Return the time of steps and validations by the plan."""
+    if plan is None:
+        return None, None, "unknown"
+    num_steps = sum(stage.num_steps for stage in plan.stages)
+    num_tokens = sum(stage.num_steps * stage.batch_tokens for stage in plan.stages)
+    num_vals = 1 + sum(track.validates_at(step) for step in range(num_steps))
+    share = _FORWARD * num_vals * track.data.val_tokens / num_tokens
+    return plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "arithmetic"
+
+
+def lines(budget: Budget, error: float) -> list[str]:
+    """Return the budget as text, with the relative error of the arithmetic."""
+    data = f"{quantity(budget.fetch_bytes, 'B')} to fetch" if budget.fetch_bytes else "nothing to fetch"
+    disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
+    if budget.run_s is None or budget.total_s is None or budget.train_s is None:
+        return [
+            disk,
+            f"batch  {budget.num_runs} runs | their time is unknown: no record of it here, and no plan",
+        ]
+    basis = {
+        "records": "as the records here took",
+        "arithmetic": f"+-{error:.0%} by arithmetic; {UNTIMED_S:.0f} s of each run are a guess",
+    }[budget.basis]
+    cost = (
+        f" | ${budget.dollars:,.2f} at ${budget.dollars_per_hour:.2f} an hour and GPU, without fetching"
+        if budget.num_devices and budget.dollars is not None
+        else ""
+    )
+    runs = f"{budget.num_runs} runs of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
+    return [disk, f"batch  {runs} | about {duration(budget.total_s)} in all, {basis}{cost}"]

@@ -1,0 +1,172 @@
+"""One run and its record, also of a run that broke off or is resumed."""
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from speedrun.base import processes
+from speedrun.base import track as tracks
+from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.board.record_plot import plot
+from speedrun.board.wandb_relay import relayed
+from speedrun.data import generated, overview, shard_folder
+from speedrun.lab import race
+from speedrun.model import samples, weight_sources
+from speedrun.model.watch_server import watched
+from speedrun.record.about import assemble
+from speedrun.record.salvage import ended
+from speedrun.record.summary import Summary
+from speedrun.record.validate import Report, validate
+from speedrun.train.request import RunConfig
+from speedrun.train.resume_settings import resumed
+from speedrun.train.run import train
+
+_say = partial(print, file=sys.stderr, flush=True)
+
+
+class Extras(NamedTuple):
+    """What a run does beside training, in its first process."""
+
+    ghost: str | None = None  #: as in `--ghost`
+    wandb: str | None = None  #: project to which the log is sent
+    watch_port: int | None = None  #: of a page; None: no page
+    sample_every: int | None = None  #: steps
+    sample_prompts: tuple[str, ...] = ()
+    init_from: Path | None = None  #: weights to start from
+
+    def samples(self, config: RunConfig) -> samples.Request | None:
+        """Return what is to be sampled of a run.
+
+        Raises:
+            UsageError: for prompts that nothing takes, or steps without a checkpoint.
+        """
+        every, prompts = self.sample_every, self.sample_prompts
+        if prompts and (every is None or tracks.load(config.track).synthetic is not None):
+            raise UsageError(
+                f"--sample-prompt {prompts[0][:40]!r} needs --sample-every, and a track whose ids stand for text; "
+                "leave it out, or add that"
+            )
+        if every is None:
+            return None
+        path = samples.path_of(config.out)
+        if not config.resume and path.exists():
+            raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
+        if every % (config.checkpoint_every or every):
+            raise UsageError(
+                f"--sample-every {every}; need a multiple of --checkpoint-every {config.checkpoint_every}"
+            )
+        return samples.Request(config.out, every, prompts, config.recipe, config.data)
+
+
+class Single(NamedTuple):
+    """A finished run whose record is written, drawn and validated."""
+
+    config: RunConfig
+    rules: tracks.Track
+    picture: Path
+    summary: Summary
+    report: Report
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Of validation text; None where the manifest of the data does not know the bytes."""
+        if self.summary.val_loss_mean is None:
+            return None
+        shards = shard_folder.data_folder(self.rules, self.config.data)
+        return overview.bits_per_byte(self.summary.val_loss_mean, shards, self.rules.data)
+
+    def facts(self) -> dict[str, object]:
+        """All of it as one JSON object."""
+        return {
+            "record": str(self.config.out),
+            "plot": str(self.picture),
+            "summary": self.summary,
+            "bits_per_byte": self.bits_per_byte,
+            "failed_checks": {r.check.id: r.messages for r in self.report.having("failed")},
+        }
+
+
+def run(
+    config: RunConfig,
+    joined: AbstractContextManager[object],
+    extras: Extras,
+    *,
+    to_stderr: bool,
+    verbose: bool,
+) -> Single | None:
+    """Train, or resume, and write the record. With `config.resume`, only its folder is read.
+
+    `joined` connects the processes of the run while it trains. The console is standard error if `to_stderr`, and shows
+    the kernels and the reasons for their choice if `verbose`.
+
+    Returns:
+        None in all processes of a run but the first.
+
+    Raises:
+        SpeedrunError: if the run breaks off; its record says where.
+    """
+    is_ours = config.resume or not os.path.exists(config.out)
+    is_done = False
+    try:
+        with joined:
+            if config.resume:
+                config = resumed(config.out)
+                is_done = not config.resume
+                if is_done and processes.is_first():
+                    _say(f"{config.out} is finished; nothing to resume, its record is written again")
+            if not is_done:
+                extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
+                request = extras.samples(config)
+                config = _begun(config, extras.init_from)
+                page = watched(config.out, extras.watch_port, extras.ghost)
+                with page, relayed(config.out, extras.wandb), samples.beside(request):
+                    _train(config, extras.ghost, to_stderr=to_stderr, verbose=verbose)
+                    if extras.sample_every is not None:
+                        _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")
+    except BaseException:
+        if is_ours and processes.is_first():
+            _assemble_broken(config)
+        raise
+    if not processes.is_first():
+        return None
+    summary = assemble(config.out, default_title=_title(config))
+    picture = next(path for path in plot(config.out) if path.suffix == ".png")
+    return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
+
+
+def _begun(config: RunConfig, init_from: Path | None) -> RunConfig:
+    """Make data that the track generates, and the state that a run starts from if it is not random."""
+    rules = tracks.load(config.track)
+    say = _say if processes.is_first() else lambda _: None
+    processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
+    return config if init_from is None else weight_sources.start_from(config, init_from)
+
+
+def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bool) -> None:
+    """Train; of several processes, only the first one prints."""
+    if not processes.is_first():
+        train(config)
+        return
+    rival = race.find(ghost, tracks.load(config.track).id)
+    stream = sys.stderr if to_stderr else sys.stdout
+    with race.live(stream, rival, verbose=verbose) as reader:
+        train(config, reader)
+
+
+def _title(config: RunConfig) -> str:
+    rules = tracks.load(config.track)
+    return f"{config.recipe or rules.recipe} on {rules.id}"
+
+
+def _assemble_broken(config: RunConfig) -> None:
+    """Write the record of a run that broke off."""
+    if not any(map(ended, config.out.glob("runs/*"))):
+        return
+    try:
+        assemble(config.out, default_title=_title(config))
+        _say(f"record  {config.out} says where the run broke off")
+    except SpeedrunError as error:  # the error that broke the run matters more
+        _say(f"warning: the record of the broken run is incomplete: {error}")

@@ -1,0 +1,171 @@
+"""A declared experiment on disk: several arms with the same seeds, and the runs that are complete.
+
+    experiment.json  summary.json  plots/  <number>-<arm>/<seed>-<attempt>/
+
+`experiment.json` is written before the first run. Each run is a record of its own, which cannot be ranked: a rank needs
+a batch. The seeds are derived from the arms and the number of runs, so they no longer fit a plan that is edited or
+extended after its results are known.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from speedrun.base.errors import UsageError
+from speedrun.base.wholefile import read_regular
+from speedrun.record.batch import seeds_from
+from speedrun.record.layout import TrackRef, sha256
+from speedrun.record.logged_run import FormatError, Run, read_run
+from speedrun.record.reader import read_files, run_folders
+from speedrun.train.request import RunConfig
+
+EXPERIMENT = "experiment.json"
+SCHEMA = "speedrun.experiment/1"
+
+#: Name of the arm that is the recipe as it is; a ladder has none.
+BASELINE = "as it is"
+
+Kind = Literal["features", "ladder", "sweep"]
+Standing = Literal["research, not ranked"]
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An experiment to design."""
+
+    config: RunConfig  #: of every run; its overrides hold for every arm, its seed is ignored
+    kind: Kind
+    num_runs: int  #: of each arm
+    num_confirming: int  #: of the best arm and the one it is compared with
+    features: tuple[str, ...] = ()  #: to switch off; empty: all that the recipe has
+    variants: tuple[dict[str, str], ...] = ()  #: settings of each arm of a sweep
+
+
+class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One variant of a recipe."""
+
+    name: str
+    recipe: str
+    overrides: dict[str, str]
+    against: str | None  #: name of the arm it is compared with
+    config_sha256: str
+    source_sha256: str
+
+
+class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag=SCHEMA):
+    """`experiment.json`."""
+
+    standing: Standing
+    kind: Kind
+    track: TrackRef
+    num_devices: int
+    microbatches: int
+    attention: str
+    arms: tuple[Arm, ...]
+    left_out: tuple[str, ...]  #: variants that are no arm, with the reason
+    seeds: tuple[int, ...]  #: of every arm
+    confirming: tuple[int, ...]  #: fresh seeds of the best arm and the one it is compared with
+    created_utc: str
+
+    def arm(self, name: str) -> Arm:
+        """Return the arm of this name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+class Trial(NamedTuple):
+    """A run of an experiment."""
+
+    arm: Arm
+    seed: int
+
+
+Runs = dict[tuple[str, int], Run]  #: by name of the arm and seed
+
+
+def seeds_for(arms: Sequence[Arm], num_runs: int, num_confirming: int) -> tuple[tuple[int, ...], ...]:
+    """Derive the first seeds and the fresh ones from the plan; all are different."""
+    numbers = f"{num_runs} {num_confirming}"
+    total = num_runs + num_confirming
+    drawn = seeds_from(sha256(msgspec.json.encode(arms)), sha256(numbers.encode()), total + 8)
+    distinct = tuple(dict.fromkeys(drawn))  # two draws from 2^31 may be equal, hence eight spare ones
+    return distinct[:num_runs], distinct[num_runs:total]
+
+
+def trials(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Trial]:
+    """Yield all arms for each seed, in reverse for every second seed, so that slow drift of the machine cancels."""
+    for block, seed in enumerate(seeds):
+        yield from (Trial(arm, seed) for arm in (arms[::-1] if block % 2 else arms))
+
+
+def encode(file: msgspec.Struct) -> bytes:
+    """Encode a file of an experiment as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def read(folder: Path) -> Experiment:
+    """Read `experiment.json`.
+
+    Raises:
+        UsageError: if it is missing, cannot be read, or was edited.
+    """
+    path = folder / EXPERIMENT
+    try:
+        found = msgspec.json.decode(read_regular(path), type=Experiment)
+    except OSError:
+        raise UsageError(f"{folder} holds no {EXPERIMENT}; start with 'speedrun sweep'") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: {error}; restore it, or start a new sweep") from None
+    if problem := _problem(found):
+        raise UsageError(f"{path}: {problem}; restore it, or start a new sweep")
+    return found
+
+
+def _problem(found: Experiment) -> str | None:
+    names = [arm.name for arm in found.arms]
+    if len(set(names)) != len(names):
+        return "two arms have one name"
+    if unknown := [arm.name for arm in found.arms if arm.against not in {None, *names} - {arm.name}]:
+        return f"arm {unknown[0]!r} is compared with no other arm"
+    if (found.seeds, found.confirming) != seeds_for(found.arms, len(found.seeds), len(found.confirming)):
+        return "its seeds do not follow from its arms"
+    return None
+
+
+def arm_folder(folder: Path, experiment: Experiment, arm: Arm) -> Path:
+    """Return the folder of an arm; its name is restricted to characters that every file system allows."""
+    number = experiment.arms.index(arm)
+    return folder / f"{number:02}-{re.sub(r'[^A-Za-z0-9._=-]+', '-', arm.name)[:60]}"
+
+
+def new_folder(folder: Path, experiment: Experiment, trial: Trial) -> Path:
+    """Return the folder for the next attempt at a trial; earlier attempts are kept."""
+    place = arm_folder(folder, experiment, trial.arm)
+    return place / f"{trial.seed}-{len([*place.glob(f'{trial.seed}-*')]) + 1}"
+
+
+def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> Runs:
+    """Return the runs that finished or became non-finite, the first of each trial; others are run again.
+
+    Raises:
+        UsageError: if a folder holds another run.
+    """
+    found: Runs = {}
+    for arm, seed in wanted:
+        for attempt in sorted(arm_folder(folder, experiment, arm).glob(f"{seed}-*")):
+            raw, _ = read_files(attempt)
+            for name in run_folders(raw):
+                try:
+                    run = read_run(raw, name)
+                except FormatError:  # it was killed
+                    continue
+                if run.outcome not in ("finished", "non-finite"):
+                    continue
+                start = run.start.seed, run.start.config_sha256, run.start.source_sha256
+                if start != (seed, arm.config_sha256, arm.source_sha256):
+                    raise UsageError(
+                        f"{attempt} holds another run than arm {arm.name!r} with seed {seed} as declared; take it out"
+                    )
+                found.setdefault((arm.name, seed), run)
+    return found

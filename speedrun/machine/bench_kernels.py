@@ -1,0 +1,160 @@
+"""Kernels beside their definitions and the products that bound them: attention, QK-norm, the loss head, Newton-Schulz.
+
+Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary; stacks of K matrices [m, n].
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from speedrun.base import mesh as meshes
+from speedrun.base.errors import UsageError
+from speedrun.machine.turns import FormTimings, Timing, compare, compare_forms
+from speedrun.science import nn
+from speedrun.science.kernels import choose, cross_entropy, cross_entropy_gpu
+from speedrun.science.kernels.attention import sight
+from speedrun.science.optim.groups import MuonAndAdam
+from speedrun.science.optim.muon import orthogonalize
+from speedrun.science.params import SHARDS
+from speedrun.train.program import Program
+
+_SCALE = 0.12  #: of attention scores
+_CAP = cross_entropy.as_cap(15.0)
+
+
+def attention(
+    *,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    window_blocks: int,
+    block_tokens: int,
+    document_tokens: int,
+) -> FormTimings:
+    """Time attention with its gradients in every form that runs here, on one sequence of equally long documents."""
+    platform, compute_capability, dtype = _here()
+    call = choose.AttentionCall(
+        shape_BTHK=(1, num_tokens, num_heads, head_dim),
+        dtype=dtype,
+        platform=platform,
+        compute_capability=compute_capability,
+        block_tokens=block_tokens,
+        max_window_blocks=window_blocks,
+        static_window_blocks=window_blocks,
+        max_documents=-(-num_tokens // document_tokens),
+    )
+    doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
+    seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
+    do, *qkv = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
+
+    def value_and_gradients(form: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def run(do: jax.Array, seen: Any, *qkv: jax.Array) -> Any:
+            o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=_SCALE), *qkv)
+            return o_BTHK, pull(do)
+
+        return run
+
+    return compare_forms(choose.ATTENTION, choose.choose_attention, call, value_and_gradients, do, seen, *qkv)
+
+
+def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
+    """Time QK-norm and rotary with their gradients in every form that runs here. Memory is the bound."""
+    platform, compute_capability, dtype = _here()
+    call = choose.QkNormCall(head_dim, dtype, platform, compute_capability)
+    qk, dqk = jax.random.normal(jax.random.key(0), (2, 2, 1, num_tokens, num_heads, head_dim), dtype)
+    angles = nn.rotary_angles(num_tokens, head_dim)
+
+    def value_and_gradients(form: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q_BTHK: jax.Array, k_BTHK: jax.Array, *dy: jax.Array) -> Any:
+            y, pull = jax.vjp(lambda q_BTHK, k_BTHK: form(q_BTHK, k_BTHK, angles), q_BTHK, k_BTHK)
+            return y, pull(dy)
+
+        return run
+
+    return compare_forms(choose.QK_NORM, choose.choose_qk_norm, call, value_and_gradients, *qk, *dqk)
+
+
+def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
+    """Time loss and gradients of the vocabulary head. Three matrix products are the bound."""
+    kx, kw, kt, kg = jax.random.split(jax.random.key(0), 4)
+    x_ND = jax.random.normal(kx, (num_tokens, model_dim))
+    head_VD = 0.02 * jax.random.normal(kw, (vocab_size, model_dim))
+    targets = cross_entropy.single_targets(jax.random.randint(kt, (num_tokens,), 0, vocab_size))
+    g_NV = jax.random.normal(kg, (num_tokens, vocab_size))
+
+    platform, compute_capability, dtype = _here()
+    x_ND, head_VD, g_NV = (x.astype(dtype) for x in (x_ND, head_VD, g_NV))
+
+    def products(x_ND: jax.Array, head_VD: jax.Array) -> Any:
+        return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
+
+    def summed(form: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(
+            lambda x_ND, head_VD: form(x_ND, head_VD, targets, cap=_CAP).weighted, (0, 1)
+        )
+
+    ours = {"for CPUs": cross_entropy.weighted_on_cpu}
+    if platform == "gpu":
+        call = choose.HeadCall(len(x_ND), len(head_VD), dtype, platform, compute_capability, None, _CAP)
+        eight = call._replace(fp8=cross_entropy_gpu.RECORD21)
+        plain = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=eight.fp8)
+        best, best_of_8 = (choose.choose_head(one).function for one in (call, eight))
+        ours = {"bf16": best, "fp8": best_of_8, "fp8 by XLA": plain}
+    ours["definition"] = cross_entropy.weighted_cross_entropy
+    forms = {name: summed(form) for name, form in ours.items()}
+    return compare({"three products": products, **forms}, x_ND, head_VD)
+
+
+def muon(program: Program, num_devices: int) -> list[Timing]:
+    """Time Newton-Schulz on the matrices that one of `num_devices` devices owns. Its products alone are the bound.
+
+    Ours and optax's include the norm and the sums of the polynomial; none includes momentum.
+
+    Raises:
+        UsageError: if the recipe trains without Muon.
+    """
+    optimizer = program.recipe.optimizer
+    if not isinstance(optimizer, MuonAndAdam):
+        raise UsageError(f"recipe {program.recipe.name} trains without Muon; choose another --recipe")
+    own = SHARDS // num_devices
+    shapes = [tuple(sorted((bank[0].rows, bank[0].cols))) for bank in program.layout.banks.values()]
+    stacks = {shape: own * shapes.count(shape) for shape in dict.fromkeys(shapes)}
+    key, steps, dtype = jax.random.key(0), optimizer.muon_steps, optimizer.muon_dtype
+    stacks_Kmn = [jax.random.normal(key, (count, *shape), dtype) for shape, count in stacks.items()]
+    ours = partial(orthogonalize, steps=steps, dtype=dtype)
+
+    def over_stacks(function: Callable[[jax.Array], Any]) -> Callable[[Sequence[jax.Array]], Any]:
+        return lambda stacks_Kmn: [function(x_Kmn) for x_Kmn in stacks_Kmn]
+
+    def products(x_Kmn: jax.Array) -> jax.Array:
+        for _ in range(steps):
+            s = x_Kmn @ x_Kmn.mT
+            x_Kmn = (s @ s) @ x_Kmn
+        return x_Kmn
+
+    forms = {
+        "three products": over_stacks(products),
+        "ours, stacked": over_stacks(ours),
+        "ours, one by one": over_stacks(lambda x_Kmn: [ours(x) for x in x_Kmn]),
+        "optax, stacked": over_stacks(partial(_optax, steps=steps)),
+    }
+    return compare(forms, stacks_Kmn)
+
+
+def _optax(x_Kmn: jax.Array, *, steps: int) -> Any:
+    """Return the direction of `optax.contrib` for a stack, without momentum."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    transform = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, ns_steps=steps, mu_dtype=x_Kmn.dtype, weight_dimension_numbers=axes
+    )
+    return transform.update(x_Kmn, transform.init(jnp.zeros_like(x_Kmn)))[0]
+
+
+def _here() -> tuple[str, str, jnp.dtype]:
+    """Platform, compute capability and dtype: bfloat16 on a GPU, else float32."""
+    platform, compute_capability = meshes.accelerator(meshes.make_mesh(1))
+    return platform, compute_capability, jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)

@@ -1,0 +1,144 @@
+"""Time the whole training step."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import repeat
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from speedrun.base import accelerators
+from speedrun.base import mesh as meshes
+from speedrun.base.clock import Stopwatch
+from speedrun.data import synthetic
+from speedrun.data.shards import Shard
+from speedrun.data.stream import Batch, Prefetch, TokenStream
+from speedrun.machine.turns import middle
+from speedrun.science.step import TrainState
+from speedrun.train import footprint
+from speedrun.train.footprint import flops_per_token
+from speedrun.train.program import Program
+
+#: XLA option that launches kernels one by one. A profiler sees a command buffer as one event.
+NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+
+
+class StepTimings(msgspec.Struct, frozen=True):
+    """Training steps as in a run: each is dispatched before the loss of the one before is fetched."""
+
+    ms: list[float]  #: from the arrival of one loss to that of the next, the first from the start
+    mean_ms: float
+    spread_ms: float  #: of `ms`, from the first to the ninth decile
+    tokens_per_s: float
+    mfu: float | None  #: of the vendor's bf16 rate, attention scores not counted; None for an unknown device
+    peak_bytes: int  #: of the compiled program on one device, its arguments included
+    compile_s: float
+    losses: list[float]
+    tokens: str  #: their source
+    kernels: dict[str, str]  #: form and reason, by call
+
+    def __str__(self) -> str:
+        mfu = "" if self.mfu is None else f" | MFU {self.mfu:.1%}"
+        lines = [
+            f"step    mean {self.mean_ms:.2f} ms, spread {self.spread_ms:.2f} ms, {len(self.ms)} steps",
+            f"tokens  {self.tokens}",
+            f"rate    {self.tokens_per_s:,.0f} tokens/s{mfu}",
+            f"memory  {self.peak_bytes / 1e9:.2f} GB of the program | compiled in {self.compile_s:.1f} s",
+            *(f"kern    {call} | {form}" for call, form in self.kernels.items()),
+        ]
+        return "\n".join(lines)
+
+
+def step(
+    program: Program,
+    *,
+    num_steps: int,
+    first_step: int = 0,
+    shards: Sequence[Shard] = (),
+    command_buffers: bool = True,
+) -> StepTimings:
+    """Time the training step of a recipe, after two steps of warm-up from the initial state.
+
+    `first_step` of the schedule decides the window. Without shards, one batch of `synthetic.imitated` is repeated. With
+    `command_buffers`, XLA may launch kernels in groups.
+
+    Raises:
+        UsageError: if the compiled step needs more memory than a device has.
+        DataError: if the shards have too few tokens, or are damaged.
+    """
+    lowered, (state, *batch, schedule) = lowered_step(program, first_step)
+    watch = Stopwatch()
+    options = program.compiler_options | ({} if command_buffers else NO_COMMAND_BUFFERS)
+    train_step = lowered.compile(compiler_options=options)
+    compile_s, arrivals_ms, losses = watch.seconds, [0.0], []
+    peak_bytes = train_step.memory_analysis().peak_memory_in_bytes
+    footprint.require(program, peak_bytes)
+    for _ in range(2):
+        state, _ = train_step(state, *batch, schedule)
+    state, pending = jax.block_until_ready(_state(program, first_step)), None
+
+    def fetch(metrics: Any) -> None:
+        """Fetch a loss while the device runs the next step, as the loop does."""
+        loss, _ = jax.device_get((metrics.loss, metrics.bad))
+        arrivals_ms.append(watch.seconds * 1e3)
+        losses.append(float(loss))
+
+    imitated = _imitated(program, first_step)
+    shapes = repeat(imitated.tokens_BT.shape, num_steps)
+    feed = Prefetch(TokenStream(shards), shapes) if shards else nullcontext(repeat(imitated))
+    with feed as batches:
+        watch = Stopwatch()
+        for _ in range(num_steps):
+            placed = (meshes.place(x_BT, program.mesh) for x_BT in next(batches))
+            state, metrics = train_step(state, *placed, schedule)
+            if pending is not None:
+                fetch(pending)
+            pending = metrics
+        fetch(pending)
+    ms, mean_ms = np.diff(arrivals_ms).tolist(), arrivals_ms[-1] / num_steps
+    tokens_per_s = batch[0].size / mean_ms * 1e3
+    return StepTimings(
+        ms=ms,
+        mean_ms=mean_ms,
+        spread_ms=middle(ms)[1],
+        tokens_per_s=tokens_per_s,
+        mfu=_mfu(program, tokens_per_s),
+        peak_bytes=peak_bytes,
+        compile_s=compile_s,
+        losses=losses,
+        tokens=f"{len(shards)} shards" if shards else "synthetic, document lengths of FineWeb",
+        kernels={call: f"{one.name}: {one.reason}" for call, one in program.kernels.choices.items()},
+    )
+
+
+def _mfu(program: Program, tokens_per_s: float) -> float | None:
+    """Return the share of the devices' peak rate that the step's FLOPs take; None if the rate is unknown."""
+    mesh = program.mesh
+    device = accelerators.named(mesh.devices.flat[0].device_kind)
+    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
+    return flops_per_s / (device.bf16_flops * mesh.size) if device else None
+
+
+def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return the lowered step at `first_step`, and its arguments: initial state, synthetic ids, schedule."""
+    batch = (meshes.place(x_BT, program.mesh) for x_BT in _imitated(program, first_step))
+    args = _state(program, first_step), *batch, program.schedule
+    return program.train_step_for(program.static_at(first_step)).lower(*args), args
+
+
+def _state(program: Program, first_step: int) -> TrainState:
+    state = program.init(jax.random.key(0))
+    return state._replace(step=meshes.replicate(np.int32(first_step), program.mesh))
+
+
+def _imitated(program: Program, first_step: int) -> Batch:
+    shape, config = program.shape_at(first_step), program.recipe.config
+    ids = synthetic.imitated(
+        shape.num_sequences * shape.seq_len + 1,
+        vocab_size=config.vocab_size,
+        document_token=getattr(config, "document_token", 0),
+        seed=0,
+    )
+    return Batch(*(x.reshape(shape.num_sequences, shape.seq_len) for x in (ids[:-1], ids[1:])))

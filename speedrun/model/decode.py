@@ -1,0 +1,189 @@
+"""Continues prompts: one jitted loop over tokens, for all prompts at once.
+
+Legend: P prompts, T positions, V vocabulary, N new tokens.
+"""
+
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedrun.base.errors import UsageError
+from speedrun.model.incremental import DecodingKernels, Incremental
+from speedrun.model.weights import Trained
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import Params
+from speedrun.science.recipe import Recipe
+
+#: Lengths are rounded up to a multiple: programs are compiled for one length.
+POSITIONS = 64
+CHUNK = 16  #: tokens of one call
+
+
+class Draw(NamedTuple):
+    """How a token is drawn from the model's distribution."""
+
+    temperature: float = 1.0  #: of the softmax; 0: always the most probable token
+    top_k: int = 0  #: only the so many most probable tokens; 0: all
+    top_p: float = 1.0  #: only the fewest most probable tokens that have this probability together
+    seed: int = 0
+
+
+class Texts(NamedTuple):
+    """Prompts and what follows them so far, on the device."""
+
+    tokens_PT: jax.Array  #: i32, zero after the last token
+    length_P: jax.Array  #: i32
+    stream_P: jax.Array  #: u32, which random numbers it gets
+    caches: list[jax.Array]  #: [P, ...]
+
+
+def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
+    """Draw an id from softmax(z / temperature), cut to the most probable tokens: i32 [].
+
+    By the largest z / temperature + g, g = -log(-log u) with u uniform (Gumbel 1954): other frameworks can repeat it
+    from the same uniform numbers.
+    """
+    z_V = z_V.astype(jnp.float32)
+    scaled_V = z_V / jnp.where(how.temperature > 0, how.temperature, 1.0)
+    order_V = jnp.argsort(-scaled_V)
+    p_V = jax.nn.softmax(scaled_V[order_V])
+    before_V = jnp.cumsum(p_V) - p_V
+    rank_V = jnp.arange(len(z_V))
+    # The most probable token always stays.
+    kept_V = (rank_V < jnp.where(how.top_k > 0, how.top_k, len(z_V))) & (before_V < how.top_p) | (rank_V == 0)
+    u_V = jax.random.uniform(key, z_V.shape, minval=jnp.finfo(jnp.float32).tiny)
+    noisy_V = jnp.where(kept_V, scaled_V[order_V] - jnp.log(-jnp.log(u_V[order_V])), -jnp.inf)
+    return jnp.where(how.temperature > 0, order_V[jnp.argmax(noisy_V)], jnp.argmax(z_V)).astype(jnp.int32)
+
+
+class Decoder:
+    """A model that continues prompts. Programs are compiled at the first call."""
+
+    def __init__(
+        self, recipe: Recipe, inputs: Inputs, params: Params, *, vocab_size: int, num_positions: int
+    ) -> None:
+        """Read the model for sequences of up to so many tokens.
+
+        Args:
+            recipe: gives `forward` and `logits`.
+            inputs: those of the last validation.
+            params: by name, in the compute dtype.
+            vocab_size: ids that the data has; the model may know more, which are never drawn.
+            num_positions: prompt and new tokens.
+
+        Raises:
+            UsageError: if the model takes no sequences of this length.
+        """
+        longest = recipe.eval_seq_len
+        if num_positions > longest:
+            raise UsageError(
+                f"{num_positions:,} tokens of prompt and text; the model was scored on {longest:,} at a time; "
+                "shorten the prompt, or ask for fewer --tokens"
+            )
+        self.num_positions = min(longest, -(-num_positions // POSITIONS) * POSITIONS)
+        self._params, self._vocab_size, kernels = params, vocab_size, DecodingKernels()
+        self._forward = lambda params, tokens_BT: recipe.forward(
+            params, tokens_BT, inputs, recipe.config, kernels
+        )
+        self._logits = lambda params, x_ND: recipe.logits(params, x_ND, recipe.config)[:, :vocab_size]
+        self._is_new = True  #: whether what is kept was not compared since the last start
+        # Rounding: a row alone and one of many are summed in other orders.
+        dtypes = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+        self._tolerance = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) ** 0.5
+        self._compile(is_whole=False)
+
+    def _compile(self, *, is_whole: bool) -> None:
+        self.model = Incremental(self._forward, self._params, self.num_positions, is_whole=is_whole)
+        self._fixed = jax.jit(self.model.fixed)(self._params)
+        # Other functions each time, whose programs JAX must not look up.
+        self._start = jax.jit(lambda *args: self._read(*args))
+        self._extend = jax.jit(lambda *args: self._write(*args), static_argnums=4, donate_argnums=2)
+        self._differ = jax.jit(jax.vmap(self.model.differences))
+
+    def start(self, prompts: Sequence[np.ndarray]) -> Texts:
+        """Read prompts of ids, each with one token or more. Equal prompts are continued with other random numbers."""
+        tokens_PT = np.zeros((len(prompts), self.num_positions), np.int32)
+        for row_T, ids in zip(tokens_PT, prompts, strict=True):
+            row_T[: len(ids)] = ids
+        lengths, raw = np.array([len(ids) for ids in prompts], np.int32), [ids.tobytes() for ids in prompts]
+        # Of a prompt and its number among equal ones: the prompts beside it do not matter.
+        streams = [zlib.crc32(one) + raw[:number].count(one) for number, one in enumerate(raw)]
+        self._is_new = True
+        return self._start(self._fixed, tokens_PT, lengths, np.array(streams, np.uint64).astype(np.uint32))
+
+    def extend(self, texts: Texts, num_tokens: int, how: Draw) -> tuple[Texts, np.ndarray]:
+        """Write so many tokens after each text: the texts, and the new ids [P, N]. `texts` is used up.
+
+        Ids at positions that the model was not read for are garbage. The first call after `start` compares what is kept
+        of past positions with the whole forward pass. If they differ, it warns, and keeps nothing from then on.
+        """
+        begun = [np.asarray(x) for x in texts[:3]]
+        texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)  # `how` is traced
+        if self._is_new and (found := self._difference(texts)) > self._tolerance:
+            sys.stderr.write(
+                f"warning: this model mixes positions: what is kept of them differs by {found:.1e} from the whole "
+                "forward pass; each token is computed from all before it, which is slow\n"
+            )
+            self._compile(is_whole=True)
+            texts = self._start(self._fixed, *begun)
+            texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)
+        self._is_new = False
+        return texts, np.asarray(ids_PN)
+
+    def _difference(self, texts: Texts) -> float:
+        """Return by how much rows that were kept differ from those of the whole forward pass before other tokens."""
+        # The last token was not read; past the end, positions overwrite the last one.
+        read_P = np.minimum(texts.length_P, self.num_positions) - 1
+        other_PT = np.random.default_rng(0).integers(0, self._vocab_size, texts.tokens_PT.shape, np.int32)
+        is_read_PT = np.arange(self.num_positions) < read_P[:, None]
+        tokens_PT = np.where(is_read_PT, texts.tokens_PT, other_PT)
+        whole = self._start(self._fixed, tokens_PT, texts.length_P, texts.stream_P)
+        return float(jnp.max(self._differ(texts.caches, whole.caches, read_P)))
+
+    def continued(self, prompts: Sequence[np.ndarray], num_tokens: int, how: Draw) -> Iterator[np.ndarray]:
+        """Yield so many new ids of all prompts bit by bit: [P, N] with N up to `CHUNK`."""
+        texts = self.start(prompts)
+        for left in range(num_tokens, 0, -CHUNK):
+            texts, ids_PN = self.extend(texts, CHUNK, how)  # another number would be compiled anew
+            yield ids_PN[:, :left]
+
+    def _read(
+        self, fixed: list[jax.Array], tokens_PT: jax.Array, length_P: jax.Array, stream_P: jax.Array
+    ) -> Texts:
+        # One by one: each holds a score for every pair of positions.
+        caches = jax.lax.map(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1], tokens_PT)
+        return Texts(tokens_PT, length_P, stream_P, caches)
+
+    def _write(
+        self, params: Params, fixed: list[jax.Array], texts: Texts, how: Draw, num_tokens: int
+    ) -> tuple[Texts, jax.Array]:
+        rows_P, draw = jnp.arange(len(texts.length_P)), jax.vmap(partial(drawn, how=how))
+
+        def after(tokens_T: jax.Array, length: jax.Array, cache: list[jax.Array]) -> Any:
+            x_BTD, cache = self.model.step(fixed, cache, tokens_T[None], length - 1)
+            return self._logits(params, x_BTD[0])[0], cache
+
+        def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
+            z_PV, caches = jax.vmap(after)(texts.tokens_PT, texts.length_P, texts.caches)
+            # Of text and position alone, so that pauses do not matter.
+            keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
+            keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
+            new_P = draw(z_PV, keys_P)
+            tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
+            return Texts(tokens_PT, texts.length_P + 1, texts.stream_P, caches), new_P
+
+        texts, ids_NP = jax.lax.scan(write, texts, length=num_tokens)
+        return texts, ids_NP.T
+
+
+def decoder_of(trained: Trained, num_positions: int) -> Decoder:
+    """Return the decoder of a trained model for sequences of up to so many tokens; see `Decoder`."""
+    recipe, vocab_size = trained.program.recipe, trained.track.data.vocab_size
+    model = recipe, trained.inputs, trained.params
+    return Decoder(*model, vocab_size=vocab_size, num_positions=num_positions)

@@ -1,0 +1,340 @@
+"""What `speedrun eval` computes: the loss on other tokens than a run scores, HellaSwag, and tasks of others.
+
+Other tokens are other shards, a second slice, or another context.
+
+HellaSwag as llm.c scores it: which of four endings is most probable? An ending follows its context after one space,
+nothing opens the document, and the answer is the ending with the smallest mean loss per token. Chance is 25 %.
+
+The harness is for tasks that this package does not score by itself, and is imported when it is asked for: pip install
+lm-eval. Its tasks load data from the hub. Those that ask for new text are refused: no model of this size answers them.
+
+Legend: B sequences, C chunks, R rows, T positions, E tokens of an ending, V vocabulary.
+Source: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy); Gao et al.,
+EleutherAI/lm-evaluation-harness.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import yaml
+from msgspec import Meta
+
+from speedrun.base import mesh as meshes
+from speedrun.base.errors import DataError, NonFiniteError, UsageError, translate_read_errors
+from speedrun.base.wholefile import read_regular
+from speedrun.data import shard_folder
+from speedrun.data.shards import Shard, open_shard
+from speedrun.data.tokenizer import Tokenizer
+from speedrun.model.incremental import DecodingKernels
+from speedrun.model.weights import Trained
+from speedrun.science.params import SHARDS, Params
+
+# --- loss
+
+
+class Score(msgspec.Struct, frozen=True):
+    """The mean loss over consecutive targets of a shard, each once."""
+
+    shard: str
+    start: int  #: position of the first input
+    tokens: int
+    context: int  #: tokens of a sequence; the first of each sees nothing before it
+    loss: float  #: nats per token
+    bits_per_byte: float | None  #: None if the ids stand for no bytes
+
+    def __str__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f"   {self.bits_per_byte:.4f} bits per byte"
+        where = f"{Path(self.shard).name} from token {self.start:,}, {self.tokens:,} tokens, context {self.context:,}"
+        return f"loss {self.loss:.4f}{bits}   {where}"
+
+
+class Slice(NamedTuple):
+    """Consecutive targets of a shard."""
+
+    shard: Shard
+    start: int  #: position of the first input
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """As progress and errors name it."""
+        return f"{self.shard.path.name} from token {self.start:,}"
+
+
+def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int | None) -> list[Slice]:
+    """Return what to score: the start of each shard; without shards, the slice that the track scores and the next one.
+
+    As many tokens as whole batches hold, at most `tokens`, or as many as the track scores.
+
+    Raises:
+        DataError: if a shard is damaged, or has no whole batch.
+    """
+    data, batch = trained.track.data, SHARDS * context
+    found = [(open_shard(path, vocab_size=data.vocab_size), 0) for path in shards]
+    if not found:
+        official = shard_folder.open_track(trained.folder, data).val[0]
+        found = [(official, 0)]
+        if official.num_tokens > data.val_tokens + batch:
+            found.append((official, data.val_tokens))
+    whole = []
+    for shard, start in found:
+        most = min(tokens or data.val_tokens, shard.num_tokens - 1 - start)
+        if most < batch:
+            need = f"need {batch:,} for one batch of {SHARDS} x {context:,}"
+            what = f"{shard.path.name}: {most:,} tokens to score from {start:,} on"
+            raise DataError(f"{what}; {need}; pass a shorter --context, or more --tokens")
+        whole.append(Slice(shard, start, most // batch * batch))
+    return whole
+
+
+def bytes_of(trained: Trained, say: Callable[[str], None]) -> np.ndarray | None:
+    """Return the bytes of each id, i64 [V]; None, and `say` why, if the file of the tokenizer is missing."""
+    try:
+        tokens = trained.words.tokens
+    except DataError as error:
+        say(f"no bits per byte: {error}")
+        return None
+    return np.array([len(tokens.get(index, b"")) for index in range(trained.track.data.vocab_size)], np.int64)
+
+
+class Scorer:
+    """Scores slices with the scorer of a run, compiled once for a context."""
+
+    def __init__(self, trained: Trained, context: int, id_bytes_V: np.ndarray | None) -> None:
+        """Make the scorer; raise UsageError if the model cannot take sequences of this length."""
+        recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
+        self._trained, self._context, self._id_bytes_V = trained, context, id_bytes_V
+        self._program = replace(trained.program, recipe=recipe)
+        self._step = self._program.eval_step_for(self._program.static_at(trained.step))
+
+    def score(self, part: Slice, say: Callable[[int], None]) -> Score:
+        """Score a slice; `say` gets the number of tokens scored so far.
+
+        Raises:
+            NonFiniteError: if the loss is no number.
+        """
+        program, trained, id_bytes_V = self._program, self._trained, self._id_bytes_V
+        nll_sum, num_bytes, batch = 0.0, 0, SHARDS * self._context
+        for start in range(part.start, part.start + part.tokens, batch):
+            ids = part.shard.read(start, start + batch + 1).astype(np.int32)
+            rows = (x.reshape(SHARDS, self._context) for x in (ids[:-1], ids[1:]))
+            batch_BT = (meshes.place_own(x, program.mesh) for x in rows)
+            nll_BC = self._step(trained.packed, *batch_BT, program.schedule, jnp.int32(trained.step))
+            nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
+            num_bytes += 0 if id_bytes_V is None else int(id_bytes_V[ids[1:]].sum())
+            say(start + batch - part.start)
+        if not math.isfinite(nll_sum):
+            raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
+        bits = nll_sum / math.log(2) / num_bytes if num_bytes else None
+        name, loss = str(part.shard.path), nll_sum / part.tokens
+        return Score(name, part.start, part.tokens, self._context, loss, bits)
+
+
+# --- endings
+
+_TOGETHER = 32  #: rows of one call
+_POSITIONS = 32  #: lengths are rounded up to a multiple
+
+
+class Row(NamedTuple):
+    """A context with one ending."""
+
+    ids: np.ndarray  #: i32 [T]
+    first: int  #: position of the ending; at least 1
+
+
+class Ending(NamedTuple):
+    """What a model thinks of an ending."""
+
+    nll_E: np.ndarray  #: f64, nats
+    is_likeliest: bool  #: whether each token is the most probable one, given those before it
+
+
+def _endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) -> list[Ending]:
+    """Score all endings, in order; `say` gets the number of rows that are done."""
+    score, params, found = jax.jit(partial(_scores, trained)), trained.params, list[Ending]()
+    for start in range(0, len(rows), _TOGETHER):
+        few = rows[start : start + _TOGETHER]
+        longest = -(-max(len(row.ids) for row in few) // _POSITIONS) * _POSITIONS
+        tokens_RT = np.zeros((_TOGETHER, longest), np.int32)  # rows without ids: one shape fewer to compile
+        for tokens_T, row in zip(tokens_RT, few, strict=False):
+            tokens_T[: len(row.ids)] = row.ids
+        nll_RT, likeliest_RT = jax.device_get(score(params, tokens_RT))
+        for nll_T, likeliest_T, row in zip(nll_RT, likeliest_RT, few, strict=False):
+            part = slice(row.first - 1, len(row.ids) - 1)
+            found.append(Ending(nll_T[part].astype(np.float64), bool(likeliest_T[part].all())))
+            if not np.isfinite(found[-1].nll_E).all():
+                raise NonFiniteError("the loss of an ending is no number; need a model with finite losses")
+        say(start + len(few))
+    return found
+
+
+def _scores(trained: Trained, params: Params, tokens_RT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the negative log likelihood of each next token, f32 [R, T - 1], and whether it is the likeliest."""
+    recipe, inputs = trained.program.recipe, trained.inputs
+
+    def of_one(tokens_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (x_TD,) = recipe.forward(params, tokens_T[None], inputs, recipe.config, DecodingKernels())
+        z_TV = recipe.logits(params, x_TD[:-1], recipe.config).astype(jnp.float32)
+        of_target_T = jnp.take_along_axis(z_TV, tokens_T[1:, None], axis=1)[:, 0]
+        return jax.nn.logsumexp(z_TV, axis=1) - of_target_T, jnp.argmax(z_TV, axis=1) == tokens_T[1:]
+
+    return jax.lax.map(of_one, tokens_RT)
+
+
+# --- HellaSwag
+
+_Text = Annotated[str, Meta(min_length=1)]
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One line of the file; it may have other fields."""
+
+    ctx: _Text
+    endings: tuple[_Text, _Text, _Text, _Text]
+    label: Annotated[int, Meta(ge=0, le=3)]
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """What share of the questions is answered rightly."""
+
+    questions: int
+    accuracy_norm: float  #: by the mean loss of an ending's tokens
+    accuracy: float  #: by their sum
+
+    def __str__(self) -> str:
+        margin = 1.96 * (self.accuracy_norm * (1 - self.accuracy_norm) / self.questions) ** 0.5
+        return (
+            f"hellaswag {self.accuracy_norm:.2%} +- {margin:.2%} by mean loss, {self.accuracy:.2%} by sum   "
+            f"{self.questions:,} questions, chance 25 %"
+        )
+
+
+def read(path: Path, limit: int | None) -> list[Question]:
+    """Read questions, one JSON object a line; raise DataError if one has another form, or there are none."""
+    advice = "need lines with ctx, four endings and a label, as in hellaswag_val.jsonl of rowanz/hellaswag"
+    with translate_read_errors(path, advice):
+        lines = [line for line in read_regular(path).splitlines() if line.strip()]
+        found = [msgspec.json.decode(line, type=Question) for line in lines[:limit]]
+    if not found:
+        raise DataError(f"{path}: no questions; need one JSON object a line")
+    return found
+
+
+def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], None]) -> Answers:
+    """Answer all questions; `say` gets the number of those that are answered.
+
+    Raises:
+        UsageError: if the ids of the track stand for no text.
+        NonFiniteError: if a loss is no number.
+    """
+    if (encoder := trained.words.encoder) is None:
+        raise UsageError(f"ids of {trained.track.id} stand for no text; HellaSwag needs a model of text")
+    rows = [row for question in questions for row in _rows(question, encoder)]
+    losses = [ending.nll_E for ending in _endings(trained, rows, lambda done: say(done // 4))]
+    right = right_norm = 0
+    for number, question in enumerate(questions):
+        four = losses[4 * number : 4 * number + 4]
+        right += int(np.argmin([part.sum() for part in four])) == question.label
+        right_norm += int(np.argmin([part.mean() for part in four])) == question.label
+    return Answers(len(questions), right_norm / len(questions), right / len(questions))
+
+
+def _rows(question: Question, encoder: Tokenizer) -> Iterator[Row]:
+    context, *endings = encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
+    for ending in endings:
+        yield Row(np.concatenate([context, ending]).astype(np.int32), len(context))
+
+
+# --- lm-evaluation-harness
+
+
+def scores(
+    trained: Trained, tasks: Sequence[str], limit: int | None, say: Callable[[str], None]
+) -> dict[str, dict[str, float]]:
+    """Run tasks; return their metrics by task and name.
+
+    Args:
+        trained: the model.
+        tasks: names, or files of YAML that define one.
+        limit: questions of each task; None: all.
+        say: gets lines of progress.
+
+    Raises:
+        UsageError: if the harness is not installed, a task is unknown, or ids stand for no text.
+        DataError: if the data of a task cannot be loaded.
+    """
+    try:
+        harness = importlib.import_module("lm_eval")
+        tasks_of = importlib.import_module("lm_eval.tasks").TaskManager
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--tasks needs {error.name}; type: pip install lm-eval") from None
+    if trained.words.encoder is None:
+        raise UsageError(f"ids of {trained.track.id} stand for no text; tasks need a model of text")
+    known = tasks_of()
+    for task in tasks:
+        if not Path(task).is_file() and not known.match_tasks([task]):
+            raise UsageError(f"unknown task {task!r}; 'lm-eval ls tasks' lists them, or name a file of YAML")
+    try:
+        found = harness.simple_evaluate(
+            model=adapter(trained, say), tasks=[*tasks], limit=limit, task_manager=known, bootstrap_iters=0
+        )
+    except (OSError, ValueError, yaml.YAMLError) as error:  # of the hub, `datasets`, and files of tasks
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"a task cannot be run: {reason}; its data must be here, or on the hub") from None
+    return {
+        task: {name.removesuffix(",none"): x for name, x in metrics.items() if isinstance(x, float)}
+        for task, metrics in found["results"].items()
+    }
+
+
+def adapter(trained: Trained, say: Callable[[str], None]) -> Any:
+    """Return the model in the form that the harness asks: an instance of its `TemplateLM`."""
+    template = importlib.import_module("lm_eval.api.model").TemplateLM
+    windows = importlib.import_module("lm_eval.utils")
+    longest, opens = trained.program.recipe.eval_seq_len, trained.track.data.document_token
+
+    class Model(template):
+        """Longer contexts are cut at their start."""
+
+        eot_token_id = opens
+
+        def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
+            del add_special_tokens  # there are none
+            return [*map(int, trained.words.encode(string)[1:])]
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            rows = [_row(context, ending, longest) for _, context, ending in requests]
+            found = _endings(trained, rows, lambda done: say(f"{done:,} of {len(rows):,} endings"))
+            return [(-float(one.nll_E.sum()), one.is_likeliest) for one in found]
+
+        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+            found = []
+            for (text,) in (request.args for request in requests):
+                parts = windows.get_rolling_token_windows(self.tok_encode(text), opens, longest - 1, 1)
+                pairs = [("", *windows.make_disjoint_window(part)) for part in parts]
+                found.append(sum(nats for nats, _ in self._loglikelihood_tokens(pairs)))
+            return found
+
+        def generate_until(self, requests: Any, **_: Any) -> list[str]:
+            raise UsageError(f"{len(requests)} questions ask for new text; tasks that score given text work")
+
+    return Model()
+
+
+def _row(context: list[int], ending: list[int], longest: int) -> Row:
+    if len(ending) >= longest:
+        raise UsageError(
+            f"an ending of {len(ending):,} tokens; the model takes {longest:,} with its context; leave that task out"
+        )
+    ids = np.array([*context, *ending][-longest:], np.int32)
+    return Row(ids, max(1, len(ids) - len(ending)))

@@ -1,0 +1,275 @@
+"""A folder with the weights of a trained model by name, all that is needed to load them, and a model card.
+
+`model.safetensors` has the parameters by the names of the model, as they were trained; `model.json` recipe, step, data
+and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the data has one.
+"""
+
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from speedrun.base import mesh as meshes
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
+from speedrun.base.errors import DataError, UsageError, translate_os_errors, translate_read_errors
+from speedrun.base.wholefile import make_folder
+from speedrun.board.leaks import refuse_secrets
+from speedrun.board.submission import require_outside
+from speedrun.data import shard_folder, vocabulary
+from speedrun.data.shards import sha256
+from speedrun.model.safetensors_file import DTYPES, WEIGHTS, Form, Tensors, read_json
+from speedrun.model.weights import Trained, own_recipe
+from speedrun.record import layout
+from speedrun.record import reader as records
+from speedrun.record.about import sources
+from speedrun.record.logged_run import loss_of
+from speedrun.science.params import Params, count
+from speedrun.science.recipe import Recipe, describe, no_constants
+from speedrun.train.program import Program
+
+FACTS = "model.json"
+#: What of a recipe only training reads.
+_TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
+
+_LOAD = """\
+```sh
+speedrun sample {name}
+speedrun eval {name}
+```
+
+`model.safetensors` has the parameters by name. In `model.json`, `settings` say which functions of speedrun {version}
+compute with them.
+
+"""
+
+
+_CARD = """\
+---
+library_name: "{library}"
+pipeline_tag: "text-generation"
+tags: ["speedrun", "{recipe}"]
+# license: the licence of these weights is for you to choose; write it here
+---
+
+# {recipe} on {track}
+
+A language model, trained by `speedrun`, a speedrun harness in JAX.
+
+| | |
+|---|---|
+{rows}
+
+## Load it
+
+{load}
+## Intended use and limits
+
+A model of a speedrun: made to reach a loss in the least time, or to study how. It continues text like that of its
+training. It was not trained to follow instructions or to be correct, safe or fair, and nobody tested it for any of
+these. It writes falsehoods, and what it read may come back. Do not use it where somebody relies on what it says.
+"""
+
+
+class Facts(layout.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
+    """Contents of `model.json`."""
+
+    recipe: str
+    revision: int
+    overrides: dict[str, str]  #: settings of the recipe, by dotted name
+    settings: dict[str, Any]  #: of the recipe, as far as the forward pass depends on them
+    step: int  #: steps that were trained
+    track: str  #: name and version
+    vocab_size: int  #: of the data; the model may know more ids
+    document_token: int  #: opens a document
+    dtypes: dict[str, str]  #: of the parameters that are not float32
+    num_params: int
+    weights_sha256: str  #: of `model.safetensors`
+    tokenizer: Literal["", "tokenizer.json", "r50k_base.tiktoken"]  #: empty: none is in the folder
+    tokenizer_sha256: str
+    version: str  #: of the harness
+
+
+def named_arrays(trained: Trained) -> dict[str, np.ndarray]:
+    """Return the parameters by name, in the dtype of training, on the host."""
+    params = jax.jit(trained.program.layout.unpack)(trained.packed)
+    # The library writes the memory of an array, whatever its strides are.
+    return {name: np.asarray(x, order="C") for name, x in meshes.fetch(params).items()}
+
+
+def write(trained: Trained, out: Path) -> list[Path]:
+    """Write the folder of a model; return its files.
+
+    Raises:
+        UsageError: if these are not weights of ours, or the folder is not new or empty.
+        DataError: if the tokenizer's file is missing.
+    """
+    from safetensors.numpy import save
+
+    raw, spoken = save(named_arrays(trained)), tokenizer_file(trained)
+    program, data = trained.program, trained.track.data
+    table, recipe = program.layout.table, program.recipe
+    facts = Facts(
+        recipe=recipe.name,
+        revision=recipe.revision,
+        overrides=dict(trained.overrides),
+        settings=_settings(recipe),
+        step=trained.step,
+        track=trained.track.id,
+        vocab_size=data.vocab_size,
+        document_token=data.document_token,
+        dtypes={name: spec.dtype for name, spec in table.items() if spec.dtype != "float32"},
+        num_params=count(table),
+        weights_sha256=layout.sha256(raw),
+        tokenizer=next(iter(spoken), ""),  # pyright: ignore[reportArgumentType]
+        tokenizer_sha256=next(map(layout.sha256, spoken.values()), ""),
+        version=metadata.version("speedrun"),
+    )
+    about = card(trained, "speedrun", _LOAD.format(name=out.name, version=facts.version))
+    files = {WEIGHTS: raw, FACTS: layout.encode(facts), "README.md": about.encode(), **spoken}
+    return save_folder(trained, out, files)
+
+
+def card(trained: Trained, library: str, load: str) -> str:
+    """Return the card in Markdown with the hub's front matter; `load` says how to load the model with `library`."""
+    recipe, track = trained.program.recipe, trained.track
+    facts = {
+        "recipe": f"{recipe.name}, revision {recipe.revision}: {clean(recipe.summary)}",
+        "changed settings": ", ".join(f"{key}={value}" for key, value in trained.overrides.items()) or "none",
+        "parameters": f"{count(trained.program.layout.table):,}",
+        "track": f"{track.id}: {track.summary}",
+        "steps": f"{trained.step:,} of {recipe.num_steps:,}",
+        "context": f"{recipe.eval_seq_len:,} tokens",
+        **_of_the_run(trained),
+    }
+    rows = "\n".join(f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())
+    return _CARD.format(library=library, recipe=recipe.name, track=track.id, rows=rows, load=load)
+
+
+def _of_the_run(trained: Trained) -> dict[str, str]:
+    """Return what the record says about the run that trained the weights; nothing if it does not lie here."""
+    if trained.run is None or not (trained.run[0] / "runs").is_dir():
+        return {}
+    record = records.load(trained.run[0])
+    run = next((run for run in record.runs if run.folder == trained.run[1]), None)
+    if run is None:
+        return {}
+    val = next((val for val in run.vals if val.step == trained.step), None)
+    loss = f"not measured after step {trained.step:,}"
+    if val is not None:
+        loss = (
+            f"{loss_of(val):.4f} nats per token, on {val.tokens:,} tokens in sequences of "
+            f"{trained.program.recipe.eval_seq_len:,}; with another context or tokenizer, none compares"
+        )
+    return {
+        "run": clean(run.folder),
+        "date": run.begun.date().isoformat(),
+        "hardware": clean("{} x {}".format(*run.hardware)),
+        "started from": clean(", ".join(sources(record.runs))) or "random weights",
+        "validation loss": loss,
+    }
+
+
+def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Make a folder of such files; return them.
+
+    Raises:
+        UsageError: if these are not weights of ours, the folder is not empty, or a text would hold a secret.
+    """
+    if not trained.is_ours:
+        raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
+    texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
+    refuse_secrets(texts, "take it out of the record's title, or of the settings")
+    make_folder(out, files)
+    return [out / name for name in files]
+
+
+def check_out(trained: Trained, out: Path) -> None:
+    """Raise UsageError if a folder for a model is part of the record, or not empty."""
+    if trained.run:
+        require_outside(trained.run[0], out)
+    with translate_os_errors(out, UsageError):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} is there and not an empty folder; choose a new one with --out")
+
+
+def tokenizer_file(trained: Trained) -> dict[str, bytes]:
+    """Return name and content of the tokenizer's file; nothing if ids have no text, or it is GPT-2's and not there.
+
+    Raises:
+        DataError: if the data needs one that is not there.
+    """
+    path = trained.words.path
+    if path is None or (path.name == vocabulary.RANKS and not path.exists()):
+        return {}
+    with translate_read_errors(path, "need the tokenizer; name its folder with --data"):
+        return {path.name: path.read_bytes()}
+
+
+def is_one(folder: Path) -> bool:
+    """Return whether a folder is one that `write` made, or should be."""
+    return (folder / FACTS).exists()
+
+
+def read(folder: Path) -> Facts:
+    """Read `model.json`, and compare the other files with its digests.
+
+    Raises:
+        DataError: if a file is missing or damaged.
+    """
+    facts = read_json(folder / FACTS, Facts)
+    wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
+    for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
+        with translate_read_errors(folder / name, "copy the whole folder again"):
+            got = sha256(folder / name)
+        if got != want:
+            raise DataError(f"{folder / name}: sha256 is {got}; {FACTS} says {want}; copy the folder again")
+    return facts
+
+
+def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
+    """Load the model of a folder; see `sources.load`.
+
+    Raises:
+        UsageError: if its recipe or track is unknown or another one here.
+        DataError: if a file is missing, damaged, or not what the recipe needs.
+    """
+    facts = read(folder)
+    track = tracks.load(facts.track.partition("@")[0])
+    want = track.data.vocab_size, track.data.document_token
+    if (got := (facts.vocab_size, facts.document_token)) != want:
+        raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
+    chosen = own_recipe(folder, facts.recipe, facts.revision, recipe).override(facts.overrides)
+    then, now = facts.settings, _settings(chosen)
+    if differing := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
+        raise UsageError(
+            f"{folder} was trained with other settings than {chosen.name} has now: {', '.join(differing)}; install "
+            f"speedrun {facts.version} as it was then, or name the model's own recipe with --recipe"
+        )
+    meshes.prepare("any")
+    known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
+    program = Program(chosen, meshes.make_mesh(1), vocabulary=known)
+    shards, packed = shard_folder.data_folder(track, data), placed(program, arrays(folder, program))
+    origin = {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
+    own = folder if facts.tokenizer else None
+    return Trained(program, track, shards, facts.step, packed, facts.overrides, origin=origin, tokenizer=own)
+
+
+def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the parameters of a program by name from a folder; raise DataError unless they are exactly its own."""
+    wanted = {name: (Form(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
+    return Tensors(folder).read(wanted)
+
+
+def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params:
+    """Pack parameters by name, and place them on the mesh of a program."""
+    shardings = program.shardings(program.specs).params
+    return jax.jit(program.layout.pack, out_shardings=shardings)(dict(arrays))
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    described = describe(recipe)
+    return {name: value for name, value in described.items() if name not in _TRAINING}

@@ -1,0 +1,202 @@
+"""A causal function of tokens, evaluated one position at a time.
+
+A recipe's `forward` maps all tokens of a sequence to all its states; to generate, only the newest state is needed. Its
+jaxpr is read once. What depends on no token (weights, angles) is computed once. Of the rest, each equation is evaluated
+
+    by row   if it acts on each position by itself: at the newest position only
+    whole    if it mixes positions (a shift, a running sum): at all of them, with rows of the past from a cache
+
+A product of the newest query with keys, and of its weights with values, takes them from the cache. So no model has a
+second form for generation, and a recipe from outside needs none. The price: what is evaluated whole costs as much as in
+`forward`. In the ladder that is little, but for the composed heads of record 89.
+
+A row is an entry of the whole value. Rows of the past may be kept only if they do not depend on tokens that follow, and
+a causal function need not compute them so: it may subtract a maximum over all positions, and add it again. No rule on
+equations can know that. So `decode` compares the rows of each text with those of the same text before other tokens.
+
+Legend: T positions, B sequences (one), H heads, K head width, D model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from speedrun.model import equations
+from speedrun.model.equations import Time, Values, bind, run, variables
+from speedrun.science.kernels import attention as definition
+from speedrun.science.kernels.attention import Sight
+from speedrun.science.kernels.choose import Kernels
+
+
+@dataclass(frozen=True, eq=False)
+class DecodingKernels(Kernels):
+    """The definitions of all operations: none is an opaque kernel, and no sequence is too long for one."""
+
+    platform: str = "cpu"
+    compute_capability: str = ""
+
+    def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
+        """Compute `kernels.attention`."""
+        return definition.attention(q_BTHK, k_BTHK, v_BTHK, sight, scale=more["scale"])
+
+
+class Row(NamedTuple):
+    """A value at the newest position."""
+
+    value: Any
+    time: Time
+
+
+class Whole(NamedTuple):
+    """A value at all positions that depends on tokens; `time` is None if they are not known to lie along one axis."""
+
+    value: Any
+    time: Time | None
+
+
+class _Position:
+    """Evaluates equations at position `t`."""
+
+    def __init__(self, t: jax.Array, past: Values | None) -> None:
+        self._t, self._past = t, past
+        self.times: dict[Var, Time] = {}  #: of what is in the cache
+        self.cache: Values = {}  #: what was needed at all positions, with the newest row
+
+    def apply(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Evaluate an equation on values that are `Row`, `Whole`, or depend on no token."""
+        times = [x.time if isinstance(x, Row | Whole) else None for x in values]
+        rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
+        wholes = [i for i, x in enumerate(values) if isinstance(x, Whole) and x.time is not None]
+        for i in [*rows, *wholes]:
+            way = equations.passage(eqn, i, values[i].time)
+            if way is not None and self._fits(values, way.operands):
+                # Integers stay whole: they are cheap, and whole they need no cache.
+                if not rows and not jnp.issubdtype(equations.dtype_of(eqn.outvars[0]), jnp.inexact):
+                    alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
+                    return self._whole(eqn, values, way.out if alike else None)
+                operands = zip(eqn.invars, values, way.operands, strict=True)
+                params = equations.with_shapes_of_rows(eqn, way.out)
+                return [Row(y, way.out) for y in bind(eqn, [self._row(*x) for x in operands], params)]
+        is_running = eqn.primitive.name in equations.RUNNING and not eqn.params["reverse"]
+        return self._whole(eqn, values, times[0] if is_running else None)
+
+    def _fits(self, xs: list[Any], times: Sequence[Time | None]) -> bool:
+        """Return whether all rows lie where they are needed, or are needed whole."""
+        return all(time in (None, x.time) for x, time in zip(xs, times, strict=True) if isinstance(x, Row))
+
+    def _whole(self, eqn: JaxprEqn, values: list[Any], time: Time | None) -> list[Any]:
+        found = bind(eqn, [self.whole(x, value) for x, value in zip(eqn.invars, values, strict=True)])
+        return [Whole(y, time) for y in found]
+
+    def whole(self, x: Any, value: Any) -> Any:
+        """Return a value at all positions: a row with those of the past."""
+        if not isinstance(value, Row):
+            return value.value if isinstance(value, Whole) else value
+        if x not in self.cache:
+            past = jnp.zeros_like(x.aval) if self._past is None else self._past[x]
+            self.times[x], start = value.time, self._t * value.time.per
+            self.cache[x] = jax.lax.dynamic_update_slice_in_dim(past, value.value, start, value.time.axis)
+        return self.cache[x]
+
+    def _row(self, x: Any, value: Any, time: Time | None) -> Any:
+        """Return a value at the newest position, or whole if `time` is None."""
+        if isinstance(value, Row) and time is not None:
+            return value.value
+        return self.whole(x, value) if time is None else self.newest(self.whole(x, value), time)
+
+    def newest(self, value: Any, time: Time) -> Any:
+        """Return the entries of the newest position."""
+        return jax.lax.dynamic_slice_in_dim(value, self._t * time.per, time.per, time.axis)
+
+
+class Incremental:
+    """A causal function (params, tokens_BT) -> x_BTD of one sequence: `fixed` and `start`, then `step` by step.
+
+    All three are pure, and meant to be traced. They are made for one tree of parameters and one number of positions.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, jax.Array], jax.Array],
+        params: Any,
+        num_positions: int,
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        """Read a function.
+
+        Args:
+            function: to evaluate.
+            params: its parameters, or others of these shapes.
+            num_positions: tokens of a sequence.
+            is_whole: evaluate all positions in each step, and keep nothing of those of the past.
+        """
+        self._is_whole = is_whole
+        tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
+        jaxpr, consts = equations.traced(function, params, tokens)
+        *self._params, self._tokens = jaxpr.invars
+        self._states: Any = jaxpr.outvars[0]
+        self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
+        on_tokens: set[Any] = {self._tokens}
+        self._eqns: list[JaxprEqn] = []  #: which depend on tokens
+        self._fixed_eqns: list[JaxprEqn] = []
+        for eqn in equations.needed(jaxpr):
+            depends = on_tokens & {*variables(eqn)}
+            on_tokens |= {*eqn.outvars} if depends else set()
+            (self._eqns if depends else self._fixed_eqns).append(eqn)
+        self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in variables(eqn) if x not in on_tokens)]
+        self.kept: dict[Var, Time] = {}  #: whose rows of the past are needed
+
+        def first(params: Any, tokens_BT: jax.Array) -> None:
+            position = _Position(jnp.int32(0), None)
+            self._advance(position, self.fixed(params), tokens_BT)
+            self.kept = position.times
+
+        jax.eval_shape(first, params, tokens)
+
+    def differences(
+        self, cache: list[jax.Array], other: list[jax.Array], num_positions: jax.Array
+    ) -> jax.Array:
+        """Return by how much the rows of the first positions differ, as a share of the largest number: f32 []."""
+        worst = jnp.float32(0)
+        for x, y, time in zip(cache, other, self.kept.values(), strict=True):
+            is_read = jnp.arange(x.shape[time.axis]) < num_positions * time.per
+            is_read = jnp.expand_dims(is_read, [i for i in range(x.ndim) if i != time.axis])
+            x, y = (jnp.where(is_read, one.astype(jnp.float32), 0) for one in (x, y))
+            worst = jnp.maximum(worst, jnp.max(jnp.abs(x - y)) / jnp.maximum(jnp.max(jnp.abs(y)), 1e-30))
+        return worst
+
+    def fixed(self, params: Any) -> list[jax.Array]:
+        """Return what depends on no token."""
+        values: Values = {**self._consts, **dict(zip(self._params, jax.tree.leaves(params), strict=True))}
+        run(self._fixed_eqns, values)
+        return [values[x] for x in self._fixed]
+
+    def start(self, fixed: list[jax.Array], tokens_BT: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the states of all positions [1, T, D], and the cache for those that follow."""
+        values = self._values(fixed, tokens_BT)
+        run(self._eqns, values)
+        return values[self._states], [values[x] for x in self.kept]
+
+    def step(
+        self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
+        position = _Position(t, dict(zip(self.kept, cache, strict=True)))
+        x_BTD = self._advance(position, fixed, tokens_BT)
+        return x_BTD, [position.cache[x] for x in self.kept]
+
+    def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
+        if self._is_whole:
+            return position.newest(self.start(fixed, tokens_BT)[0], Time(1))
+        values = self._values(fixed, Whole(tokens_BT, Time(1)))
+        run(self._eqns, values, position.apply)
+        x = values[self._states]
+        return x.value if isinstance(x, Row) else position.newest(x.value, Time(1))
+
+    def _values(self, fixed: list[jax.Array], tokens: Any) -> Values:
+        return {**dict(zip(self._fixed, fixed, strict=True)), self._tokens: tokens}

@@ -1,0 +1,180 @@
+"""The folder of a model in the browser: the page, jax-js, and in models/NAME programs, weights and the tokenizer.
+
+Any static host can serve it. jax-js is shipped as its package was published.
+"""
+
+import base64
+import json
+import tarfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import safetensors.numpy
+
+from speedrun.base.errors import DataError
+from speedrun.base.track import Track
+from speedrun.base.wholefile import make_folder
+from speedrun.model.incremental import DecodingKernels
+from speedrun.model.page_program import Constants, program
+from speedrun.model.weights import Trained
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import Params
+from speedrun.science.recipe import Recipe
+
+LIST = "models.json"
+FORMAT = "speedrun.model/1"
+#: Positions of the shortest program; the next have four times as many, up to what the model was scored on.
+SHORTEST = 64
+#: Rows of the longer program for logits.
+ROWS = 64
+#: Smaller arrays stay float32: learned scalars and rotary angles.
+SMALL = 1024
+JAX_JS = "jax-js-jax-0.1.25.tgz"  #: as npm published it
+
+
+def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
+    """Write a trained model with its page into a new folder; return the files.
+
+    Args:
+        trained: the model.
+        out: new or empty folder.
+        dtype: of large arrays in the file, float32 or float16; the page computes in float32.
+
+    Raises:
+        UsageError: if the page lacks an operation of the model, or the folder is not empty.
+        DataError: if the tokenizer is of a kind that the page lacks.
+    """
+    recipe, track = trained.program.recipe.override({"compute_dtype": "float32"}), trained.track
+    trained = replace(trained, program=replace(trained.program, recipe=recipe))
+    params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
+    name = f"{recipe.name}-{trained.step}"
+    words = trained.words
+    facts = {"name": name, "track": track.id, "step": trained.step, "has_text": words.encoder is not None}
+    files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
+    if words.encoder:
+        described = described_tokenizer(words.encoder.name, words.encoder.raw, words.tokens)
+        files["tokenizer.json"] = msgspec.json.encode(described)
+    written = site({name: files})
+    make_folder(out, written)
+    return [out / path for path in written]
+
+
+def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Return the page with the files of models by name, by path."""
+    files = page("page") | {LIST: msgspec.json.encode(list(models))}
+    files |= {f"jax-js/{name}": raw for name, raw in jax_js().items()}
+    return files | {f"models/{name}/{file}": raw for name, of in models.items() for file, raw in of.items()}
+
+
+def of_model(
+    recipe: Recipe, params: Params, inputs: Inputs, track: Track, facts: dict[str, Any], *, dtype: str
+) -> dict[str, bytes]:
+    """Return `model.json` and `weights.safetensors` of parameters in float32."""
+    constants, config, kernels = Constants(params), recipe.config, DecodingKernels()
+    lengths = [n for i in range(20) if (n := SHORTEST * 4**i) < recipe.eval_seq_len] + [recipe.eval_seq_len]
+    vocab_size = track.data.vocab_size
+
+    def states(params: Params, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = recipe.forward(params, tokens_BT, inputs, config, kernels)
+        return x_BTD.reshape(tokens_BT.size, -1)
+
+    def logits(params: Params, x_ND: jax.Array) -> jax.Array:
+        return recipe.logits(params, x_ND, config)[:, :vocab_size]
+
+    tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths]
+    (_, width) = jax.eval_shape(states, params, tokens[0]).shape
+    rows = [jax.ShapeDtypeStruct((n, width), jnp.float32) for n in (1, ROWS)]
+    described = {
+        "format": FORMAT,
+        **facts,
+        "vocab_size": vocab_size,
+        "document_token": track.data.document_token,
+        "num_positions": lengths[-1],
+        "states": [program(states, params, [one], constants) for one in tokens],
+        "logits": [program(logits, params, [one], constants) for one in rows],
+    }
+    arrays = {name: stored(x, dtype) for name, x in constants.arrays.items()}
+    return {
+        "model.json": msgspec.json.encode(described),
+        "weights.safetensors": safetensors.numpy.save(arrays),
+    }
+
+
+def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
+    """Return the bytes of each id in base64, and the merges as [left, right, merged], the first to be applied first.
+
+    Args:
+        name: gpt2, or of the file.
+        raw: the file.
+        tokens: the bytes of ids; special ones are missing.
+
+    Raises:
+        DataError: if it is not byte-level BPE with GPT-2's rule for words.
+    """
+    pairs = _merges_of_ranks(tokens) if name == "gpt2" else _merges_of_file(name, raw)
+    spelled = [base64.b64encode(tokens.get(index, b"")).decode() for index in range(max(tokens) + 1)]
+    return {"tokens": spelled, "merges": pairs}
+
+
+def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
+    found = json.loads(raw)
+    model, splitter = found["model"], found.get("pre_tokenizer") or {}
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    wanted = {key: splitter.get(key) for key in plain}
+    extras = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
+    if wanted != plain or found.get("normalizer") or extras or model.get("type") != "BPE":
+        raise DataError(f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other")
+    ids = model["vocab"]
+    split = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return [[ids[left], ids[right], ids[left + right]] for left, right in split]
+
+
+def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
+    """Return the merges that ranks stand for: each token's last is that of its bytes with all lower ranks."""
+    ids = {token: index for index, token in tokens.items()}
+    pairs = []
+    for index, token in sorted(tokens.items()):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            ranked = [(ids.get(a + b, index), i) for i, (a, b) in enumerate(pairwise(parts))]
+            rank, i = min(ranked)
+            if rank >= index:
+                break  # no merge leads here: the token is never produced
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            pairs.append([ids[parts[0]], ids[parts[1]], index])
+    return pairs
+
+
+def page(folder: str) -> dict[str, bytes]:
+    """Return the files of a page by name."""
+    ours = resources.files("speedrun.model") / folder
+    return {file.name: file.read_bytes() for file in ours.iterdir() if file.is_file()}
+
+
+def jax_js() -> dict[str, bytes]:
+    """Return the modules of jax-js, and its licence."""
+    files = {}
+    with (resources.files("speedrun.model") / JAX_JS).open("rb") as raw, tarfile.open(fileobj=raw) as archive:
+        for member in archive:
+            folder, _, name = member.name.rpartition("/")
+            is_module = folder == "package/dist" and name.endswith(".js")
+            if (is_module or name == "LICENSE") and (file := archive.extractfile(member)) is not None:
+                files[name] = file.read()
+    return files
+
+
+def stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return an array in C order, large ones in `dtype`; infinite or too large for float16, it stays float32."""
+    is_large = array.dtype == np.float32 and array.size >= SMALL
+    if dtype == "float16" and is_large and np.abs(array).max() <= np.finfo(np.float16).max:
+        return array.astype(np.float16, order="C")
+    return np.asarray(array, order="C")

@@ -1,0 +1,132 @@
+"""`run --sample-every N`: what the model writes as it learns, made by a child process from the checkpoints of the run.
+
+The run never waits for a sample, and its clock knows of none: the child has the lowest priority, and computes on the
+CPU. What it wrote lies beside the record, with the same prompts and the same random numbers for each checkpoint.
+
+    RECORD.samples.jsonl      a line for each sample: step, prompt, text, ids
+
+python -m speedrun.model.samples REQUEST       as JSON; when its standard input ends, it samples what is left
+"""
+
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import msgspec
+import numpy as np
+
+from speedrun.base import children
+from speedrun.base.children import samples_of as path_of
+from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
+from speedrun.base.output import reported
+from speedrun.base.wholefile import write_whole
+from speedrun.model import decode, text_ids, weights
+from speedrun.train import checkpoint
+from speedrun.train.request import decoded
+
+NUM_TOKENS = 64  #: of each text, or as many as the model takes
+TEMPERATURE, SEED = 0.8, 0
+_LEAVE_S = 600.0  #: for what is left to sample after the run
+_POLL_S = 1.0  #: between two looks for checkpoints
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a child samples."""
+
+    record: Path
+    every: int  #: steps; the last checkpoint is always sampled
+    prompts: tuple[str, ...] = ()  #: none: the start of a document
+    recipe: str | None = None
+    data: Path | None = None
+
+
+def beside(request: Request | None) -> AbstractContextManager[None]:
+    """Inside the block, sample the checkpoints of a run; without a request, do nothing."""
+    if request is None:
+        return nullcontext()
+    sent = [msgspec.json.encode(request, enc_hook=str).decode()]
+    again = ["speedrun", "sample", str(request.record)]
+    remedy = children.Remedy("samples", "to sample the last checkpoint", again)
+    return children.beside("speedrun.model.samples", sent, remedy, leave_s=_LEAVE_S)
+
+
+def follow(request: Request, until: IO[bytes]) -> list[int]:
+    """Sample checkpoints as they appear, the newest first, until a stream ends and none is left.
+
+    Returns:
+        Steps that were due, and whose checkpoint was gone when its turn came.
+
+    Raises:
+        DataError: if there are samples of the record that cannot be read.
+    """
+    folder, path = checkpoint.folder_of(request.record), path_of(request.record)
+    found, is_over = _written(path), False
+    due_until = 0  # of this run: nothing that the file says is counted up to
+    while not is_over:
+        is_over = bool(select.select([until], [], [], _POLL_S)[0])
+        while due := [step for step in _due(folder, request.every, is_over=is_over) if step not in found]:
+            step = due[-1]
+            due_until = max(due_until, step)
+            try:
+                found[step] = [msgspec.json.encode(sample) for sample in spoken(request, step)]
+            except (CheckpointError, UsageError):
+                time.sleep(_POLL_S)  # it may be about to be deleted, file by file
+                if (folder / str(step)).exists():
+                    raise
+                found[step] = []  # deleted while it was read: the run keeps only the newest ones
+            # In the order in which they were made: whoever follows the file has read its beginning.
+            write_whole(path, *(line + b"\n" for lines in found.values() for line in lines))
+    return [step for step in range(request.every, due_until + 1, request.every) if not found.get(step)]
+
+
+def _written(path: Path) -> dict[int, list[bytes]]:
+    """Return the lines that are there, by step: those of a run before it was resumed."""
+    found: dict[int, list[bytes]] = {}
+    with translate_read_errors(path, "need lines of JSON with a step; move it away", KeyError, TypeError):
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            found.setdefault(int(msgspec.json.decode(line, type=dict)["step"]), []).append(line)
+    return found
+
+
+def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
+    """Return the steps whose checkpoints are to be sampled: at the end, the last one, too."""
+    steps = weights.steps_in(folder)
+    return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
+
+
+def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a checkpoint.
+
+    Raises:
+        UsageError: if prompts do not fit, or the checkpoint is not there.
+        CheckpointError: if it cannot be read.
+    """
+    trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
+    starts = [trained.words.encode(prompt) for prompt in request.prompts or ("",)]
+    longest = max(map(len, starts))
+    num_tokens = max(1, min(NUM_TOKENS, trained.program.recipe.eval_seq_len - longest))
+    decoder = decode.decoder_of(trained, longest + num_tokens)
+    how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
+    ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
+    for start, ids_N in zip(starts, ids_PN, strict=True):
+        text = text_ids.Text(trained.words, start)
+        text.add(ids_N, is_last=True)
+        yield {"step": step, "temperature": TEMPERATURE, "seed": SEED, **text.facts}
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    jax.config.update("jax_platforms", "cpu")  # the devices are the run's
+    with reported():
+        request = decoded(sys.argv[1].encode(), Request)
+        if missed := follow(request, sys.stdin.buffer):
+            steps = ", ".join(map(str, missed))
+            raise UsageError(
+                f"checkpoints of steps {steps} were gone before their turn; --keep-checkpoints 0 keeps all"
+            )

@@ -1,0 +1,138 @@
+/**
+ * Trains the preset that `speedrun play --recipe` wrote, step by step.
+ *
+ * The loss is the recipe's, from its jaxpr; jax-js differentiates it. The update is that of the recipe's optimiser.
+ */
+import { jit, numpy as np, valueAndGrad } from "./jax-js/index.js";
+import { evaluate, knows, rowsByProduct } from "./jaxpr.js";
+import { array, read } from "./model.js";
+import { parse, Unusable } from "./safetensors.js";
+
+const FORMAT = "speedrun.model.page_training/1";
+const norm = (xs) => Math.sqrt(xs.reduce((sum, x) => sum + x * x, 0));
+
+/** The norm of the difference, over the norm of what is expected; 0 if both are zero. */
+export function difference(found, expected) {
+  const size = norm(expected);
+  const off = norm(found.map((x, i) => x - expected[i]));
+  return off === 0 ? 0 : off / size;
+}
+
+/** A function of lists of inputs and constants. */
+const runner = (program, others) => {
+  const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
+  return (inputs, constants = []) =>
+    evaluate(program, [...inputs, ...constants].map((x, i) => [numbers[i], x]), others);
+};
+
+/**
+ * Split a program in what depends on its first inputs, and what does not, which is not differentiated: masks,
+ * positions. The outputs of the latter are further inputs of the former.
+ */
+function split(program, numInputs) {
+  const dependent = new Set(program.inputs.slice(0, numInputs));
+  const [after, before, needed] = [[], [], new Set()];
+  for (const equation of program.equations) {
+    const [, operands, out] = equation;
+    const depends = operands.some((x) => dependent.has(x));
+    if (depends) dependent.add(out);
+    (depends ? after : before).push(equation);
+    if (depends) operands.filter((x) => typeof x === "number" && !dependent.has(x)).forEach((x) => needed.add(x));
+  }
+  const fixed = { ...program, inputs: program.inputs.slice(numInputs), equations: before, outputs: [...needed] };
+  const inputs = [...program.inputs.slice(0, numInputs), ...needed];
+  return [fixed, { ...program, inputs, constants: {}, equations: after }];
+}
+
+export class Trainer {
+  static async load(folder) {
+    const [facts, raw] = await Promise.all([
+      read(`${folder}/training.json`, "json"), read(`${folder}/arrays.safetensors`, "arrayBuffer"),
+    ]);
+    if (facts.format !== FORMAT) {
+      throw new Unusable(`${folder}/training.json has the format ${facts.format}; this page reads ${FORMAT}. Make it again.`);
+    }
+    for (const [name] of [...facts.loss.equations, ...facts.update.equations]) {
+      if (!knows(name)) throw new Unusable(`${folder}: this page does not know ${name}. Make it again.`);
+    }
+    return new Trainer(facts, parse(raw, `${folder}/arrays.safetensors`));
+  }
+
+  constructor(facts, arrays) {
+    this.facts = facts;
+    this.arrays = arrays;
+    const [fixed, rest] = split(facts.loss, facts.params.length);
+    const [prepare, loss, update] = [runner(fixed), runner(rest, { rows: rowsByProduct }), runner(facts.update)];
+    this.constants = [facts.loss, facts.update].map((one) => Object.values(one.constants).map((name) => array(arrays.get(name))));
+    this.gradient = jit((params, batch, constants) => {
+      const known = prepare(batch, constants);
+      return valueAndGrad((params) => loss([...params, ...known])[0])(params);
+    });
+    this.update = jit((grads, state, params, row, constants) => {
+      const found = update([...grads, ...state, ...params, ...row], constants);
+      return [found.slice(0, params.length), found.slice(params.length)];
+    });
+    this.reset();
+  }
+
+  /** Begin anew. */
+  reset() {
+    this.step = 0;
+    this.#put("first");
+  }
+
+  /** Take the parameters and the state of the optimiser as JAX had them. */
+  #put(when) {
+    for (const one of [...(this.params ?? []), ...(this.state ?? [])]) one.dispose();
+    this.params = this.facts.params.map((name) => array(this.arrays.get(`${when}.params.${name}`)));
+    this.state = Array.from({ length: this.facts.num_state }, (_, i) => array(this.arrays.get(`${when}.state.${i}`)));
+  }
+
+  /** Loss and gradients of a step's batch, with its scheduled inputs for the update. */
+  #differentiate(step) {
+    const { num_sequences: B, seq_len: T, schedule } = this.facts;
+    const stream = this.arrays.get("tokens").data;
+    const [tokens, targets] = [0, 1].map((shift) =>
+      np.array(stream.slice(step * B * T + shift, (step + 1) * B * T + shift), { shape: [B, T], dtype: "int32" }));
+    const row = schedule.map(({ dtype, values }) => np.array(values[step], { shape: [], dtype }));
+    const refs = (xs) => xs.map((x) => x.ref);
+    const [loss, grads] = this.gradient(refs(this.params), [tokens, targets, ...refs(row)], refs(this.constants[0]));
+    return [loss, grads, row];
+  }
+
+  #move(grads, row) {
+    [this.params, this.state] = this.update(grads, this.state, this.params, row, this.constants[1].map((x) => x.ref));
+  }
+
+  /** Take a step; returns the loss before it. */
+  async next() {
+    const [loss, grads, row] = this.#differentiate(this.step);
+    this.#move(grads, row);
+    this.step += 1;
+    const [value] = await loss.data();
+    return value;
+  }
+
+  /**
+   * Begin a step where JAX began it, and compare: the relative difference of the loss, and the largest of the gradients
+   * and of the changes that the update makes, each of a parameter's norm. Begins anew afterwards.
+   */
+  async compare() {
+    const { checked_step: step, losses, params: names } = this.facts;
+    const jax = (kind, name) => this.arrays.get(`${kind}.${name}`).data;
+    this.#put("before");
+    const [loss, grads, row] = this.#differentiate(step);
+    const [value] = await loss.data();
+    const gradient = {};
+    const update = {};
+    for (const [i, name] of names.entries()) gradient[name] = difference(await grads[i].ref.data(), jax("grads", name));
+    this.#move(grads, row);
+    for (const [i, name] of names.entries()) {
+      const before = jax("before.params", name);
+      const change = (after) => after.map((x, k) => x - before[k]);
+      update[name] = difference(change(await this.params[i].ref.data()), change(jax("after.params", name)));
+    }
+    this.reset();
+    return { loss: Math.abs(value - losses[step]) / losses[step], gradient, update };
+  }
+}

@@ -1,0 +1,168 @@
+"""The weights that a command names: of a run, in an exported folder, or a GPT-2 in a folder or on the hub."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import msgspec
+
+from speedrun import recipes
+from speedrun.base import processes
+from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
+from speedrun.base.wholefile import PARTIAL, give_name
+from speedrun.data import hub, stream
+from speedrun.model import exported, transformers_gpt2, weights
+from speedrun.model.safetensors_file import WEIGHTS
+from speedrun.model.weights import Trained
+from speedrun.record import layout
+from speedrun.science.params import Params
+from speedrun.science.step import TrainState
+from speedrun.train import checkpoint
+from speedrun.train.preflight import prepare
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
+
+#: OpenAI's models by name. A folder of that name comes first.
+ON_THE_HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+
+
+def load(
+    source: Path,
+    *,
+    data: Path | None = None,
+    recipe: str | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> Trained:
+    """Load weights from wherever they are.
+
+    Args:
+        source: folder of a record or of its checkpoints, an exported folder, a folder of a GPT-2 in the form of
+            transformers, or the name of one `ON_THE_HUB`.
+        data: folder of shards; None: the run's own, or the track's.
+        recipe: name of the recipe, if it lies in a file of its own.
+        step: which checkpoint of a run; None: the newest.
+        dtype: of the computation; None: as the recipe says.
+
+    Raises:
+        UsageError: if there are no such weights, or an argument does not fit them.
+        CheckpointError: if a checkpoint is damaged.
+        DataError: if weights are missing, damaged or not finite.
+    """
+    folder, origin = _found(source)
+    is_export, is_gpt2 = exported.is_one(folder), transformers_gpt2.is_one(folder)
+    if step is not None and (is_export or is_gpt2):
+        raise UsageError(f"--step has no effect: {source} has the weights of one step; leave it out")
+    if is_export:
+        trained = exported.load(folder, data=data, recipe=recipe)
+    elif is_gpt2:
+        if recipe is not None:
+            raise UsageError(f"--recipe has no effect: {source} is a GPT-2; leave it out")
+        trained = transformers_gpt2.load(folder, data=data, origin=origin)
+    else:
+        trained = weights.load(folder, data=data, recipe=recipe, step=step)
+    if dtype is None:
+        return trained
+    changed = trained.program.recipe.override({"compute_dtype": dtype})
+    return replace(trained, program=replace(trained.program, recipe=changed))
+
+
+def packed_for(program: Program, source: Path) -> tuple[Params, Mapping[str, str]]:
+    """Return the weights of an exported folder or a GPT-2 in the layout of a program, and where they come from.
+
+    The recipe may be another than the one that trained them, if its parameters have the same names, shapes and dtypes.
+
+    Raises:
+        UsageError: if there is no such folder.
+        DataError: if weights are missing, damaged, not finite, or not exactly those of the program.
+    """
+    folder, origin = _found(source)
+    if exported.is_one(folder):
+        facts = exported.read(folder)
+        packed = exported.placed(program, exported.arrays(folder, program))
+        return packed, {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
+    if transformers_gpt2.is_one(folder):
+        return exported.placed(program, transformers_gpt2.arrays(folder, program)), origin
+    raise UsageError(
+        f"{source} is no folder of weights; need one with {exported.FACTS} or {transformers_gpt2.CONFIG}; "
+        "'speedrun export RUN --to safetensors' makes one of a run"
+    )
+
+
+def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
+    """Return the folder of a source, and where its weights come from; download what is named and not here."""
+    if source.is_file():
+        raise UsageError(f"{source} is a file; name the folder that holds it")
+    if source.exists() or checkpoint.folder_of(source).exists():
+        return source, {"weights": source.resolve().name}
+    if (repo := ON_THE_HUB.get(str(source))) is None:
+        raise UsageError(
+            f"{source}: no such folder; name a run, a folder of weights, or one of {', '.join(ON_THE_HUB)}"
+        )
+    try:
+        folder = hub.model_folder(repo, (transformers_gpt2.CONFIG, WEIGHTS))
+    except hub.HubError as error:
+        raise UsageError(
+            f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"
+        ) from None
+    return folder, {"weights": repo, "revision": folder.name}
+
+
+# --- `run --init-from`, as a fine-tune does
+
+
+def start_from(config: RunConfig, source: Path) -> RunConfig:
+    """Write the checkpoint of step 0 for a run that starts from given weights; return the settings that resume it.
+
+    So the loop knows nothing of it, the log names the weights and their digest, and no such run is ranked: none that is
+    resumed is.
+
+    Raises:
+        UsageError: if the track is ranked, several processes share the run, or its folder of checkpoints is in use.
+        DataError: if the weights are missing, damaged, not finite, or not those of the recipe.
+    """
+    track = tracks.load(config.track)
+    if track.rules.ranked:
+        raise UsageError(
+            f"--init-from on {track.id}, which is ranked: a record starts from random weights; choose --track webmini"
+        )
+    if processes.count() > 1:
+        count = processes.count()
+        raise UsageError(f"--init-from in {count} processes; need one; leave out what starts others")
+    folder = checkpoint.folder_of(config.out)
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
+    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    every = config.checkpoint_every or recipe.num_steps  # at least the end is kept
+    ready = prepare(msgspec.structs.replace(config, checkpoint_every=every))
+    packed, origin = packed_for(ready.program, source)
+    state = _beginning(ready.program, packed, config.seed)
+    facts = checkpoint.Facts(
+        step=0,
+        run_id=" ".join(origin.values()),
+        config_sha256=layout.config_sha256(ready.described),
+        cursor=stream.START,
+        tokens_seen=0,
+        train_time_s=0.0,
+        arrays=checkpoint.described(state),
+    )
+    # Without its step 0 the folder would be that of a run that begins with random weights.
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    with checkpoint.opened(partial, ready.resumable, keep=config.keep_checkpoints) as checkpoints:
+        checkpoints.save(state, facts)
+    give_name(partial, folder)
+    return msgspec.structs.replace(ready.config, resume=True)
+
+
+def _beginning(program: Program, packed: Params, seed: int) -> TrainState:
+    """Return the initial state with these weights; what the optimiser keeps of weights is made from them."""
+    fresh = program.init(jax.random.key(seed))
+
+    def begin(packed: Params) -> TrainState:
+        return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
+
+    return jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)

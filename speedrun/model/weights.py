@@ -1,0 +1,192 @@
+"""The weights of a run, from its newest checkpoint. Nothing is written, and nothing of the run is executed.
+
+A record is small and has no weights: they lie beside it, in RECORD.checkpoints, if the run was told to keep some.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from speedrun import recipes
+from speedrun.base import mesh as meshes
+from speedrun.base import track as tracks
+from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
+from speedrun.base.track import Track
+from speedrun.base.wholefile import read_regular
+from speedrun.data import shard_folder, vocabulary
+from speedrun.model.text_ids import Words
+from speedrun.record import layout
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import SHARDS, Params
+from speedrun.science.recipe import Recipe, describe, no_constants
+from speedrun.train import checkpoint
+from speedrun.train.preflight import Resumable
+from speedrun.train.program import Program
+from speedrun.train.request import decoded
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A recipe with the weights that it trained."""
+
+    program: Program  #: on the devices of this machine that were asked for
+    track: Track
+    folder: Path  #: of the track's data
+    step: int  #: steps that the weights were trained
+    packed: Params  #: as `Layout` packs them, in the dtype of training
+    overrides: Mapping[str, str] = field(default_factory=dict)  #: of the recipe, by dotted name
+    run: tuple[Path, str] | None = None  #: record and run that trained them, if they lie here
+    origin: Mapping[str, str] = field(default_factory=dict)  #: of weights from a folder or the hub
+    is_ours: bool = True  #: a run trained them on the track; else the track only names the data
+    tokenizer: Path | None = None  #: folder of its file; None: that of the data
+
+    def __str__(self) -> str:
+        devices, recipe = self.program.mesh.devices, self.program.recipe
+        trained = f" after {self.step:,} steps, trained on {self.track.id}" if self.is_ours else ""
+        from_ = "".join(f" | {name} {value[:40]}" for name, value in self.origin.items())
+        where = f"{recipe.compute_dtype} on {devices.size} x {devices.flat[0].device_kind}"
+        return f"model {recipe.name}{trained}{from_} | {where}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        step = self.step if self.is_ours else None
+        recipe = self.program.recipe
+        facts = {"recipe": recipe.name, "step": step, "track": self.track.id, "dtype": recipe.compute_dtype}
+        return facts | dict(self.origin)
+
+    @cached_property
+    def words(self) -> Words:
+        """The tokenizer of its text."""
+        return Words(self.track, self.tokenizer or self.folder)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The scheduled inputs of a validation after this step."""
+        plan = self.program.step.plan
+        return plan.at(self.step, plan.schedule, self.program.static_at(self.step))
+
+    @property
+    def params(self) -> Params:
+        """Parameters by name, as the forward pass gets them: in the compute dtype; those of vectors stay float32."""
+        layout, dtype = self.program.layout, self.program.recipe.compute_dtype
+        return layout.unpack(
+            {name: x if name in layout.vectors else x.astype(dtype) for name, x in self.packed.items()}
+        )
+
+
+def load(
+    run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
+) -> Trained:
+    """Load the weights of a run onto one device.
+
+    Args:
+        run: folder of a record, or of its checkpoints.
+        data: folder of shards; None: the run's own, else the track's.
+        recipe: name of the run's recipe, if it lies in a file of its own.
+        step: which checkpoint; None: the newest.
+
+    Raises:
+        UsageError: if there are no checkpoints, or the recipe is not the run's.
+        CheckpointError: if the checkpoint cannot be read, or is not what was written.
+        DataError: if weights are not finite.
+    """
+    folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
+    steps = steps_in(folder)
+    if not steps:
+        raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
+    kept = _unsealed(folder / checkpoint.RUN, Resumable)
+    track = tracks.load(kept.config.track)
+    chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
+    meshes.prepare(track.rules.platform)
+    shards = shard_folder.data_folder(track, data or kept.config.data)
+    known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
+    program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
+    if step is not None and step not in steps:
+        raise UsageError(f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {step}")
+    at = folder / str(steps[-1] if step is None else step)
+    facts = _unsealed(at / "facts" / "metadata", checkpoint.Facts)
+    if str(facts.step) != at.name:
+        raise CheckpointError(f"{at}: it holds step {facts.step}; choose another --step")
+    if facts.config_sha256 not in _configs(kept, program):
+        raise UsageError(
+            f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, or "
+            "name its own recipe with --recipe"
+        )
+    record = folder.with_name(folder.name.removesuffix(".checkpoints")), facts.run_id
+    packed = _restored(at, facts, program)
+    return Trained(program, track, shards, facts.step, packed, kept.config.overrides, record)
+
+
+def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Recipe:
+    """Return the recipe that trained some weights, from `given` if it is named; raise UsageError for another one."""
+    chosen = recipes.load(given or name)
+    if (chosen.name, chosen.revision) != (name, revision):
+        raise UsageError(
+            f"{source} was trained with {name}, revision {revision}; got {chosen.name}, revision "
+            f"{chosen.revision}; check out the commit of the run, or name its own recipe with --recipe"
+        )
+    return chosen
+
+
+def _unsealed(path: Path, form: type[_T]) -> _T:
+    """Read a file of JSON that `checkpoint.seal` packed."""
+    with translate_read_errors(path, "choose another --step, or run again", kind=CheckpointError):
+        return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), form)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, the newest last."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _configs(kept: Resumable, program: Program) -> Iterator[str]:
+    """Return the digests that the config of the run may have: it chose its use of memory by itself."""
+    config = kept.config
+    described = {
+        "recipe": describe(program.recipe),
+        "num_devices": kept.num_devices,
+        "replicas": config.replicas,
+        "microbatches": config.microbatches or max(SHARDS, kept.num_devices),
+        "attention": config.attention,
+    }
+    return (layout.config_sha256({**described, "memory": memory}) for memory in ("ample", "scarce"))
+
+
+def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:
+    """Read the packed parameters of a checkpoint, without the state of the optimiser; compare their digests."""
+    import orbax.checkpoint as ocp
+
+    abstract = jax.eval_shape(program.init, jax.random.key(0)).params
+    shardings = program.shardings(program.specs).params
+    wanted = {
+        f"params.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+        for name, x in abstract.items()
+    }
+    found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
+    for difference in checkpoint.differences(found, wanted):
+        raise CheckpointError(f"{folder}: {difference}; it is of another model, or another version of it")
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, how, partial_restore=True)
+    try:
+        with checkpoint.raise_damaged(folder):
+            reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+            arrays: dict[str, Any] = reader.restore(folder / "state", args=args)
+    except checkpoint.Damaged as damage:
+        raise CheckpointError(f"{folder} is damaged ({damage}); choose another --step or run again") from None
+    for name, array in checkpoint.described(arrays).items():
+        what = f"{folder}: {name}"
+        if array.digest != found[name].digest:
+            raise CheckpointError(f"{what} is not what was written; run again, or choose another --step")
+        if not bool(jnp.all(jnp.isfinite(arrays[name].astype(jnp.float32)))):
+            raise DataError(f"{what} holds NaN or infinity; need finite weights; choose another --step")
+    return {name: arrays[f"params.{name}"] for name in abstract}

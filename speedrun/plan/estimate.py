@@ -1,0 +1,296 @@
+"""Predict memory, floors and step time of a recipe, from its compiled program or by arithmetic.
+
+A floor is a number of FLOPs or bytes at the vendor's rate. The step time is the cost model's (`cost`) for its kernels.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from speedrun.base import accelerators, mesh
+from speedrun.base.accelerators import Device
+from speedrun.plan import anatomy, cost, hlo, scaling
+from speedrun.plan.cost import Attention, Line, Unit, Work, gb, ms
+from speedrun.plan.deviceless import compiled_step, target_mesh
+from speedrun.science.params import ParamSpec, count
+from speedrun.science.recipe import Recipe, Stage, settings
+from speedrun.train import footprint
+from speedrun.train.footprint import flops_per_token
+from speedrun.train.program import Program
+
+#: What a plan is computed from.
+Basis = Literal["arithmetic", "compiled program"]
+
+#: Relative error of a step time. No GPU has been timed yet: published minutes of eight recipes are so far off.
+ERROR = 0.30
+#: What only a compiler decides, fitted to record 21 compiled for an A100, and for an H100 with Mosaic's MLP: traffic of
+#: elementwise kernels relative to that of the products, and the number of such kernels per matrix.
+_BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.15, 0.75, 8
+#: Issue slots of a logit in XLA's two passes over the logits.
+_XLA_HEAD_SLOTS = 38 + 53
+#: Attention is one kernel forward and two backward, one by queries and one by keys.
+_ATTENTION_FORWARD, _ATTENTION_BACKWARD = 1, 2
+
+
+class StagePlan(msgspec.Struct, frozen=True):
+    """One stage on one device. Bytes, seconds and kernels are per step."""
+
+    num_steps: int
+    batch_tokens: int  #: of all devices
+    memory_bytes: int  #: at the worst moment
+    traffic_bytes: int  #: to and from memory
+    gathered_bytes: int  #: whole parameters, as they arrive
+    scattered_bytes: int  #: whole gradients, as they leave
+    compute_floor_s: float  #: all products at the vendor's rate
+    traffic_floor_s: float  #: all traffic at the vendor's rate
+    communication_floor_s: float
+    mfu: float  #: FLOPs of weights alone, all of them at the rate of bf16: what the field calls MFU
+    step_s: float  #: expected, in the mean over the windows of the schedule
+    narrow_s: float  #: with its smallest window
+    wide_s: float  #: with its largest
+    lines: tuple[Line, ...]  #: `step_s` by kind of kernel
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The prediction for a recipe on devices of one kind."""
+
+    recipe: str
+    device: str
+    num_devices: int
+    microbatches: int
+    memory: Literal["ample", "scarce"]  #: scarce: activations are recomputed
+    basis: Basis
+    num_params: int
+    flops_per_token: float
+    state_bytes: int  #: parameters and optimiser, on one device
+    memory_limit_bytes: int
+    validation_bytes: int  #: memory of one device while it scores a sequence; arithmetic
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak memory of training and validation, on one device."""
+        return max(self.validation_bytes, *(stage.memory_bytes for stage in self.stages))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is below the memory of a device."""
+        return self.memory_bytes < self.memory_limit_bytes
+
+    @property
+    def total_s(self) -> float:
+        """Predicted time of all steps."""
+        return sum(stage.num_steps * stage.step_s for stage in self.stages)
+
+    @property
+    def device_hours(self) -> float:
+        """Predicted time of all steps, summed over devices."""
+        return self.total_s * self.num_devices / 3600
+
+    def facts(self, dollars: float | None) -> dict[str, object]:
+        """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
+        return msgspec.structs.asdict(self) | {
+            "fits": self.fits,
+            "memory_bytes": self.memory_bytes,
+            "total_s": self.total_s,
+            "device_hours": self.device_hours,
+            "dollars": None if dollars is None else self.device_hours * dollars,
+        }
+
+    def lines(self, dollars: float | None) -> list[str]:
+        """Return the plan as text; `dollars` is the price of a device for an hour."""
+        cost = "" if dollars is None else f" | ${self.device_hours * dollars:,.2f}"
+        recomputed = " | memory is scarce: activations are recomputed" if self.memory == "scarce" else ""
+        return [
+            f"plan   {self.recipe} on {self.num_devices} x {self.device} | {self.microbatches} microbatches | "
+            f"by {'the compiled program' if self.basis == 'compiled program' else 'arithmetic'}{recomputed}",
+            f"size   {self.num_params:,} parameters | {self.flops_per_token / 1e6:,.1f} MFLOP per token | "
+            f"state {gb(self.state_bytes)} per device",
+            *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
+            f"val    memory about {gb(self.validation_bytes)}",
+            f"total  {self.total_s:,.1f} s +-{ERROR:.0%} | {self.device_hours:.3f} device-hours{cost}",
+        ]
+
+
+def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: Basis = "arithmetic") -> Plan:
+    """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
+
+    `microbatches` are those of a step, over all devices; `basis` is the source of memory, traffic and communication.
+
+    Raises:
+        UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
+    """
+    device = accelerators.load(kind)
+    mesh.prepare("cpu")
+    if basis == "arithmetic":
+        program, work_of = Program(recipe, mesh.make_mesh(num_devices), microbatches), _by_arithmetic
+    else:
+        program, work_of = Program(recipe, target_mesh(kind, num_devices), microbatches), _by_compiling
+    program = footprint.fitted(program, device.memory_bytes)
+    # Stages of one shape share a compiled program.
+    stage_of = {(stage.num_sequences, stage.seq_len): stage for stage in recipe.stages}
+    work = {shape: work_of(program, stage, device) for shape, stage in stage_of.items()}
+    return Plan(
+        recipe=recipe.name,
+        device=device.name,
+        num_devices=num_devices,
+        microbatches=microbatches,
+        memory=program.memory,
+        basis=basis,
+        num_params=count(program.layout.table),
+        flops_per_token=flops_per_token(program.layout.table),
+        state_bytes=footprint.state_bytes(program),
+        memory_limit_bytes=device.memory_bytes,
+        validation_bytes=footprint.validation_bytes(program),
+        stages=tuple(
+            _stage(program, stage, device, work[stage.num_sequences, stage.seq_len])
+            for stage in recipe.stages
+        ),
+    )
+
+
+def refusal(recipe: Recipe, plan: Plan) -> str | None:
+    """Say what is needed, what there is and what to type, if the plan does not fit into memory."""
+    if plan.fits:
+        return None
+    program = Program(recipe, mesh.make_mesh(plan.num_devices), plan.microbatches, memory=plan.memory)
+    advice = footprint.advice(program, plan.memory_limit_bytes) or "another --device-kind or more --devices"
+    return (
+        f"{recipe.name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "
+        f"{gb(plan.memory_limit_bytes)}; try {advice}"
+    )
+
+
+def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
+    sent = f"gathers {gb(stage.gathered_bytes)}, scatters {gb(stage.scattered_bytes)}"
+    return [
+        f"stage  {stage.num_steps:,} steps x {stage.batch_tokens:,} tokens | "
+        f"memory {gb(stage.memory_bytes)} of {gb(memory_limit_bytes)}",
+        f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
+        f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
+        f"step   {ms(stage.step_s)} +-{ERROR:.0%} | {ms(stage.narrow_s)} with the smallest window, "
+        f"{ms(stage.wide_s)} with the largest | MFU {stage.mfu:.0%}",
+        f"       {'one device':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7}",
+        *(
+            f"       {line.kind:<13} {line.seconds * 1e3:>7.2f}  {line.bound:<12} {line.flops / 1e12:>7.2f} "
+            f"{line.instructions / 1e9:>7.1f} {line.num_bytes / 1e9:>7.2f} {line.starts:>7,.0f}"
+            for line in stage.lines
+        ),
+    ]
+
+
+def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> StagePlan:
+    windows = [each for _, each in cost.attention_by_window(program, stage).values()]
+    mean, narrow, wide = (
+        found.lines_with(each) for each in (scaling.mean_attention(program, stage), windows[0], windows[-1])
+    )
+    sent_bytes = (found.gathered_bytes + found.scattered_bytes) * (1 - 1 / program.num_shards)
+    step_s = sum(line.seconds for line in mean)
+    weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
+    return StagePlan(
+        *(stage.num_steps, stage.batch_tokens),
+        *found[:4],  # bytes
+        compute_floor_s=sum(cost.floor_s(line, device) for line in mean),
+        traffic_floor_s=found.traffic_bytes / device.memory_rate,
+        communication_floor_s=sent_bytes / device.link_rate,
+        mfu=weight_flops / device.bf16_flops / step_s,
+        step_s=step_s,
+        narrow_s=sum(line.seconds for line in narrow),
+        wide_s=sum(line.seconds for line in wide),
+        lines=mean,
+    )
+
+
+class _Found(NamedTuple):
+    """One step of one device."""
+
+    memory_bytes: int
+    traffic_bytes: int
+    gathered_bytes: int
+    scattered_bytes: int
+    lines_with: Callable[[Attention], tuple[Line, ...]]  #: its time by kind, given the FLOPs of attention
+
+
+def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
+    """Estimate a step from the table of parameters; memory is `footprint`'s.
+
+    A product [m, n] reads or writes m + n numbers per token, three times with its gradients. Logits pass through memory
+    six times, three of them in products. Communication is taken to hide behind all computation.
+    """
+    table, size = program.layout.table.values(), footprint.itemsize(program)
+    local = program.microbatches // program.num_devices
+    tokens = stage.batch_tokens // program.microbatches
+    matrices = [spec for spec in table if spec.packed == "bank"]
+    weights, width = sum(spec.size for spec in matrices), footprint.matrix_width(program)
+    heads = [spec for spec in table if spec.group == "head"]
+    logits = tokens * sum(spec.shape[0] for spec in heads)
+    num_matrices = sum(math.prod(spec.shape[:-2]) for spec in matrices)
+    unit: Unit = "bf16" if size == 2 else "f32"
+    head_unit: Unit = unit if getattr(program.recipe.config, "head_fp8", None) is None else "fp8"
+    in_mosaic = cost.mosaic_calls(program, stage, device)
+    head_slots = 2 * cost.HEAD_SLOTS if "head" in in_mosaic else _XLA_HEAD_SLOTS
+    between = _BETWEEN_WITH_MOSAIC if "mlp" in in_mosaic else _BETWEEN
+    moved = size * tokens * width
+    flops, head_flops = 6 * tokens * weights, 6 * tokens * sum(spec.size for spec in heads)
+    works = [
+        Work(cost.gemm(unit), flops, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices),
+        Work(cost.gemm(head_unit), head_flops, head_unit, 0, 3 * size * logits, 3),
+        Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
+        Work("elementwise", num_bytes=between * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
+    ]
+    once = [Work("elementwise", num_bytes=3 * footprint.state_bytes(program)), *_muon(program, matrices)]
+    whole = footprint.whole_bytes(program) if program.num_devices > 1 else 0
+    sent_s = 2 * whole * (1 - 1 / program.num_shards) / (scaling.LINKS_REACH * device.link_rate)
+
+    calls = local * cost.num_attention_layers(program, stage)
+
+    def lines_with(attention: Attention) -> tuple[Line, ...]:
+        both = [
+            Work("attention", flops, "attention", starts=calls * kernels)
+            for flops, kernels in zip(attention, (_ATTENTION_FORWARD, _ATTENTION_BACKWARD), strict=True)
+        ]
+        lines = cost.table([*works * local, *once, *both], device)
+        waited_s = max(0.0, sent_s - sum(line.seconds for line in lines))
+        sent = Line("communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0)
+        return (*lines, sent) if whole else lines
+
+    return _Found(
+        memory_bytes=footprint.step_bytes(program, stage),
+        traffic_bytes=int(sum(work.num_bytes for work in (*works * local, *once))),
+        gathered_bytes=whole,
+        scattered_bytes=whole,
+        lines_with=lines_with,
+    )
+
+
+def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
+    """Newton-Schulz on stacks of the matrices of one device, once a step: 4 m^2 n + 2 m^3 FLOPs an iteration."""
+    known = {key.rpartition(".")[2]: value for key, value in settings(program.recipe.optimizer).items()}
+    if "muon_steps" not in known:
+        return []
+    steps, flops = known["muon_steps"], 0.0
+    for spec in matrices:
+        m, n = sorted(spec.shape[-2:])
+        flops += math.prod(spec.shape[:-2]) * steps * (4 * m * m * n + 2 * m**3)
+    unit: Unit = "bf16" if known["muon_dtype"] == "bfloat16" else "f32"
+    num_bytes = 3 * 4 * sum(spec.size for spec in matrices) / program.num_shards
+    return [Work("Muon", flops / program.num_shards, unit, 0, num_bytes, 10 * steps)]
+
+
+def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
+    """Read a step from its compiled program."""
+    compiled = compiled_step(program, cost.steps_of(program, stage)[0])
+    found, module = anatomy.dissect(compiled), hlo.parse(compiled.as_text())
+
+    def lines_with(attention: Attention) -> tuple[Line, ...]:
+        return scaling.replayed(module, attention, device, program.num_devices, num_nodes=1).lines
+
+    return _Found(
+        memory_bytes=found.memory.peak_memory_in_bytes,
+        traffic_bytes=found.traffic_bytes,
+        gathered_bytes=found.sent_bytes("all-gather"),
+        scattered_bytes=found.sent_bytes("reduce-scatter"),
+        lines_with=lines_with,
+    )

@@ -1,0 +1,145 @@
+"""What a record says to people: `about.json` and the head of `README.md`."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from speedrun.base import console, lock, track
+from speedrun.base.errors import UsageError
+from speedrun.base.wholefile import write_whole
+from speedrun.record.layout import ABOUT, encode
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, load
+from speedrun.record.summary import Summary, summarize
+
+HEAD_END = "<!-- end of the generated head; write below -->\n"
+
+
+def assemble(
+    record_dir: Path,
+    *,
+    title: str | None = None,
+    default_title: str = "untitled",
+    authors: Sequence[str] | None = None,
+    parent_record: str | None = None,
+    changes: Sequence[str] | None = None,
+) -> Summary:
+    """Write `about.json` and the head of `README.md` of the runs in a folder; what stands below the head stays.
+
+    Args:
+        record_dir: holds `source.txt` and `runs/`.
+        title: of the record; for this and the next three, None keeps what `about.json` says.
+        default_title: the title of a record without `about.json`.
+        authors: name or handle each.
+        parent_record: the record this one is compared with.
+        changes: from the parent, one sentence each.
+
+    Raises:
+        UsageError: if a run cannot be read, or the folder holds what a record may not.
+    """
+    said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
+    edits = {key: value for key, value in said.items() if value is not None}
+    with lock.lock_record(record_dir):
+        discard_partials(record_dir)
+        record = load(record_dir)
+        for path, why in record.refused.items():
+            raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
+        for problem in record.malformed:
+            raise UsageError(f"{record_dir}: {problem}; 'speedrun validate' lists all problems")
+        if ABOUT not in record.raw:
+            edits = {"title": default_title, **edits}
+        # The track of the runs may be unknown here: what follows from the runs needs its target.
+        rules = record.track or track.load(record.lead.start.track.rpartition("@")[0])
+        record = dataclasses.replace(record, about=replace(record.about, **edits), track=rules)
+        if (size := len(about := encode(record.about))) > MOST_ABOUT_BYTES:
+            most = f"a record holds at most {MOST_ABOUT_BYTES:,}"
+            raise UsageError(f"{size:,} bytes in about.json; {most}; say it in fewer words")
+        own = record.raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
+        write_whole(record_dir / ABOUT, about)
+        summary = summarize(record)
+        write_whole(record_dir / "README.md", readme_head(record, summary).encode(), own)
+        return summary
+
+
+def reproduce_command(run: Run) -> str:
+    """Return the command line that makes this run again."""
+    name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
+    command = ["speedrun", "run", "--track", name, "--recipe", run.start.recipe]
+    command += ["--seed", str(run.start.seed)]
+    known = track.load(name) if name in track.names() else None
+    # A run that was killed before its preflight has no devices.
+    if known and num_devices not in (0, known.rules.num_devices):
+        command += ["--devices", str(num_devices)]
+    if known and known.synthetic is None:
+        command += ["--data", "DIR"]
+    for key, value in run.start.overrides.items():
+        command += ["--set", f"{key}={value}"]
+    return shlex.join(command)
+
+
+def sources(runs: Sequence[Run]) -> list[str]:
+    """Return the weights that runs of a record started from, if they were not random: V311 marks these runs."""
+    own = {run.folder for run in runs}
+    return sorted({run.origin.run_id for run in runs if run.resumed} - own)
+
+
+def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
+    """Return what a record is and what was measured, by name. Some of the texts are strangers'."""
+    about, lead, declared = record.about, record.lead, record.declaration
+    # The config may hold anything.
+    recipe = lead.start.config.get("recipe")
+    parent = recipe.get("parent") if isinstance(recipe, dict) else None
+    parent = f"recipe {parent}" if isinstance(parent, str) else "none"
+    promised = f"{len(declared.seeds)} declared" if declared else f"{len(record.runs)}"
+    broken = summary.num_runs - summary.num_finished
+    promised += f"; {broken} did not finish" * bool(broken)
+    rows = [
+        ("track", lead.start.track),
+        ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
+        ("validation loss", _spread(summary.val_loss_mean, summary.val_loss_sd, "nats per token", digits=4)),
+        ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
+        ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
+        ("cold wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
+        ("runs", f"{summary.num_finished} finished of {promised}"),
+        ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
+        ("tokens", f"{summary.num_tokens:,}"),
+        ("hardware", "{} x {}".format(*lead.hardware) if lead.hardware[0] else "not known"),
+        ("source", f"{record.source_lines:,} lines, sha256 {record.source_sha256[:16]}"),
+        ("authors", ", ".join(about.authors) or "not named"),
+        ("parent", about.parent_record or parent),
+    ]
+    if begun_from := sources(record.runs):
+        rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
+    measured = ("validation loss", "target", "train time", "cold wall time", "steps", "tokens")
+    return [row for row in rows if summary.num_finished or row[0] not in measured]
+
+
+def readme_head(record: Record, summary: Summary) -> str:
+    """Return the generated part of `README.md`: title, result card, command, plot."""
+    rows = (f"| {name} | {_cell(value)} |" for name, value in facts(record, summary))
+    blocks = [
+        f"# {_cell(record.about.title)}",
+        "" if summary.num_finished else "**No run finished, so this record holds no result.**",
+        "\n".join(f"- {_cell(said)}" for said in summary.broke_off),
+        "\n".join(["| | |", "|---|---|", *rows]),
+        "\n".join(f"- {_cell(change)}" for change in record.about.changes),
+        "![loss against train time](plots/loss.svg)" if summary.num_finished else "",
+        f"Run it again:\n\n    {console.clean(reproduce_command(record.runs[0]))}",
+        HEAD_END,
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> str:
+    if mean is None:
+        return "none"
+    return f"{mean:.{digits}f}{f' (sd {sd:.{digits}f})' if sd is not None else ''} {unit}"
+
+
+def _cell(text: str) -> str:
+    """Escape text, so that it can neither leave a table cell nor hold markup."""
+    shown = console.clean(text)
+    return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("[", "&#91;")

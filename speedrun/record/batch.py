@@ -1,0 +1,77 @@
+"""A declared batch: its seeds and looks, its progress, and its test."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from speedrun.base.errors import UsageError
+from speedrun.record import statistics
+from speedrun.record.layout import Declaration, Look
+from speedrun.record.logged_run import Run
+from speedrun.record.statistics import MeanTest
+
+_SEED_BITS = 31
+
+
+def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:
+    """Return seeds that nobody picks, since they follow from source and config.
+
+    Each is the first 31 bits of sha256("source config i") for i = 0, 1, 2, ...
+    """
+    texts = (f"{source_sha256} {config_sha256} {i}" for i in range(num_runs))
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    return tuple(int.from_bytes(digest[:4], "big") >> (32 - _SEED_BITS) for digest in digests)
+
+
+def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[Look, ...]:
+    """Return one look after `num_runs`; or two, each at half the level, the second after `then` runs in all.
+
+    Raises:
+        UsageError: if the second comes before the first.
+    """
+    if then is not None and then <= num_runs:
+        raise UsageError(f"got {num_runs} runs, then {then}; the second counts all runs: it must be larger")
+    counts = [num_runs] if then is None else [num_runs, then]
+    return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
+
+
+class Standing(NamedTuple):
+    """Progress of a batch."""
+
+    losses: tuple[float, ...]  #: in the order of the seeds; infinite for a run that became non-finite
+    missing: tuple[int, ...]  #: seeds to run before the next look; empty if the batch is decided
+    test: MeanTest | None  #: at the last look reached
+
+    @property
+    def passed(self) -> bool:
+        """Whether the batch proves its target."""
+        return self.test is not None and self.test.passed
+
+
+def standing(promise: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None) -> Standing:
+    """Return the progress of a batch. The seed of a run that broke off is run again."""
+    done = completed(runs)
+    losses: list[float] = []
+    test = None
+    for look in promise.looks:
+        seeds = promise.seeds[: look.num_runs]
+        losses = [done[seed] for seed in seeds if seed in done]
+        if math.inf in losses or 0 < len(losses) == look.num_runs:
+            test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)
+        if math.inf in losses or (test is not None and test.passed):
+            return Standing(tuple(losses), (), test)
+        if len(losses) < look.num_runs:
+            return Standing(tuple(losses), tuple(seed for seed in seeds if seed not in done), test)
+    return Standing(tuple(losses), (), test)
+
+
+def completed(runs: Sequence[Run]) -> Mapping[int, float]:
+    """Return the final loss by seed of finished and non-finite runs; infinite for the latter."""
+    ended = [run for run in runs if run.outcome in ("finished", "non-finite")]
+    return {run.start.seed: run.val_loss if run.finished else math.inf for run in reversed(ended)}
+
+
+def allowed_to_break_off(num_runs: int) -> int:
+    """Return how many runs may break off: one in ten, at least one, since machines fail."""
+    return max(1, num_runs // 10)

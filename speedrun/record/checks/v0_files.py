@@ -1,0 +1,154 @@
+"""V001 to V009: the files are valid and consistent."""
+
+import re
+from collections.abc import Iterator
+
+from speedrun.base import console, runlog
+from speedrun.record import archive, layout
+from speedrun.record.checks.table import Skip, check
+from speedrun.record.layout import SOURCE
+from speedrun.record.reader import Record
+from speedrun.record.reproduction import runs_problem
+from speedrun.record.source import split_source
+
+#: Control characters but tab and newline, and all that change the direction of text.
+_HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+_ACTIVE_SVG = re.compile(rb"(?i)<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:")
+
+
+@check(
+    "V001",
+    "every file can be read and is well-formed",
+    needs_runs=False,
+    why="a file without exactly one reading can mean two things to two readers",
+    hint="let `speedrun run` write the files, and do not edit them",
+)
+def schema(record: Record) -> Iterator[str]:
+    """Reports unknown and repeated keys, other spacing, NaN, and events out of order."""
+    yield from record.malformed
+
+
+@check(
+    "V002",
+    "the hash chain of each log is unbroken",
+    why="each line carries the digest of the line before, so that editing a line breaks the chain",
+    hint="restore the log from where the run wrote it, or run again",
+)
+def chain(record: Record) -> Iterator[str]:
+    """`prev` of each line is the digest of the line before, and `i` is its number."""
+    for run in record.runs:
+        prev = runlog.GENESIS
+        for number, (raw, line) in enumerate(zip(run.raw_lines, run.lines, strict=True)):
+            if (line.i, line.prev) != (number, prev):
+                yield f"{run.folder}: line {number + 1} does not follow the line before it"
+                break
+            prev = runlog.digest(raw)
+
+
+@check(
+    "V003",
+    "source and programs are those that the runs name",
+    why="an examiner runs the programs and reviewers read the source, so both must be those that ran",
+    hint="restore source.txt and programs-*.xz, which the run wrote before its clock started",
+)
+def hashes(record: Record) -> Iterator[str]:
+    """Compare the digests of text and programs."""
+    if SOURCE in record.refused:
+        raise Skip(f"{SOURCE} was not read: see V008")
+    try:
+        split_source(record.raw.get(SOURCE, b"").decode())
+    except ValueError as error:
+        yield f"{SOURCE}: {error}"
+    for run in record.runs:
+        if run.start.source_sha256 != record.source_sha256:
+            yield f"{run.folder}: ran other sources than {SOURCE}"
+    digests = {made.sha256 for run in record.runs for made in run.of(runlog.Exported)}
+    named = {archive.name_of(sha256): sha256 for sha256 in digests}
+    for name, sha256 in named.items():
+        if layout.sha256(record.raw.get(name, b"")) != sha256:
+            yield f"{name}: missing, or not the programs that a run names"
+    strangers = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
+    yield from (f"{name}: no run names it" for name in strangers)
+
+
+@check(
+    "V005",
+    "one config, and its hash is right",
+    why="runs with different settings are different experiments, whose mean has no meaning",
+    hint="make one record for each config; its runs differ only in their seeds",
+)
+def config(record: Record) -> Iterator[str]:
+    """Compare the config in each log with its digest, and with those of the others."""
+    for run in record.runs:
+        if run.start.config_sha256 != layout.config_sha256(run.start.config):
+            yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
+    if len({layout.config_sha256(run.start.config) for run in record.runs}) > 1:
+        yield "the runs have different configs"
+
+
+@check(
+    "V006",
+    "the track is known, to the byte",
+    why="a rule is never changed in place, so a track file with another digest is another track",
+    hint="validate with the version of speedrun that made the record",
+)
+def known_track(record: Record) -> Iterator[str]:
+    """All runs name one track of this version, with its digest."""
+    if record.track is None:
+        named = sorted({f"{run.start.track} ({run.start.track_sha256[:8]})" for run in record.runs})
+        yield f"the runs name {', '.join(named)}; this version has no such track with that digest"
+
+
+@check(
+    "V007",
+    "the log of a finished run tells one story",
+    why="its end repeats what its beginning says, and both must describe the same run",
+    hint="restore the log from where the run wrote it, or run again",
+)
+def one_story(record: Record) -> Iterator[str]:
+    """Compare validation data where both tell it; a run that finished met no error, and has its digests."""
+    for run in record.finished:
+        (begun,) = run.of(runlog.DataReady)
+        first, last = (begun.val_shard, begun.val_sha256), (run.data.val_shard.name, run.data.val_sha256)
+        if first != last:
+            yield f"{run.folder}: it was to score {first}, and scored {last}"
+        if not (run.final_hash and (run.end.first_batch_sha256 or not run.steps)):
+            yield f"{run.folder}: it finished, and its end names no final state, or no first batch"
+        if errors := run.of(runlog.Error):
+            yield f"{run.folder}: it finished, and has {console.clean(errors[0].kind)}"
+
+
+@check(
+    "V008",
+    "only known, plain, small files",
+    needs_runs=False,
+    why="strangers read a record, so nothing in it may execute, hide, or be too large to review",
+    hint="remove everything that the harness did not write",
+)
+def plain_files(record: Record) -> Iterator[str]:
+    """Report links, binaries, scripts, terminal codes and bidirectional text."""
+    yield from (f"{path}: {why}" for path, why in record.refused.items())
+    for path, content in record.raw.items():
+        if path.endswith((".md", "source.txt")) and _HOSTILE.search(content.decode(errors="replace")):
+            yield f"{path}: holds control or bidirectional characters"
+        if path.endswith(".svg") and _ACTIVE_SVG.search(content):
+            yield f"{path}: holds a script or a link"
+        if path.endswith(".png") and not content.startswith(b"\x89PNG\r\n\x1a\n"):
+            yield f"{path}: is not a PNG image"
+
+
+@check(
+    "V009",
+    "a reproduction is of this record, and can be judged",
+    why="readers must be able to derive its verdict",
+    hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or remove it",
+)
+def reproduced(record: Record) -> Iterator[str]:
+    """Check that a verdict follows from its runs; their results are taken from the referee."""
+    stored = record.reproduction
+    if stored is None or not record.finished:
+        return
+    if (stored.record_id, stored.track) != (record.id, record.rules.id):
+        yield "reproduction.json: is of another record"
+    elif problem := runs_problem(stored, record.finished):
+        yield f"reproduction.json: {problem}"

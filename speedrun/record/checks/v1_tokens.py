@@ -1,0 +1,188 @@
+"""V101 to V107: the right tokens were read, in order, once, without the validation tokens."""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from speedrun.base import runlog
+from speedrun.record.checks.table import Skip, check, check_run
+from speedrun.record.checks.v5_source import leaves
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import Record
+
+
+@check(
+    "V101",
+    "shards are the track's own",
+    why="the same loss on other text is another result",
+    hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
+)
+def shard_hashes(record: Record) -> Iterator[str]:
+    """Compare digests, if the track lists them."""
+    table = record.rules.data.sha256
+    if not table:
+        raise Skip(f"{record.rules.id} lists no digests")
+    for run in record.finished:
+        for shard in (*run.data.shards, run.data.val_shard):
+            if table.get(shard.name) != shard.sha256:
+                yield f"{run.folder}: {shard.name} is not the track's file"
+
+
+@check_run(
+    "V102",
+    "tokens are read from the first one on, by shard and name",
+    why="choosing the order of the data influences the loss",
+    hint="keep all shards of the track in the folder, under their own names, and run again",
+)
+def shard_order(run: Run, record: Record) -> Iterator[str]:
+    """Validation shards in the list are left to V103."""
+    rules = record.rules.data
+    (data,) = run.of(runlog.DataReady)
+    listed = [name for name in data.train_shards if name != data.val_shard]
+    if listed != sorted(set(listed)):
+        yield "the list of training shards is not sorted by name"
+    names = [shard.name for shard in run.data.shards if not _is_scored(shard, run)]
+    strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
+    if strangers:
+        yield f"{strangers[0]} does not match {rules.train}"
+    in_order = list(dict.fromkeys(names))
+    num_restarts = sum(after < before for before, after in pairwise(names))
+    # A resumed run may start at the end of its shard, and read from the next.
+    began = run.origin.cursor[0]
+    due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
+    if in_order not in due or num_restarts:
+        yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
+    due_at = {listed[began]: run.origin.cursor[1]} if began < len(listed) else {}
+    for shard in run.data.shards:
+        if shard.start > (due := due_at.get(shard.name, 0)):  # V107 reports what is read again
+            yield f"{shard.name} is read from token {shard.start:,} on; the next one is {due:,}"
+        due_at = {shard.name: shard.stop}
+    first = next((one for one in record.finished if not one.resumed), run)
+    if not run.resumed and run.end.first_batch_sha256 != first.end.first_batch_sha256:
+        yield f"its first batch is not that of {first.folder}; the data must not depend on the seed"
+
+
+@check_run(
+    "V103",
+    "no training on the validation shard",
+    why="a model that has seen the scored tokens may have memorised them",
+    hint="take the shard out of the training data, discard the run, and run again",
+)
+def no_leak(run: Run, record: Record) -> Iterator[str]:
+    """Compare names and digests, since files can be renamed."""
+    (data,) = run.of(runlog.DataReady)
+    for shard in run.data.shards:
+        if _is_scored(shard, run):
+            yield f"trained on {shard.name}, which is the validation shard {data.val_shard}"
+    if data.val_shard in data.train_shards:
+        yield f"{data.val_shard} is in the list of training shards"
+
+
+def _is_scored(shard: runlog.ShardRange, run: Run) -> bool:
+    val = run.data.val_shard
+    return shard.name == val.name or shard.sha256 == val.sha256
+
+
+@check_run(
+    "V104",
+    "every token is counted",
+    why="tokens that are read but not counted would be free training",
+    hint="tokens seen, batches, cursor and ranges must agree; look for a change in the data stream",
+)
+def token_count(run: Run, _record: Record) -> Iterator[str]:
+    """Batches, tokens seen and ranges read have the same sums, and the cursor follows from the ranges.
+
+    Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
+    """
+    settings = leaves(run.start.config.get("recipe"))
+    cuts = any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
+    if (cut := sum(shard.skipped for shard in run.data.shards)) and not cuts:
+        yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
+    shards = iter(run.data.shards)
+    seen = num_read = run.origin.tokens_seen
+    offset, skipped = run.origin.cursor[1], 0
+    for step in run.steps:
+        seen += step.batch_tokens
+        if step.batch_tokens <= 0 or step.tokens_seen != seen:
+            yield f"step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
+            return
+        while num_read < seen and (shard := next(shards, None)):
+            num_read, offset, skipped = num_read + _num_inputs(shard), shard.stop, shard.skipped
+        # `offset` is the end of the range that holds token `seen`; `num_read` counts all tokens up to there.
+        place = offset - (num_read - seen)
+        if not place - skipped <= step.cursor[1] <= place:
+            yield f"step {step.step}: the cursor is at {step.cursor[1]:,}, the ranges say {place:,}"
+            return
+    num_read += sum(map(_num_inputs, shards))
+    if num_read != seen:
+        yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
+    if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
+        yield "the cursor moved back to an earlier shard"
+
+
+def _num_inputs(shard: runlog.ShardRange) -> int:
+    return shard.stop - shard.start - shard.skipped
+
+
+@check_run(
+    "V105",
+    "exactly the declared tokens are scored",
+    why="losses compare only over the same tokens, and over fewer tokens luck matters more",
+    hint="score the size the track declares, from the start of its first validation shard",
+)
+def val_tokens(run: Run, record: Record) -> Iterator[str]:
+    """Check every validation, not only the last."""
+    want = record.rules.data.val_tokens
+    val = run.data.val_shard
+    if not fnmatchcase(val.name, record.rules.data.val):
+        yield f"{val.name} does not match {record.rules.data.val}"
+    if (val.start, val.stop) != (0, want):
+        yield f"positions {val.start:,} to {val.stop:,} are scored; the track says 0 to {want:,}"
+    scored = {data.val_tokens for data in run.of(runlog.DataReady)} | {event.tokens for event in run.vals}
+    if scored != {want}:
+        counts = ", ".join(f"{count:,}" for count in sorted(scored))
+        yield f"{counts} tokens were scored; the track says {want:,}"
+    if run.data.val_sha256 != record.finished[0].data.val_sha256:
+        yield f"scored other ids than {record.finished[0].folder}"
+
+
+@check(
+    "V106",
+    "ranges lie inside their shards",
+    why="a range beyond the end of its file cannot have been read",
+    hint="look for a swapped shard: a name has one size and digest in all runs of a record",
+)
+def shard_sizes(record: Record) -> Iterator[str]:
+    """Each name is one file, and no position lies beyond its end."""
+    known: dict[str, tuple[str, int]] = {}
+    for run in record.finished:
+        for shard in (*run.data.shards, run.data.val_shard):
+            is_inside = 0 <= shard.start < shard.stop <= shard.tokens
+            if not is_inside or not 0 <= shard.skipped < shard.stop - shard.start:
+                read = f"read {shard.start:,} to {shard.stop:,}"
+                yield f"{run.folder}: {shard.name} has {shard.tokens:,} tokens, {read}"
+            if known.setdefault(shard.name, (shard.sha256, shard.tokens)) != (shard.sha256, shard.tokens):
+                yield f"{run.folder}: {shard.name} is two different files"
+
+
+@check_run(
+    "V107",
+    "no position is read twice",
+    why="reading a position twice is training for longer than declared",
+    hint="get more shards, or train for fewer steps",
+)
+def read_once(run: Run, _record: Record) -> Iterator[str]:
+    """Count how many ranges cover a position of a shard. All tracks permit one."""
+    for name in dict.fromkeys(shard.name for shard in run.data.shards):
+        if (times := _depth(shard for shard in run.data.shards if shard.name == name)) > 1:
+            yield f"{name}: a position is read {times} times; the track reads each once"
+
+
+def _depth(ranges: Iterable[runlog.ShardRange]) -> int:
+    """Return the largest number of ranges that share a position."""
+    depth = deepest = 0
+    # At one position, an end (-1) sorts before a start (+1): ranges that touch do not overlap.
+    for _, change in sorted(edge for one in ranges for edge in ((one.start, 1), (one.stop, -1))):
+        depth += change
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,0 +1,196 @@
+"""V201 to V209: the train time is consistent and possible."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+
+from speedrun.base import runlog
+from speedrun.record.checks.table import check_run
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import Record
+
+#: Two readings of one time may differ by the larger of these, since an event is stamped after the clock is read.
+_SLACK_S = 0.05
+_SLACK_SHARE = 0.005
+#: A forward pass is one third of a training step's arithmetic.
+_FORWARD_SHARE = 1 / 3
+#: Fewer steps than this can be equal by chance.
+_FEWEST_STEPS = 4
+#: Longest pause: a constant, plus a multiple of the training time for as many tokens.
+_MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
+_MOST_SLOWER = 10.0  #: by which a pause may be longer on a machine whose speed changed
+#: The benchmark may have been disturbed more than the run.
+_BENCH_SLACK = 1.25
+#: One letter for each event, to compare their order with.
+_LETTERS: dict[type, str] = {runlog.Step: "s", runlog.ClockStart: "(", runlog.ClockPause: "["}
+_LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")"}
+#: Steps while the clock runs, one validation in each pause, and one after the stop.
+_SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
+
+
+def _agree(a_s: float, b_s: float) -> bool:
+    return abs(a_s - b_s) <= max(_SLACK_S, _SLACK_SHARE * abs(b_s))
+
+
+@check_run(
+    "V201",
+    "time increases, and never evenly",
+    why="every time in the record is a difference of stamps; one that decreases makes all of them doubtful",
+    hint="if the log was not edited, the machine's clock is broken; use another machine",
+)
+def monotonic(run: Run, _record: Record) -> Iterator[str]:
+    """Check the stamps, and the train time from step to step. Real steps differ by nanoseconds at least."""
+    for before, after in pairwise(run.lines):
+        if after.t_mono_ns <= before.t_mono_ns:
+            back_ns = before.t_mono_ns - after.t_mono_ns
+            yield f"line {after.i + 1} is stamped {back_ns:,} ns before the line above"
+            break
+    if len(run.step_s) >= _FEWEST_STEPS and len({round(seconds * 1e9) for seconds in run.step_s}) == 1:
+        yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s: no real clock is so regular"
+    for step, seconds in zip(run.steps, run.step_s, strict=True):
+        if seconds < 0:
+            yield f"step {step.step} ends {-seconds:.6f} s before the step above"
+            break
+
+
+@check_run(
+    "V202",
+    "steps, clock events and stamps give one train time",
+    why="the train time is recorded in three ways, and an edit must change all of them",
+    hint="leave timing to the harness: a recipe neither reads nor stops the clock",
+)
+def clock_total(run: Run, _record: Record) -> Iterator[str]:
+    """Compute the clock again from the stamps of its events."""
+    running_ns, since_ns = round(run.origin.train_time_s * 1e9), 0
+    for line in run.lines:
+        match line.event:
+            case runlog.ClockStart() | runlog.ClockResume():
+                since_ns = line.t_mono_ns
+            case runlog.ClockPause(train_time_s=stated_s) | runlog.ClockStop(train_time_s=stated_s):
+                running_ns += line.t_mono_ns - since_ns
+                if not _agree(stated_s, running_ns / 1e9):
+                    yield f"line {line.i + 1} says {stated_s:.3f} s, the stamps {running_ns / 1e9:.3f} s"
+    total_s = run.train_time_s
+    last_s = run.steps[-1].train_time_s if run.steps else run.origin.train_time_s
+    if not _agree(last_s, total_s):
+        yield f"the last step ends at {last_s:.3f} s, the clock stops at {total_s:.3f} s"
+    if run.end.train_time_s != total_s:
+        yield f"run_end says {run.end.train_time_s:.3f} s, clock_stop {total_s:.3f} s"
+
+
+@check_run(
+    "V204",
+    "the clock pauses for the declared validations only",
+    why="a pause is free time, so it may hold only a validation that the track declares",
+    hint="validate exactly when the track says",
+)
+def pauses(run: Run, record: Record) -> Iterator[str]:
+    """Each pause holds one validation, and the last one follows the stop of the clock."""
+    num_steps = run.start.num_steps
+    want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)]
+    want.append(num_steps)
+    got = [val.step for val in run.vals]
+    if got != want:
+        yield f"validated before steps {_some(got)}; the track says {_some(want)}"
+    shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
+    if not _SHAPE.fullmatch(shape):
+        yield "a step lies outside of the clock, a validation outside a pause, or a pause holds none"
+
+
+def _some(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:8]))
+    return f"{shown}, ... ({len(steps)})" if len(steps) > 8 else shown
+
+
+@check_run(
+    "V205",
+    "a validation takes a plausible time",
+    severity="error if ranked",
+    why="a validation faster than its arithmetic scored nothing, and a long pause can hide work",
+    hint="look for cached scores, or a bench on a busy machine; run again",
+)
+def val_time(run: Run, _record: Record) -> Iterator[str]:
+    """At least a forward pass at the benchmarked speed; at most a multiple of the training time for its tokens."""
+    (plan,), (slowest, fastest) = run.of(runlog.Plan), run.bench_gflops
+    slower = min(_MOST_SLOWER, fastest / slowest) if slowest > 0 else 1.0
+    token_s = run.steps[-1].train_time_s / run.steps[-1].tokens_seen if run.steps else 0.0
+    paused_ns, scored = 0, 0
+    for line in run.lines:
+        match line.event:
+            case runlog.ClockPause():
+                paused_ns, scored = line.t_mono_ns, 0
+            case runlog.Val() as val:
+                scored += val.tokens
+                flops = val.tokens * plan.flops_per_token * _FORWARD_SHARE
+                need_s = flops / (fastest * 1e9) if fastest else 0.0
+                if val.seconds < need_s or val.seconds <= 0:
+                    yield f"step {val.step}: {val.seconds:.6f} s for {val.tokens:,} tokens; need {need_s:.6f} s"
+            case runlog.ClockResume():
+                pause_s = (line.t_mono_ns - paused_ns) / 1e9
+                most_s = _MOST_PAUSE_S + slower * _MOST_PAUSE_SHARE * token_s * scored
+                if pause_s > most_s:
+                    yield f"line {line.i + 1}: a pause of {pause_s:.1f} s; at most {most_s:.1f} s for its tokens"
+
+
+@check_run(
+    "V206",
+    "nothing is compiled while the clock runs",
+    why="programs are compiled before the clock starts; compiling later could hide in a pause",
+    hint="look for a shape or dtype that changes after the warm-up",
+)
+def no_compile(run: Run, _record: Record) -> Iterator[str]:
+    """Pauses count as running, since compiling in one would be hidden."""
+    begun, ended = run.line_of(runlog.ClockStart).i, run.line_of(runlog.ClockStop).i
+    for line in run.lines[begun:ended]:
+        if isinstance(line.event, runlog.Compile):
+            yield f"line {line.i + 1}: {line.event.name} was compiled after the clock started"
+
+
+@check_run(
+    "V207",
+    "the warm-up left nothing in the state",
+    why="warm-up steps are not timed, so they must not train",
+    hint="rebuild the state from the seed after the warm-up",
+)
+def warm_up(run: Run, _record: Record) -> Iterator[str]:
+    """The state before the first step is the initial state."""
+    hashes = [event.state_hash for event in (*run.of(runlog.WarmupStart), *run.of(runlog.WarmupEnd))]
+    if len(hashes) != 2 or len({*hashes}) != 1:
+        yield "the state hashes before and after the warm-up are not one"
+
+
+@check_run(
+    "V208",
+    "untimed work is short",
+    why="without a cap, work would move from the timed part to the untimed one",
+    hint="compile less, or fill the compilation cache first",
+)
+def untimed(run: Run, record: Record) -> Iterator[str]:
+    """Measure from the first line to the start of the clock."""
+    cap_s = record.rules.rules.untimed_cap_s
+    spent_s = (run.line_of(runlog.ClockStart).t_mono_ns - run.lines[0].t_mono_ns) / 1e9
+    if spent_s > cap_s:
+        yield f"{spent_s:.1f} s before the clock; the track allows {cap_s:.1f} s"
+
+
+@check_run(
+    "V209",
+    "no step beats the benchmarked speed",
+    severity="error if ranked",
+    why="the host can run ahead of the devices; a step that is too fast was not waited for",
+    hint="wait for the devices before reading the clock, or run again on an idle machine",
+)
+def throughput(run: Run, _record: Record) -> Iterator[str]:
+    """Compare the model's flops per second, of the median step and in total, with the bench before and after."""
+    if not run.steps:  # it resumed after the last step, for the validation only
+        return
+    (plan,), (_, fastest) = run.of(runlog.Plan), run.bench_gflops
+    steps = [(step.batch_tokens, seconds) for step, seconds in zip(run.steps, run.step_s, strict=True)]
+    seen, begun = run.steps[-1].tokens_seen, run.origin  # what it resumes does not count
+    whole = seen - begun.tokens_seen, run.train_time_s - begun.train_time_s
+    for what, parts in (("median step", steps), ("whole run", [whole])):
+        rates = [tokens / seconds if seconds > 0 else float("inf") for tokens, seconds in parts]
+        gflops = plan.flops_per_token * median(rates) / 1e9
+        if not 0 < gflops <= _BENCH_SLACK * fastest:
+            yield f"{what}: {gflops:,.1f} Gflop/s, the bench reached {fastest:,.1f}"

@@ -1,0 +1,262 @@
+"""V302 to V307, V312: the runs are the declared ones, all distinct, and together they prove the claim."""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import lru_cache
+from math import isfinite
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from speedrun.base import runlog
+from speedrun.record import git_history, layout
+from speedrun.record.batch import allowed_to_break_off, completed, looks, seeds_from, standing
+from speedrun.record.checks.table import Skip, check
+from speedrun.record.logged_run import FormatError, Run, read_run
+from speedrun.record.reader import Record
+from speedrun.record.statistics import chi2_cdf
+
+#: Probability, under the track's noise, below which losses are too close together.
+_TOO_CLOSE = 1e-4
+#: Chosen seeds must not be among the first of those that follow from source and config.
+_MOST_DERIVED = 200
+#: Fewer runs than this can be close by chance.
+_FEWEST = 4
+#: Holds the committed records: `records/<track>/<record>/`.
+_COMMITTED = "records"
+
+
+@check(
+    "V302",
+    "the batch proves its target",
+    severity="warning",
+    why="one lucky run proves nothing: a rank takes a declared batch whose mean is below the target with p < 0.01",
+    hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
+)
+def proves(record: Record) -> Iterator[str]:
+    """There are enough runs, and the test, made again from the logs, passes."""
+    rules, target = record.rules.rules, record.rules.target
+    if not rules.ranked:
+        raise Skip("this track does not rank")
+    if not record.finished:
+        raise Skip("no run finished")
+    if len(record.finished) < rules.min_runs:
+        yield f"{len(record.finished)} of the {rules.min_runs} runs that a rank takes"
+    if record.declaration is None:
+        if len(record.runs) == 1:  # V306 reports several
+            yield "no batch was declared, so no test was made"
+        return
+    test = standing(record.declaration, record.runs, target.loss, target.sigma).test
+    if test is not None and not test.passed and isfinite(test.mean):  # V303 and V309 report the others
+        yield f"mean {test.mean:.5f} of {test.num_runs} runs: p = {test.p:.2g}, need less than {test.alpha:g}"
+
+
+@check(
+    "V303",
+    "all declared runs are there, and no other",
+    why="leaving out runs, or adding some, is choosing the result",
+    hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch needs a new declaration",
+)
+def all_there(record: Record) -> Iterator[str]:
+    """Each seed up to the deciding look has a completed run; few runs broke off."""
+    declared, target = record.declaration, record.rules.target
+    if declared is None or not record.finished:
+        raise Skip("no run finished" if declared else "no batch was declared")
+    progress = standing(declared, record.runs, target.loss, target.sigma)
+    done = completed(record.runs).keys()
+    yield from (f"seed {seed} was declared and has no run that ended" for seed in progress.missing)
+    yield from (f"seed {seed} was not declared" for seed in sorted(done - set(declared.seeds)))
+    if not progress.missing and (more := done & set(declared.seeds[len(progress.losses) :])):
+        yield f"seeds {sorted(more)} were run after the batch was decided"
+    broke_off = [run for run in record.runs if run.outcome == "aborted"]
+    for run in broke_off:
+        if run.vals and run.vals[-1].step == run.start.num_steps:
+            yield f"{run.folder}: broke off when its result was known, so it had to count"
+    # Runs up to the deciding look: those of a second look that is never reached do not count.
+    needed = len(progress.losses) + len(progress.missing)
+    if len(broke_off) > (allowed := allowed_to_break_off(needed)):
+        yield f"{len(broke_off)} runs broke off; of {needed}, {allowed} may"
+
+
+@check(
+    "V304",
+    "all runs are distinct",
+    why="one run under several seeds is one observation, and makes any test pass",
+    hint="take the copies out, and run the declared seeds",
+)
+def distinct(record: Record) -> Iterator[str]:
+    """Seeds, initial and final states, losses and times all differ."""
+    first: dict[tuple[str, object], str] = {}
+    for run in record.finished:
+        starting = tuple(event.state_hash for event in run.of(runlog.WarmupStart))
+        for what, fact in {**_facts(run), "starting state": starting}.items():
+            other = first.setdefault((what, fact), run.folder)
+            if fact and other != run.folder:
+                yield f"{run.folder}: same {what} as {other}"
+
+
+@check(
+    "V305",
+    "all runs stop at the declared step",
+    why="stopping a run when its loss is low is choosing the result",
+    hint="the number of steps is the recipe's; let every run come to its end",
+)
+def one_end(record: Record) -> Iterator[str]:
+    """All logs, the declaration and the stages of the config have the same number of steps."""
+    steps = {run.folder: run.start.num_steps for run in record.runs}
+    if record.declaration is not None:
+        steps["batch.json"] = record.declaration.num_steps
+    steps |= {f"the config of {run.folder}": _stage_steps(run.start.config) for run in record.runs}
+    if len(set(steps.values())) > 1:
+        yield "numbers of steps differ: " + ", ".join(f"{name} {number:,}" for name, number in steps.items())
+
+
+def _stage_steps(config: dict[str, Any]) -> int:
+    """Return the steps of all stages in a resolved config, which may hold anything; 0 if it has none."""
+    match config:
+        case {"recipe": {"stages": list() as stages}}:
+            counts = [stage.get("num_steps") for stage in stages if isinstance(stage, dict)]
+            return sum(count for count in counts if isinstance(count, int))
+    return 0
+
+
+def unfollowed(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that no other run resumes: one, however often an honest run was killed.
+
+    If a run broke off before its first checkpoint, a later one may resume the same earlier run.
+    """
+    left_off = {run.origin.run_id for run in runs}
+
+    def is_replaced(run: Run) -> bool:
+        knew_result = bool(run.vals) and run.vals[-1].step == run.start.num_steps
+        later = (other.origin.run_id for other in runs if other.begun > run.begun and other.resumed)
+        return run.resumed and run.outcome == "aborted" and not knew_result and run.origin.run_id in later
+
+    return [run for run in runs if run.folder not in left_off and not is_replaced(run)]
+
+
+@check(
+    "V306",
+    "the batch was declared before its first run, and describes its runs",
+    why="a number of runs that is chosen after the first results are in proves nothing",
+    hint="declare with `speedrun batch`, which writes the declaration first; do not join runs afterwards",
+)
+def declared_before(record: Record) -> Iterator[str]:
+    """`batch.json` is older than every run, describes all runs, and is named by every log.
+
+    Its seeds must be distinct, and it must declare one or two looks at the rule's level.
+    """
+    declared = record.declaration
+    if declared is None:
+        if len(begun := unfollowed(record.runs)) > 1:
+            yield f"{len(begun)} runs, and no {layout.BATCH} that declared them"
+        strangers = [run.folder for run in record.runs if run.start.batch_sha256]
+        yield from (f"{folder}: names a batch that is not here" for folder in strangers)
+        return
+    sha256 = layout.sha256(record.raw[layout.BATCH])
+    for run in record.runs:
+        if run.start.batch_sha256 != sha256:
+            yield f"{run.folder}: was not started by this {layout.BATCH}"
+        if run.begun < datetime.fromisoformat(declared.created_utc):
+            yield f"{run.folder}: began {run.lines[0].t_utc}, before the declaration of {declared.created_utc}"
+    first = record.runs[0].start  # other checks compare the runs with each other
+    rules = layout.TrackRef(first.track, first.track_sha256)
+    recipe = layout.Recipe(first.recipe, first.recipe_revision, first.overrides)
+    stated = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
+    if stated != (rules, recipe, first.config_sha256, first.source_sha256):
+        yield f"{layout.BATCH}: another track, recipe, config or source was declared than ran"
+    config = first.config
+    split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
+    if split != (declared.num_devices, declared.microbatches, declared.attention):
+        yield f"{layout.BATCH}: other devices, micro-batches or kernels were declared than ran"
+    if len(set(declared.seeds)) < len(declared.seeds):
+        yield f"{layout.BATCH}: a seed appears twice, and would count twice"
+    follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
+    if not declared.seeds_chosen and declared.seeds != follow:
+        yield f"{layout.BATCH}: its seeds do not follow from source and config as it claims"
+    some = seeds_from(declared.source_sha256, declared.config_sha256, _MOST_DERIVED)
+    if declared.seeds_chosen and declared.seeds != follow and (derived := set(declared.seeds) & set(some)):
+        yield f"{layout.BATCH}: {len(derived)} of its chosen seeds follow from source and config; others were left out"
+    counts = [look.num_runs for look in declared.looks]
+    fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
+    if not fit or counts[0] < 1:
+        yield f"{layout.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
+        return
+    due = looks(counts[0], counts[1] if len(counts) > 1 else None, record.rules.target.sigma)
+    if declared.looks != due:
+        levels = ", ".join(f"{look.alpha:g}" for look in due)
+        yield f"{layout.BATCH}: its looks test at another level than the rule's, which is {levels}"
+
+
+@check(
+    "V307",
+    "the losses have the noise of the track",
+    why="losses of different seeds have a known noise; a batch without it was copied or edited",
+    hint="run every seed separately, from its own initialisation",
+)
+def scatter(record: Record) -> Iterator[str]:
+    """A chi-squared test, one-sided, that the sample variance is not below the track's."""
+    sigma, losses = record.rules.target.sigma, [run.val_loss for run in record.finished]
+    if sigma is None:
+        raise Skip("the noise of this track is not known")
+    if len(losses) < _FEWEST:
+        return
+    freedom, sd = len(losses) - 1, stdev(losses)
+    if chi2_cdf(freedom, freedom * (sd / sigma) ** 2) < _TOO_CLOSE:
+        yield f"sd {sd:.2g} of {len(losses)} losses; seeds of this track differ by {sigma:.2g}"
+
+
+@check(
+    "V312",
+    "no run appears in another record",
+    why="a run that is counted twice is one observation; a seed may be run again until the result fits",
+    hint="keep a run only in the record that it was made for; declare a batch with new seeds",
+)
+def nowhere_else(record: Record) -> Iterator[str]:
+    """Compare names, losses, final states, and seeds with source and config. What was merged later is the copy."""
+    root = record.root.resolve()
+    mine, others = f"{root.parent.name}/{root.name}", list(_of_other_records(root))
+    for run in record.finished:
+        facts = _facts(run)
+        for place, begun, theirs in others:
+            same = [what for what in facts if facts[what] and facts[what] == theirs[what]]
+            if not same:
+                continue
+            first = git_history.added_first(root.parent.parent, (mine, place))
+            if first != mine and (first is not None or begun <= run.begun):
+                yield f"{run.folder}: same {same[0]} as {theirs['name']} of {place}"
+
+
+def _facts(run: Run) -> dict[str, object]:
+    """Return what no two finished runs share; a few losses can be equal by chance."""
+    start, losses = run.start, tuple(step.loss for step in run.steps)
+    return {
+        "name": start.run_id,
+        "seed, source and config": (start.seed, start.source_sha256, start.config_sha256),
+        "list of losses": losses if len(losses) >= _FEWEST else None,
+        "list of times": tuple(round(seconds * 1e9) for seconds in run.step_s),
+        "final state": run.final_hash,
+    }
+
+
+@lru_cache(maxsize=1024)
+def _read(log: Path, _size_bytes: int, _changed_ns: int) -> tuple[datetime, dict[str, object]] | None:
+    """Return when a finished run began, and its facts."""
+    folder = log.parent.name
+    try:
+        run = read_run({f"runs/{folder}/{layout.LOG}": log.read_bytes()}, folder)
+    except (OSError, FormatError):
+        return None
+    return (run.begun, _facts(run)) if run.finished else None
+
+
+def _of_other_records(root: Path) -> Iterator[tuple[str, datetime, dict[str, object]]]:
+    """Yield place, beginning and facts of the finished runs of other committed records, if this is a committed one."""
+    if root.parent.parent.name != _COMMITTED:
+        return
+    for log in sorted(root.parent.parent.glob(f"*/*/runs/*/{layout.LOG}")):
+        folder = log.parent.parent.parent
+        if folder != root and log.is_file() and not log.is_symlink():
+            stat = log.stat()
+            if found := _read(log, stat.st_size, stat.st_mtime_ns):
+                yield f"{folder.parent.name}/{folder.name}", *found

@@ -1,0 +1,185 @@
+"""V401 to V403, V405 to V407: the environment of a run is known, and gives no advantage. V404 is in `claims`."""
+
+import re
+from collections.abc import Iterator
+from statistics import median
+
+from speedrun.base import accelerators, provenance, runlog
+from speedrun.base.sourcefile import RECIPES
+from speedrun.record import git_history, layout
+from speedrun.record.checks.table import Skip, check, check_run, if_ranked
+from speedrun.record.code import is_science
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import Record
+from speedrun.record.reproduction import SAME_BENCH
+
+#: XLA flags that change the schedule and not the results, without the leading dashes. What chooses other products or
+#: reductions (autotuning and its files, Triton, cuBLASLt, split-K) rounds otherwise, and belongs in the recipe, where
+#: readers see it.
+_FLAGS = re.compile(
+    r"xla_(force_host_platform_device_count|backend_optimization_level|llvm_disable_expensive_passes|"
+    r"cpu_(use_fusion_emitters|parallel_codegen_split_count)|gpu_("
+    r"(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes|enable_(latency_hiding_scheduler|command_buffer|"
+    r"analytical_sol_latency_estimator|pipelined_(all_gather|all_reduce|reduce_scatter|p2p|collectives)|pdl|"
+    r"async_collectives|highest_priority_async_stream|nccl_user_buffers|nccl_comm_splitting|dynamic_slice_fusion|"
+    r"while_loop_double_buffering|while_loop_unrolling)|graph_min_graph_size|memory_limit_slop_factor|"
+    r"deterministic_ops|exclude_nondeterministic_ops|collective_permute_decomposer_threshold|"
+    r"lhs_enable_gpu_async_tracker|experimental_parallel_collective_overlap_limit|force_compilation_parallelism))"
+)
+#: Numbers of 16 bits stay so, where the code says so: the harness compiles with it.
+_EXACT = ("xla_allow_excess_precision", False)
+#: Variables that choose the precision of every product: recorded, so that V402 sees them.
+_PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE"}
+LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
+#: Packages whose versions a record must name.
+NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
+#: Multiple of the fastest known device.
+_BEYOND = 10.0
+#: Smallest share of the vendor's rate: large products reach 0.6 to 0.8.
+SLOWEST_OF_VENDOR = 0.5
+
+
+@check_run(
+    "V401",
+    "the compiler's settings are known ones",
+    why="an XLA flag can trade accuracy for speed, and no reader of source.txt would see it",
+    hint="unset XLA_FLAGS; put flags that change rounding into the recipe, and propose harmless ones for this check",
+)
+def xla_flags(run: Run, _record: Record) -> Iterator[str]:
+    """Check XLA_FLAGS and the compiler options of the program."""
+    (plan,) = run.of(runlog.Plan)
+    words = run.preflight.environment.get("XLA_FLAGS", "").split()
+    for word in words:
+        if not word.startswith("--") or not _FLAGS.fullmatch(word[2:].partition("=")[0]):
+            yield f"XLA_FLAGS holds {word}"
+    for option in plan.compiler_options.items():
+        if option != _EXACT and not _FLAGS.fullmatch(option[0]):
+            yield f"compiled with {option[0]}"
+
+
+@check_run(
+    "V402",
+    "the environment holds known variables only",
+    why="a variable can load foreign code or another library, and may hold a secret",
+    hint="record only the variables of `provenance.VARIABLES`; a recipe says its precision itself",
+)
+def variables(run: Run, _record: Record) -> Iterator[str]:
+    """Check names only; V401 checks XLA_FLAGS."""
+    if foreign := sorted(run.preflight.environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
+        yield f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} not among them"
+
+
+@check_run(
+    "V403",
+    "the packages are those of a lock file",
+    why="another JAX is another compiler, so nobody can repeat the run without its versions",
+    hint="install with scripts/install.sh, which takes all packages from requirements/",
+)
+def packages(run: Run, record: Record) -> Iterator[str]:
+    """The lock file is of this version or of the run's commit, and pins the recorded versions.
+
+    Tracks that do not rank skip runs without a known lock file.
+    """
+    hw = run.preflight
+    if missing := [name for name in NEEDED if not hw.software.get(name)]:
+        yield f"no version of {', '.join(missing)} is recorded"
+        return
+    if not LOCK.fullmatch(hw.lock):
+        yield if_ranked(
+            record, "it names no lock file: none matched the installed packages, or an older version ran"
+        )
+        return
+    path = f"requirements/{hw.lock}"
+    known = git_history.files_here([path]), git_history.files_at(hw.commit, (path,)) or {}
+    texts = [files[path] for files in known if path in files]
+    text = next((text for text in texts if layout.sha256(text) == hw.lock_sha256), None)
+    if text is None:
+        named = f"{path} {hw.lock_sha256[:16]}"
+        yield if_ranked(record, f"{named} belongs neither to this version nor to a commit that is known here")
+        return
+    pins = provenance.pinned(text.decode(errors="replace"))
+    for name, version in hw.software.items():
+        if name in pins and version not in pins[name]:
+            yield f"{name} {version} ran; the lock file has {', '.join(sorted(filter(None, pins[name])))}"
+
+
+@check_run(
+    "V405",
+    "no device was throttled",
+    severity="warning",
+    why="a device that is too hot runs slower, so its times say little about the program",
+    hint="let the machine cool, check its fans and power supply, and run again",
+)
+def throttling(run: Run, record: Record) -> Iterator[str]:
+    """Check the seconds of throttling that the driver counted while the clock ran."""
+    throttled_s = run.end.throttled_s
+    if throttled_s is None:
+        yield if_ranked(record, "throttling was not measured: no nvidia-smi, or an old driver")
+    elif throttled_s != 0:
+        yield f"{throttled_s:.3f} s of {run.train_time_s:.1f} s, summed over devices, were throttled"
+
+
+@check_run(
+    "V406",
+    "the code is that of a commit",
+    why="uncommitted code cannot be looked up, and may change between runs",
+    hint="commit, then run; a copy without git cannot make a ranked record",
+)
+def committed(run: Run, record: Record) -> Iterator[str]:
+    """Check the run's claim; if its commit is known here, compare the science with it."""
+    hw = run.preflight
+    texts = record.source_files
+    theirs = git_history.files_at(hw.commit, tuple(texts))
+    problem = ""
+    if hw.dirty:
+        problem = f"the code differed from commit {hw.commit[:12]}"
+    elif hw.dirty is None or not git_history.COMMIT.fullmatch(hw.commit) or len(set(hw.commit)) == 1:
+        problem = f"its commit, {hw.commit[:40]!r}, is not known to hold the code; need 40 hex digits of one that does"
+    elif theirs is None:
+        problem = f"commit {hw.commit[:12]} is not known here; fetch it, or publish it with the record"
+        if not git_history.is_complete():
+            raise Skip(problem)
+    if theirs is None or problem:
+        yield if_ranked(record, problem)
+        return
+    # V503 compares the instruments. Without a rank, a recipe from outside the repository needs no commit.
+    science = [path for path in texts if is_science(path) and theirs.get(path) != texts[path].encode()]
+    changed = [path for path in science if path in theirs or not path.startswith(f"{RECIPES}/")]
+    if science and not changed:
+        if_ranked(record, f"commit {hw.commit[:12]} has no {science[0]}")
+    for path in science:
+        yield f"claims commit {hw.commit[:12]}, which has {'another' if path in theirs else 'no'} {path}"
+
+
+@check(
+    "V407",
+    "the machine is as fast as others of its kind",
+    severity="warning",
+    why="on a slow node all times are too long; and an inflated benchmark lets impossible steps pass",
+    hint="benchmark the node by itself (`speedrun doctor`), and run again on a healthy one",
+)
+def health(record: Record) -> Iterator[str]:
+    """Compare both benchmarks of each run with the record's median, and with the vendor's rate if known."""
+    rates = {run.folder: run.bench_gflops for run in record.finished}
+    kinds = {run.hardware for run in record.finished}
+    if len(kinds) != 1:  # V404 reports several
+        raise Skip("no run finished" if not kinds else "the runs have different hardware")
+    ((num_devices, kind),) = kinds
+    device = accelerators.named(kind)
+    absurd = _BEYOND * max(known.bf16_flops for known in accelerators.DEVICES.values()) * num_devices / 1e9
+    beyond = [folder for folder, (low, high) in rates.items() if not 0 < low <= high <= absurd]
+    for folder in beyond:
+        yield f"{folder}: a bench of {rates[folder][1]:,.0f} Gflop/s, which no device reaches"
+    if beyond:
+        return
+    if device is None and len(rates) < 2:
+        raise Skip(f"one run on a {kind}, whose rate is unknown")
+    usual = median(high for _, high in rates.values())
+    slow = SAME_BENCH.get(record.lead.preflight.platform, min(SAME_BENCH.values()))
+    for folder, (low, high) in rates.items():
+        if low < usual * slow:
+            yield f"{folder}: the bench reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"
+        if device is not None:
+            most = device.bf16_flops * num_devices / 1e9
+            if not SLOWEST_OF_VENDOR * most <= low <= high <= most:
+                yield f"{folder}: the bench reached {high:,.0f} Gflop/s, the vendor's rate is {most:,.0f}"

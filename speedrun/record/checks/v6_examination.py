@@ -1,0 +1,292 @@
+"""V601 to V610: compare runs with what the examiner found about their states and programs.
+
+The examiner (`speedrun.record.examine.examiner`) runs the programs that a record carries, and none of its source.
+
+On one machine the same program gives the same bits. So nothing may change that must not, and where a state was reached
+in the same bits, every loss has the same bits. Two honest machines round differently, and training amplifies that:
+their losses may differ by `tolerance`, which grows with the steps since both states were equal.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple, Unpack
+
+from speedrun.base import runlog
+from speedrun.record.checks.table import Check, Skip, Texts, problems_of
+from speedrun.record.checks.v5_source import leaves
+from speedrun.record.findings import Findings
+from speedrun.record.logged_run import Run, loss_of
+from speedrun.record.reader import Record
+
+#: Nats per token between the mean losses of two scorers, the run's and the examiner's: other programs, not other bits.
+_SCORER = 2e-4
+#: Nats per token between the losses of one sequence in two forms of one program, by compute dtype: about ten times what
+#: was measured (docs/referee.md).
+_FORMS = {"float32": 2e-4, "bfloat16": 2e-3}
+#: Nats by which losses of two machines may differ one step after equal states, by compute dtype; about ten times what
+#: was measured (docs/referee.md). Early steps are sensitive, since some weights and all second moments start at zero.
+_FIRST = {"float32": 1e-5, "bfloat16": 1e-3}
+_EARLY = {"float32": 3e-4, "bfloat16": 1e-3}
+_SETTLED = 40  #: steps
+_GROWTH = 1.5
+#: Assumed sd over seeds as a share of the loss: runs of one seed that drifted apart differ like two seeds.
+_SEEDS, _DRIFT_SDS = 0.0125, 4.0
+#: After compression; all programs of record 21 hold 3,400, most of them its schedule.
+_MOST_CONSTANT_BYTES = 2**14
+_NOISE = 4.0  #: standard errors
+_ALIVE = 1.0  #: nats that shuffled targets cost at least
+
+
+class Examined(NamedTuple):
+    """A run and its findings."""
+
+    run: Run
+    findings: Findings
+
+
+Find = Callable[[Run, Findings], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class ReplayCheck:
+    """A check that compares a run with its findings."""
+
+    check: Check
+    find: Find
+
+    def of(self, examined: Sequence[Examined]) -> Check:
+        """Return the check with the findings bound."""
+        return dataclasses.replace(self.check, find=lambda _record: problems_of(examined, self.find))
+
+
+def tolerance(dtype: str, start: int, num_steps: int) -> float:
+    """Return the nats by which a loss of an honest run may differ on another machine.
+
+    The states were equal before step `start`, `num_steps` ago. `dtype` is that of `Findings`.
+    """
+    first = _FIRST if start >= _SETTLED else _EARLY
+    return first[dtype] * (1 + num_steps**_GROWTH)
+
+
+def _unasked(_record: Record) -> Iterator[str]:
+    raise Skip("needs --replay, or --relower")
+
+
+def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
+    """Decorate a function from a run and its findings to problems."""
+    return lambda find: ReplayCheck(Check(id=id, title=title, find=_unasked, **texts), find)
+
+
+@check_findings(
+    "V601",
+    "the final state has the stated loss",
+    why="a log can claim any loss, but weights have one that can be measured",
+    hint="pass the run's last checkpoints; the last line of its log holds the hash of its final state",
+)
+def loss(run: Run, findings: Findings) -> Iterator[str]:
+    """Compare with the examiner's scorer: tightly if the state is the run's own, or was made again bit by bit.
+
+    On another platform, each of some sequences is compared, and their mean.
+    """
+    scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
+    same, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
+    if findings.own and not same:
+        yield f"the state that was scored is {findings.final_hash}, the run ended with {run.final_hash}"
+    if findings.sample:
+        told = run.vals[-1].sequences
+        apart = [nats - told[at] if at < len(told) else math.inf for at, nats in findings.sample]
+        for what, worst, most in (
+            ("one of its sequences", max(apart, key=abs), _FORMS[findings.dtype]),
+            ("their mean", fmean(apart), _FORMS[findings.dtype] / len(apart) ** 0.5),
+        ):
+            if not abs(worst) <= most:
+                yield f"{what} differs by {worst:+.5f} nats from the log; {most:.5f} is allowed"
+        return
+    if findings.own or same:
+        if not differ <= _SCORER:
+            yield scores
+        return
+    drift = _drift(run)
+    if not differ <= drift:
+        yield f"trained again, {scores}; two machines may differ by {drift:.5f}"
+    else:
+        raise Skip(
+            f"trained again, it ended in another state, as on another machine: {scores}, within the drift of "
+            f"{drift:.5f}; pass --checkpoints to score its own state"
+        )
+
+
+def _drift(run: Run) -> float:
+    return _DRIFT_SDS * _SEEDS * abs(run.val_loss)
+
+
+@check_findings(
+    "V602",
+    "the loss is of a distribution over the whole vocabulary",
+    why="without a normalised distribution a loss has no meaning, and can be arbitrarily low",
+    hint="give the logits a column for every id, and let each row depend on its own hidden state alone",
+)
+def normalised(run: Run, findings: Findings) -> Iterator[str]:
+    """The logits must have all columns, and rows that do not depend on each other."""
+    if findings.columns < findings.num_ids:
+        yield f"the logits have {findings.columns} columns, the track {findings.num_ids} ids"
+    if findings.rows != 0:
+        yield f"a log-probability changed by {findings.rows:.3g} with the rows next to it"
+
+
+@check_findings(
+    "V603",
+    "no output depends on a later token",
+    why="a model that sees the target predicts it",
+    hint="look for attention without a mask, a shift by one, or a mean over the sequence",
+)
+def causal(_run: Run, findings: Findings) -> Iterator[str]:
+    """Check the largest change of an output when only later tokens were changed."""
+    if findings.leak != 0:
+        yield f"a log-probability at position {findings.leak_at} changed by {findings.leak:.3g} with later tokens"
+
+
+@check_findings(
+    "V604",
+    "a sequence is scored independently",
+    why="a sequence may not profit from its neighbours in the batch",
+    hint="look for statistics over the batch, and for state kept between sequences",
+)
+def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
+    """Check the largest change when sequences got other places and neighbours."""
+    if findings.company != 0:
+        yield f"a log-probability changed by {findings.company:.3g} with other neighbours"
+
+
+@check_findings(
+    "V605",
+    "training reproduces the log",
+    why="nobody can prepare for stretches that a nonce draws, so an invented log fails here",
+    hint="pass checkpoints of this run, or none",
+)
+def goes_on(run: Run, findings: Findings) -> Iterator[str]:
+    """Compare losses, validations and tokens read of all stretches, and states of checkpoints, with the log."""
+    if findings.sample:
+        raise Skip(f"it ran on a {run.preflight.platform}: repeat its training on one")
+    stated = {step.step: step.loss for step in run.steps}
+    scored = {val.step: loss_of(val) for val in run.vals}
+    kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
+    ends = {**kept, run.start.num_steps: run.final_hash}
+    read = {run.origin.step: run.origin.cursor} | {step.step + 1: step.cursor for step in run.steps}
+    same = any(ends.get(one.stop) == one.stop_hash for one in findings.stretches)
+    for one in findings.stretches:
+        where = f"from checkpoint {one.start}" if one.from_checkpoint else "from the seed"
+        named = kept.get(one.start, one.state_hash) if one.from_checkpoint else one.state_hash
+        if named != one.state_hash:
+            yield f"checkpoint {one.start} is {one.state_hash}, the log says {named}"
+        for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
+            if (told := read.get(at, cursor)) != cursor:
+                yield f"{where}: the next token before step {at} is {cursor}, the log says {told}"
+        if len(one.losses) != one.stop - one.start:
+            yield f"{where}: {len(one.losses)} losses of {one.stop - one.start} steps"
+        made = [("step", at, loss, stated, 0.0) for at, loss in enumerate(one.losses, one.start)]
+        made += [("validation", at, loss, scored, _SCORER) for at, loss in one.vals]
+        for what, at, loss, log, most in sorted(made, key=lambda each: each[1]):
+            allowed = most + (0.0 if same else tolerance(findings.dtype, one.start, at - one.start))
+            if at in log and not abs(loss - log[at]) <= allowed:
+                yield (
+                    f"{where}, {what} {at} has loss {loss:.7g}, the log says {log[at]:.7g}; {allowed:.5f} is allowed"
+                    f"{', as a state was reached in the same bits' if same else ''}"
+                )
+                break
+
+
+@check_findings(
+    "V606",
+    "the run's own training led to the scored state",
+    severity="warning",
+    why="a log can be invented where its training is not repeated, or within the drift of another machine",
+    hint="pass the run's checkpoints (--checkpoints), or replay on the kind of machine that made it",
+)
+def its_own(run: Run, findings: Findings) -> Iterator[str]:
+    """Compare hashes in the case in which V601 is skipped; tell of another platform, which repeats no training."""
+    if findings.sample:
+        yield f"it ran on a {run.preflight.platform}: its training was not repeated here"
+    same = findings.own or findings.final_hash == run.final_hash
+    if not same and abs(findings.val_loss - run.val_loss) <= _drift(run):
+        yield f"trained again, it is {findings.final_hash}, the run ended with {run.final_hash}"
+
+
+def _gap(findings: Findings) -> str:
+    """Say by how much other text loses more than the scored one, if that is no noise."""
+    other, noise = findings.other_loss, _NOISE * findings.other_error
+    if other is None or not other - findings.val_loss > noise:
+        return ""
+    return f"other text of its kind loses {other:.4f}, the scored text {findings.val_loss:.4f}; noise is {noise:.4f}"
+
+
+@check_findings(
+    "V607",
+    "the scored text is not in the programs",
+    why="a program can recognise a scored sequence by its beginning and add what it holds of it",
+    hint="compute tables in the program; other text has to be predicted as well if constants are large",
+)
+def memory(_run: Run, findings: Findings) -> Iterator[str]:
+    """Bound the constants, unless other text shows that they are no memory."""
+    if findings.constant_bytes <= _MOST_CONSTANT_BYTES:
+        return
+    if found := _gap(findings) or (
+        "" if findings.other_loss is not None else "there is no other text to score"
+    ):
+        held = f"its programs hold {findings.constant_bytes:,} bytes of constants after compression"
+        yield f"{held}, {_MOST_CONSTANT_BYTES:,} need no proof; {found}"
+
+
+@check_findings(
+    "V608",
+    "other text has the same loss",
+    severity="warning",
+    why="a model that predicts only the scored text has seen it; one that predicts no text is none",
+    hint="read the model: where does it recognise a text? Other shards can be of another kind, too",
+)
+def generalises(_run: Run, findings: Findings) -> Iterator[str]:
+    """Compare with other text, and with targets in random order."""
+    if findings.other_loss is None:
+        yield "there is no other text to score"
+    if found := _gap(findings):
+        yield found
+    if findings.shuffled_loss - findings.val_loss < _ALIVE:
+        yield f"with shuffled targets it loses {findings.shuffled_loss:.4f}, with its own {findings.val_loss:.4f}"
+
+
+@check_findings(
+    "V609",
+    "the programs are as large as the log says",
+    why="parameters, state and batch are the author's words in the log, and facts in the programs",
+    hint="let the harness log what it runs",
+)
+def sizes(run: Run, findings: Findings) -> Iterator[str]:
+    """Compare parameters, bytes of the state, tokens of each batch, and the compute dtype if it is narrow."""
+    (plan,) = run.of(runlog.Plan)
+    least, most = findings.num_params
+    if not least <= plan.num_params <= most:
+        yield f"the log says {plan.num_params:,} parameters, its programs hold {least:,} to {most:,}"
+    if (held := findings.state_bytes_per_device) != plan.state_bytes_per_device:
+        yield f"the log says {plan.state_bytes_per_device:,} bytes of state a device, its programs hold {held:,}"
+    for step, tokens in zip(run.steps, findings.batch_tokens[run.origin.step :], strict=False):
+        if step.batch_tokens != tokens:
+            yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, its program takes {tokens:,}"
+            break
+    claimed = leaves(run.start.config).get("recipe.compute_dtype")  # the config may hold anything
+    if claimed == "bfloat16" and findings.dtype != claimed:
+        yield f"the log says {claimed}, its programs hold {findings.dtype}"
+
+
+#: `validate --relower` asks it: `record.examine.replay`.
+LOWERED = Check(
+    id="V610",
+    title="the source makes the programs",
+    why="people read, credit and fork the text, but what is examined are programs",
+    hint="lower it with the run's versions of JAX; programs may depend on the recipe and its settings alone",
+    find=_unasked,
+)
+
+REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own, memory, generalises, sizes)

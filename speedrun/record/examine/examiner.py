@@ -1,0 +1,306 @@
+"""Trains and scores the programs that a record carries; imports nothing of its source.
+
+    python -m speedrun.record.examine.examiner EXAMINATION.json      run by `validate --replay` in a process of its own
+
+A program is a pure function of its arguments: it is read as StableHLO, inspected, compiled and run. Batches, order,
+scorer and comparisons belong to this file. Legend: B sequences, S ids of a text, T time, D model,
+N tokens of a chunk, V vocabulary, L leaves of the state.
+"""
+
+import json
+import math
+import sys
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.base import mesh as meshes
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
+from speedrun.base.errors import CheckpointError, SpeedrunError, UsageError
+from speedrun.base.output import reported
+from speedrun.base.wholefile import require_regular
+from speedrun.data import shard_folder, stream
+from speedrun.record.examine import causality
+from speedrun.record.examine.stablehlo import Programs, unpack
+from speedrun.record.findings import Examination, Findings, Replayed, Stretch
+from speedrun.train.checkpoint import unseal
+from speedrun.train.fingerprint import state_hash
+from speedrun.train.request import decoded
+
+_TEXTS = 140  #: scored sequences to change
+_OTHERS, _OTHER_TOKENS = 64, 2**14  #: sequences of other text at most, or more short ones of so many tokens
+#: Of both, and of scored ones, on another platform than the run's: a CPU takes minutes for each.
+_FEW, _SAMPLE = 8, 16
+
+
+def examine(request: Examination) -> Findings:
+    """Examine a run.
+
+    Raises:
+        SpeedrunError: if a program is not permitted, the archive does not fit the log, or a checkpoint or data is
+            missing or damaged.
+    """
+    meshes.prepare(tracks.load(request.track).rules.platform)
+    try:
+        return _Examiner(request).findings()
+    except SpeedrunError:
+        raise
+    except Exception as error:  # untrusted programs raise whatever comes
+        why = clean(repr(error), limit=200)
+        raise UsageError(f"its programs cannot be examined ({why}); need those that a run exports") from error
+
+
+class _Examiner:
+    """One run under examination."""
+
+    def __init__(self, request: Examination) -> None:
+        self.request, self.track = request, tracks.load(request.track)
+        self.archive = unpack(request.programs.read_bytes())
+        self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas))
+        self.shards = shard_folder.open_track(request.data, self.track.data)
+        self.end = request.num_steps
+        validated = {self.end, *filter(self.track.validates_at, range(self.end))}
+        # What its author stored: the log and the track say how many, and when.
+        self.foreign = request.platform != jax.default_backend()
+        if self.foreign and request.checkpoints is None:
+            raise UsageError(f"it ran on a {request.platform}; need its final state here; pass --checkpoints")
+        steps, hidden = self.programs.lowered.steps, self.programs.lowered.hidden
+        if len(steps) != self.end or not validated <= hidden.keys():
+            got = f"{len(steps):,} steps and {len(hidden)} validations"
+            raise UsageError(
+                f"its programs are of {got}, the log and the track of {self.end:,} and {len(validated)}"
+            )
+
+    def findings(self) -> Findings:
+        """Train all stretches again, then look at the run's own final state, or at the last one that was reached.
+
+        On another platform than the run's, look at some sequences of its own final state.
+        """
+        replayed, leaves, cursor = [], [], stream.START
+        for stretch in () if self.foreign else self.request.stretches:
+            found, leaves, cursor = self._replayed(stretch)
+            replayed.append(found)
+        if own := self.request.checkpoints is not None:
+            leaves, cursor = self._restored(self.end)
+        params = self._params(leaves)
+        scored, others = self._scored, self._others(cursor)
+        sample_R = np.arange(len(scored.tokens_BT))
+        if self.foreign:
+            sample_R = self._draw.permutation(sample_R)[:_SAMPLE]
+            scored = stream.Batch(scored.tokens_BT[sample_R], scored.targets_BT[sample_R])
+        nll_R, others_R = self._nll(params, scored), self._nll(params, others)
+        compared = min(len(nll_R), len(others_R)) > 1
+        few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
+        known = self._leaks(params, scored, others if compared else None)
+        return Findings(
+            final_hash=state_hash(leaves),
+            val_loss=float(nll_R.mean()),
+            own=own,
+            dtype=self.programs.dtype,
+            num_params=self.programs.num_params,
+            state_bytes_per_device=self.programs.state_bytes_per_device,
+            batch_tokens=tuple(math.prod(self.programs.shape(name)) for name in self.programs.lowered.steps),
+            columns=self.programs.exported("logits").out_avals[0].shape[1],
+            num_ids=self.track.data.vocab_size,
+            rows=known.rows,
+            leak=known.later,
+            leak_at=known.at,
+            changes=known.changes,
+            company=known.company,
+            constant_bytes=self.programs.constant_bytes,
+            shuffled_loss=float(self._nll(params, stream.Batch(*few_BT)).mean()),
+            other_loss=float(others_R.mean()) if compared else None,
+            other_error=_error(nll_R, others_R, math.log(self.track.data.vocab_size)) if compared else 0.0,
+            stretches=tuple(replayed),
+            sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)) if self.foreign else (),
+        )
+
+    # --- training
+
+    def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any], stream.Cursor]:
+        """Train a stretch of steps again, with the validations that the track declares before and inside it."""
+        leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
+        began, begun, losses, vals = state_hash(leaves), cursor, [], []
+        opens = self.track.data.document_token
+        tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
+        outs = (*self._places, NamedSharding(self.programs.mesh, P()))
+        constants = meshes.replicate(self.programs.constants, self.programs.mesh)
+        for at in range(stretch.start, stretch.stop):
+            if self.track.validates_at(at):
+                vals.append((at, self._loss(self._params(leaves), at)))
+            name = self.programs.lowered.steps[at]
+            num_sequences, seq_len = self.programs.shape(name)
+            batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
+            ids = (meshes.place(x, self.programs.mesh) for x in batch)
+            *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *constants, *ids)
+            losses.append(float(_number(loss)))
+        start, stop, from_checkpoint = stretch.start, stretch.stop, stretch.from_checkpoint
+        hashes = began, state_hash(leaves)
+        return (
+            Replayed(
+                start, stop, from_checkpoint, *hashes, tuple(losses), tuple(vals), (begun, tokens.cursor)
+            ),
+            leaves,
+            tokens.cursor,
+        )
+
+    def _initial(self) -> tuple[list[Any], stream.Cursor]:
+        key = jax.random.key_data(jax.random.key(self.request.run_seed))
+        return list(self.programs.compiled("init", outs=self._places)(key)), stream.START
+
+    @property
+    def _places(self) -> tuple[Any, ...]:
+        return tuple(leaf.sharding for leaf in self.programs.state)
+
+    def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
+        """Restore a state of the run and its position in the data from a checkpoint."""
+        import orbax.checkpoint as ocp
+
+        assert self.request.checkpoints is not None
+        folder = self.request.checkpoints.absolute() / str(step)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{self.request.checkpoints}: no checkpoint {step}, which is needed; train with --keep-checkpoints 0"
+            )
+        wanted = dict(zip(self.archive.leaves, self.programs.state, strict=True))
+        try:
+            require_regular(folder)
+            facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
+            arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
+            cursor = stream.Cursor(*map(int, facts["cursor"]))
+        except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+            said = str(error).strip().partition("\n")[0][:120]
+            raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
+        return [arrays[name] for name in self.archive.leaves], cursor
+
+    # --- scoring
+
+    def _params(self, leaves: list[Any]) -> list[jax.Array]:
+        """Return the parameters, unsharded, on one device."""
+        device = self.programs.mesh.devices.flat[0]
+        return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.archive.num_params]]
+
+    @property
+    def _shape_BT(self) -> tuple[int, ...]:
+        """Shape of the ids that a forward pass takes."""
+        return self.programs.shape(self.programs.lowered.hidden[self.end])
+
+    def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
+        """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
+        step = self.end if at is None else at
+        forward = self.programs.compiled(self.programs.lowered.hidden[step])
+        (x_BTD,) = forward(*params, *self.programs.constants, jnp.int32(step), jnp.asarray(ids_BT, jnp.int32))
+        return x_BTD
+
+    def log_probs(self, params: list[jax.Array], x_KD: np.ndarray) -> jax.Array:
+        """Return log softmax over all columns of the logits of a chunk, by the definition: f32 [K, V]."""
+        (z_KV,) = self.programs.compiled("logits")(*params, jnp.asarray(x_KD))
+        return _log_softmax(z_KV)
+
+    @property
+    def _chunk(self) -> int:
+        """Rows that the head takes."""
+        return self.programs.shape("logits")[0]
+
+    def costs(self, params: list[jax.Array], x_ND: np.ndarray, targets_N: np.ndarray) -> np.ndarray:
+        """Return the negative log likelihood of each target in nats, a large number if there is none: f64 [N]."""
+        found_N = np.empty(len(targets_N))
+        for rows_K in causality.parts(len(targets_N), self._chunk, self._draw):
+            log_probs_KV = self.log_probs(params, x_ND[rows_K])
+            picked_K1 = jnp.asarray(targets_N[rows_K, None])
+            found_N[rows_K] = -np.asarray(jnp.take_along_axis(log_probs_KV, picked_K1, axis=1)[:, 0])
+        return _number(found_N)
+
+    def _nll(self, params: list[jax.Array], text: stream.Batch, at_step: int | None = None) -> np.ndarray:
+        """Return the mean loss of each sequence of a text, in the validation at a step: f64 [R].
+
+        In an unknown order, so that what a sequence or token learns from its neighbours is of no use.
+        """
+        found_R, batch = np.empty(len(text.tokens_BT)), self._shape_BT[0]
+        for rows_B in causality.parts(len(found_R), batch, self._draw) if len(found_R) else ():
+            x_ND = np.concatenate(np.asarray(self.outputs(params, text.tokens_BT[rows_B], at_step)))
+            costs_N = self.costs(params, x_ND, text.targets_BT[rows_B].reshape(-1))
+            found_R[rows_B] = costs_N.reshape(batch, -1).mean(axis=1)
+        return found_R
+
+    def _loss(self, params: list[jax.Array], at_step: int | None = None) -> float:
+        """Return the mean loss over the track's validation tokens, in the validation at a step."""
+        return float(self._nll(params, self._scored, at_step).mean())
+
+    # --- properties
+
+    @cached_property
+    def _scored(self) -> stream.Batch:
+        """The validation text in sequences: a model may recognise them by their first ids."""
+        num_tokens, length = self.track.data.val_tokens, self._shape_BT[1]
+        num_rows = max(1, num_tokens // length)
+        (text,) = stream.validation_batches(self.shards.val[0], num_tokens, num_rows, length)
+        return text
+
+    def _others(self, cursor: stream.Cursor) -> stream.Batch:
+        """Return sequences of the same kind that were neither scored nor read until a cursor, if there are any."""
+        length, last = self._shape_BT[1], len(self.shards.train) - 1
+        read = cursor.offset if cursor.shard == last else 0
+        places = [(self.shards.val[0], self.track.data.val_tokens), (self.shards.train[last], read)]
+        most = _FEW if self.foreign else max(_OTHERS, _OTHER_TOKENS // length)
+        num_rows = [max(0, min((shard.num_tokens - at - 1) // length, most)) for shard, at in places]
+        shard, start = places[int(np.argmax(num_rows))]
+        ids = shard.read(start, min(start + max(num_rows) * length + 1, shard.num_tokens)).astype(np.int32)
+        return stream.Batch(ids[:-1].reshape(-1, length), ids[1:].reshape(-1, length))
+
+    @cached_property
+    def _draw(self) -> np.random.Generator:
+        return np.random.default_rng(self.request.draws)
+
+    def _leaks(
+        self, params: list[jax.Array], scored: stream.Batch, others: stream.Batch | None
+    ) -> causality.Known:
+        """Look for leaks in the last validation, and in a drawn one before it."""
+        num_texts, num_others = (_FEW, _FEW) if self.foreign else (_TEXTS, _OTHERS)
+        parts = [(scored, num_texts, self.end)]
+        # Or it could show later tokens of other text, and predict it as well as what it memorised.
+        if others is not None:
+            parts.append((others, num_others, self.end))
+        if earlier := sorted(self.programs.lowered.hidden.keys() - {self.end}):
+            parts.append((scored, num_others, int(self._draw.choice(earlier))))
+        found, data, batch = causality.NOTHING, self.track.data, self._shape_BT[0]
+        for text, number, step in parts:
+            outputs = partial(self.outputs, params, at=step)
+            model = causality.Model(outputs, partial(self.log_probs, params), self._chunk)
+            rows = causality.Text(text.tokens_BT, data.vocab_size, data.document_token)
+            found = causality.known(model, rows, number, batch, self._draw, found)
+        return found
+
+
+@jax.jit
+def _log_softmax(z_KV: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(z_KV.astype(jnp.float32), axis=1)
+
+
+def _number(x: Any) -> np.ndarray:
+    """Return an array with a large number for each that is none: JSON has no NaN, and comparisons drop it."""
+    most = float(np.finfo(np.float32).max)
+    return np.nan_to_num(x, nan=most, posinf=most, neginf=-most)
+
+
+def _error(first_R: np.ndarray, second_R: np.ndarray, most: float) -> float:
+    """Return the standard error of the difference between the means of two samples of sequences.
+
+    By the smaller of both deviations, of losses of at most that of a guess: wild ones would hide any difference.
+    """
+    sds = [np.minimum(x_R, most).std(ddof=1) for x_R in (first_R, second_R)]
+    return float(min(sds) * (1 / len(first_R) + 1 / len(second_R)) ** 0.5)
+
+
+if __name__ == "__main__":
+    with reported():
+        request = decoded(Path(sys.argv[1]).read_bytes(), Examination)
+        request.findings.write_bytes(msgspec.json.encode(examine(request)))

@@ -1,0 +1,222 @@
+"""`speedrun validate --replay`: check runs against their programs and states, without executing source of a record.
+
+`--relower` executes it, to see whether it makes these programs.
+
+Runs, stretches and positions are drawn from a nonce that is unknown beforehand. Nothing drawn may follow from the log,
+because an author can rewrite a log until the draw suits it.
+"""
+
+import hashlib
+import json
+import random
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple, TextIO
+
+from speedrun.base import provenance, runlog
+from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
+from speedrun.data import generated, shard_folder
+from speedrun.data.overview import verify
+from speedrun.record import archive, layout
+from speedrun.record.checks.table import Skip
+from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS, Examined
+from speedrun.record.examine import sandbox
+from speedrun.record.examine.rerun import Rerun, plain
+from speedrun.record.findings import Examination, Stretch
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import Record, load
+from speedrun.record.validate import Report, ask
+
+_FEW_RUNS = 2
+_RESTARTS = 2
+_STEPS = 8  #: of a stretch
+_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint; it is not trusted
+
+Which = Literal["some", "all"]
+
+
+class Options(NamedTuple):
+    """Options of an examination."""
+
+    which: Which  #: runs to examine
+    nonce: str  #: hex digits
+    checkpoints: tuple[Path, ...] = ()  #: of runs, one folder each
+    data: Path | None = None  #: folder of shards; None: the track's own
+    unsafe: bool = False  #: continue without a sandbox if there is none
+
+
+def checked_nonce(given: str | None) -> str:
+    """Return the nonce that the user gave, or a random one.
+
+    Raises:
+        UsageError: unless it is 8 to 64 hex digits.
+    """
+    if given is not None and not re.fullmatch(r"[0-9a-f]{8,64}", given):
+        raise UsageError(
+            f"--nonce {given!r}; need 8 to 64 hex digits, as an earlier examination printed them"
+        )
+    return secrets.token_hex(8) if given is None else given
+
+
+def drawn(nonce: str, run_id: str) -> int:
+    """Return a 64-bit number that depends only on the nonce and the run."""
+    return int.from_bytes(hashlib.sha256(f"{nonce} {run_id}".encode()).digest()[:8], "big")
+
+
+def chosen(nonce: str, run_ids: Iterable[str], which: Which) -> tuple[str, ...]:
+    """Return the runs to examine: all, or the two with the lowest drawn numbers."""
+    order = sorted(run_ids, key=lambda run_id: drawn(nonce, run_id))
+    return tuple(order if which == "all" else order[:_FEW_RUNS])
+
+
+def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws: int) -> tuple[Stretch, ...]:
+    """Return the stretches of steps to train again: the whole run if there are no checkpoints.
+
+    With checkpoints: the first steps; a few steps after two of them; and all steps from the last checkpoint before some
+    validation (or the end) to the step after it, which reveals training during a pause.
+
+    Args:
+        run: to examine.
+        checkpoints: their steps, by the log; None: not available.
+        val_every: steps between validations.
+        draws: seed.
+    """
+    num_steps = run.start.num_steps
+    if checkpoints is None:
+        return (Stretch(0, num_steps, from_checkpoint=False),)
+    draw, found = random.Random(draws), {Stretch(0, min(_STEPS, num_steps), from_checkpoint=False)}
+    for step in draw.sample(sorted(checkpoints), min(_RESTARTS, len(checkpoints))):
+        found.add(Stretch(step, min(step + _STEPS, num_steps), from_checkpoint=True))
+    bound = draw.choice([*range(val_every, num_steps, val_every), num_steps])
+    start = max((step for step in checkpoints if step < bound), default=0)
+    found.add(Stretch(start, min(bound + 1, num_steps), from_checkpoint=start > 0))
+    return tuple(sorted(found, key=lambda one: (one.start, one.stop)))
+
+
+def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
+    """Return the report with the results of V601 to V609 added.
+
+    Args:
+        folder: the record.
+        report: of the other checks; if one failed, nothing is executed.
+        options: of the examination.
+        echo: where progress goes.
+
+    Raises:
+        UsageError: if a check failed, no run finished, a run carries no programs, or there is no sandbox.
+        SpeedrunError: if an examination ends with an error.
+    """
+    record = _sound(folder, report)
+    runs = {run.folder: run for run in record.finished}
+    given = _owners(options.checkpoints, runs)
+    names = chosen(options.nonce, runs, options.which)
+    reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
+    archives = [
+        record.raw[archive.name_of(made.sha256)] for one in reruns for made in one.old.of(runlog.Exported)
+    ]
+    if len(archives) < len(reruns):
+        raise UsageError(f"{folder}: a run carries no programs, so it cannot be examined; run it again")
+    print(sandbox.protections(unsafe=options.unsafe), file=echo)
+    again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
+    print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
+    pairs = zip(reruns, archives, strict=True)
+    found = [_examined(rerun, raw, given.get(rerun.old.folder), options, echo) for rerun, raw in pairs]
+    return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
+
+
+def _sound(folder: Path, report: Report) -> Record:
+    """Return a record that passes all other checks; raise UsageError for another."""
+    if failed := report.having("failed"):
+        ids = ", ".join(result.check.id for result in failed)
+        raise UsageError(f"{folder}: {ids} failed; nothing was executed; fix that first")
+    record = load(folder)
+    if not record.finished:
+        raise UsageError(f"{folder}: no run finished; an examination needs a final state")
+    return record
+
+
+def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
+    """Return the report with the result of V610 added: lower the source again, once for each archive of programs.
+
+    Args:
+        folder: the record.
+        report: of the other checks; if one failed, nothing is executed.
+        options: `data` and `unsafe` count.
+        echo: where progress goes.
+
+    Raises:
+        UsageError: if a check failed, no run finished, or there is no sandbox.
+        SpeedrunError: if the source ends with an error.
+    """
+    record = _sound(folder, report)
+    runs = {made.sha256: run for run in record.finished for made in run.of(runlog.Exported)}
+
+    def jax(software: dict[str, str]) -> str:
+        return " and ".join(f"{name} {software.get(name)}" for name in ("jax", "jaxlib"))
+
+    def find(_record: Record) -> Iterator[str]:
+        if without := [run.folder for run in record.finished if not run.of(runlog.Exported)]:
+            raise Skip(f"{without[0]} carries no programs")
+        for sha256, run in runs.items():
+            if (theirs := jax(run.preflight.software)) != (ours := jax(provenance.software())):
+                raise Skip(f"lowered by {theirs}; here is {ours}, which may lower otherwise")
+            rerun = Rerun(folder, run.folder, unsafe=options.unsafe)
+            print(f"lowering the source of {run.folder} again", file=echo, flush=True)
+            found = layout.sha256(rerun.lowered(rerun.check_data(options.data, echo), echo))
+            if found != sha256:
+                yield f"{run.folder}: its source makes {archive.name_of(found)}, the run {archive.name_of(sha256)}"
+
+    print(sandbox.protections(unsafe=options.unsafe), file=echo, flush=True)
+    return Report((*report.results, ask(replace(LOWERED, find=find), record)), report.strict)
+
+
+def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
+    """Return the folder of checkpoints of each run, by the run's name in the last one; raise UsageError for others."""
+    found = {}
+    for folder in folders:
+        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+        try:
+            facts = json.loads(plain(folder / str(steps[-1]) / "facts" / "metadata", _MOST_FACTS_BYTES))
+            found[runs[json.loads(facts["text"])["run_id"]].folder] = folder
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            raise UsageError(
+                f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
+                "leave it out to train the run again"
+            ) from None
+    return found
+
+
+def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Options, echo: TextIO) -> Examined:
+    """Examine one run by the archive of its programs."""
+    run = rerun.old
+    rules, draws = tracks.load(run.start.track.rpartition("@")[0]), drawn(options.nonce, run.folder)
+    data = shard_folder.data_folder(rules, options.data).absolute()
+    if rules.synthetic is not None:
+        generated.ensure(rules, options.data, lambda text: print(text, file=echo))
+    if rules.data.sha256:  # damaged shards here would be held against the record
+        verify(data, rules.data, full=True)
+    # From the log, not the folder: whoever provides checkpoints must not choose among them.
+    steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
+    with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:
+        programs = Path(scratch, "programs.xz")
+        programs.write_bytes(raw)
+        wanted = Examination(
+            programs=programs,
+            track=rules.name,
+            data=data,
+            run_seed=run.start.seed,
+            platform=run.preflight.platform,
+            num_steps=run.start.num_steps,
+            num_devices=run.preflight.num_devices,
+            replicas=run.start.config.get("replicas", 1),
+            checkpoints=checkpoints and checkpoints.absolute(),
+            stretches=stretches(run, steps if checkpoints else None, rules.rules.val_every, draws),
+            draws=draws,
+            findings=Path(scratch, "findings.json"),
+        )
+        return Examined(run, rerun.examine(wanted, Path(scratch), echo))

@@ -1,0 +1,241 @@
+"""`speedrun reproduce`: what differs here, the seeds that are planned, runs in turns with a rival's, and the result."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, TextIO
+
+import msgspec
+
+from speedrun.base import clock, lock, provenance, runlog
+from speedrun.base.clock import Stopwatch
+from speedrun.base.console import clean, duration
+from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
+from speedrun.base.wholefile import make_folder, read_regular, write_whole
+from speedrun.record.batch import seeds_from
+from speedrun.record.examine.rerun import Rerun
+from speedrun.record.layout import Strict, encode
+from speedrun.record.logged_run import READS_OLDER, Run
+from speedrun.record.reader import Record, load, load_result
+from speedrun.record.reproduction import (
+    REPRODUCTION,
+    Judgement,
+    Point,
+    Reproduction,
+    judged,
+    outcome_of,
+    point,
+)
+from speedrun.record.validate import examine
+
+PLAN = "plan.json"
+_LOG = "speedrun/base/runlog.py"
+
+
+class Plan(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction-plan/2"):
+    """`plan.json`: the seeds to run, fixed before the first run, so that nobody picks among results."""
+
+    record_ids: tuple[str, ...]  #: of the record, and of its rival if there is one
+    same_seeds: bool
+    seeds: tuple[int, ...]
+    created_utc: str
+
+
+class Result(NamedTuple):
+    """What came of running a record again."""
+
+    record: Record
+    runs: list[Run]
+    reproduction: Reproduction
+    judgement: Judgement
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the reproduction and its judgement as JSON."""
+        return msgspec.to_builtins(self.reproduction) | msgspec.to_builtins(self.judgement)
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A record that is run again in a folder of its own."""
+
+    folder: Path
+    record: Record
+    rerun: Rerun
+    data: Path  #: folder of shards
+    points: tuple[Point, ...]  #: what was compared before the runs
+
+    def run_one(self, seed: int, echo: TextIO) -> Run:
+        """Run one seed, if it has no result yet. A non-finite loss is a result; any other error ends the command.
+
+        Raises:
+            SpeedrunError: if a run breaks off, or leaves no result; the runs before it are kept.
+            DataError: if a run has another source, config or data than the record.
+        """
+        if found := self._result(seed):
+            return found
+        attempts = (self.folder / f"{seed}-{attempt}" for attempt in count(1))
+        out = next(path for path in attempts if not path.exists())
+        try:
+            self.rerun.run(out, seed=seed, data=self.data, echo=echo)
+        except SpeedrunError as error:
+            if error.exit_code != NonFiniteError.exit_code:
+                resumable = SpeedrunError(f"{error}; run the same command again to continue in {self.folder}")
+                resumable.exit_code = error.exit_code
+                raise resumable from None
+        if (found := self._result(seed)) is None:
+            raise SpeedrunError(
+                f"the source left no run with seed {seed} and a result in {out}; need one, and no other; "
+                "see its output above"
+            )
+        return found
+
+    def _result(self, seed: int) -> Run | None:
+        """Return the first run of a seed that has a result, so that nobody gets a second try."""
+        # The stacks of a run that hung lie beside its folder.
+        for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
+            match load(attempt).runs:
+                # A stranger's log may claim an end before its beginning, so without hardware.
+                case [run] if run.start.seed == seed and run.outcome != "aborted" and run.hardware[0]:
+                    if run.finished:
+                        self._check_same(run, attempt)
+                    return run
+        return None
+
+    def _check_same(self, run: Run, attempt: Path) -> None:
+        """Raise DataError if a finished run has another source, config or data than the record."""
+        wanted = self.record.lead
+        facts = {
+            "source": (run.start.source_sha256, wanted.start.source_sha256),
+            "config": (run.start.config_sha256, wanted.start.config_sha256),
+            "data": (run.data, wanted.data),
+        }
+        differ = [name for name, (here, recorded) in facts.items() if here != recorded]
+        if differ:
+            raise DataError(
+                f"{attempt}: its run has another {', '.join(differ)} than the record, so they cannot be compared; "
+                "move the folder away and run the same command again"
+            )
+
+    def judge(self, plan: Plan, runs: list[Run], by: str) -> Result:
+        """Write `reproduction.json`, and judge the record by it."""
+        found = Reproduction(
+            record_id=self.record.id,
+            track=self.record.rules.id,
+            by=clean(by),
+            created_utc=plan.created_utc,
+            software=provenance.software(),
+            same_seeds=plan.same_seeds,
+            points=self.points,
+            runs=tuple(outcome_of(run) for run in runs),
+        )
+        write_whole(self.folder / REPRODUCTION, encode(found))
+        judgement = judged(found, self.record.finished, self.record.rules.target.sigma)
+        return Result(self.record, runs, found, judgement)
+
+
+def prepared(record: Path, folder: Path, data: Path | None, echo: TextIO, *, unsafe: bool) -> Repetition:
+    """Check a record and its data, and compare what it names with this machine; execute nothing yet.
+
+    Args:
+        record: to run again.
+        folder: of the new runs.
+        data: folder of shards; None: the track's own.
+        echo: where progress goes.
+        unsafe: run it without a sandbox if there is none.
+
+    Raises:
+        UsageError: if it is no whole record with a finished run, or its source would run for nothing.
+        DataError: if a shard is missing or another.
+    """
+    found = load_result(record)
+    if any(run.train_time_s <= 0 for run in found.finished):
+        raise UsageError(f"{record}: a finished run took no time; need one that did, to compare with")
+    rerun = Rerun(record, unsafe=unsafe)
+    if f"\nFORMAT = {runlog.FORMAT}\n" not in found.source_files.get(_LOG, ""):
+        raise UsageError(
+            f"{record}: its source writes an older format of logs; nothing was executed; commit {READS_OLDER} has "
+            "a speedrun that reads them, and runs it again"
+        )
+    return Repetition(folder, found, rerun, rerun.check_data(data, echo), tuple(_points(found)))
+
+
+def _points(record: Record) -> Iterator[Point]:
+    """Compare checks, packages and lock files. The record's own source and flags are used in any case."""
+    failed = ", ".join(result.check.id for result in examine(record).having("failed"))
+    here = f"{failed} failed" if failed else "all pass"
+    yield point("checks", "all pass", here, lost="the record's own claims")
+    theirs, software = record.lead.preflight, provenance.software()
+    for name in {**theirs.software, **software}:
+        if theirs.platform == "cpu" and provenance.FOR_GPUS.fullmatch(name):
+            continue  # a compiler that CPUs do not use
+        on_bits = name in ("python", "numpy", "optax")
+        lost = "equal bits" if on_bits else "equal bits and equal times"
+        yield point(name, theirs.software.get(name, "none"), software.get(name, "none"), lost=lost)
+    ours, lost = provenance.lock(), "the same packages"
+    if theirs.commit:
+        lost += f"; commit {theirs.commit[:12]} installs them"
+    locks = (f"{theirs.lock} {theirs.lock_sha256[:16]}", f"{ours.name} {ours.sha256[:16]}")
+    yield point("lock", *(lock.strip() or "none" for lock in locks), lost=lost)
+
+
+def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO) -> list[list[Run]]:
+    """Run every seed on every side, in alternating order (A B, B A, ...); return the runs of each side.
+
+    A node that warms up or slows down then favours neither.
+
+    Raises:
+        SpeedrunError: as `Repetition.run_one`.
+    """
+    runs: list[list[Run]] = [[] for _ in sides]
+    expected_s = sum(fmean(run.end.cold_wall_s for run in side.record.finished) for side in sides)
+    watch = Stopwatch()
+    for number, seed in enumerate(seeds):
+        eta_s = (len(seeds) - number) * max(expected_s, watch.seconds / max(1, number))
+        print(f"run {number + 1} of {len(seeds)}  seed {seed}  eta {duration(eta_s)}", file=echo)
+        order = [*zip(sides, runs, strict=True)]
+        for side, ended in order if number % 2 == 0 else order[::-1]:
+            ended.append(side.run_one(seed, echo))
+    return runs
+
+
+def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seeds: bool) -> Plan:
+    """Return the plan in a folder, if it is the same one; else plan.
+
+    Fresh seeds follow from the records' digests and the time of planning, so nobody picks them.
+
+    Args:
+        folder: of the runs; new, empty, or with the same plan.
+        records: to run again: one, or one and its rival.
+        num_runs: of each.
+        same_seeds: use the first record's seeds.
+
+    Raises:
+        UsageError: if more of the record's seeds are wanted than there are, or the folder holds something else.
+    """
+    recorded = [run.start.seed for run in records[0].finished]
+    ids = tuple(record.id for record in records)
+    if same_seeds and num_runs > len(recorded):
+        raise UsageError(
+            f"--runs {num_runs} --same-seeds: the record has {len(recorded)} finished runs; ask for at most that many"
+        )
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        try:
+            plan = msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
+        except (OSError, ValueError, RecursionError):
+            plan = None
+        if plan is None or (plan.record_ids, plan.same_seeds, len(plan.seeds)) != (ids, same_seeds, num_runs):
+            raise UsageError(
+                f"{folder} was not begun with this record, seeds and number of runs; pass another --out"
+            )
+        return plan
+    now = clock.now().utc
+    known = {run.start.seed for record in records for run in record.finished}
+    derived = seeds_from(" ".join(ids), now, num_runs + len(known))
+    seeds = recorded if same_seeds else [seed for seed in derived if seed not in known]
+    plan = Plan(ids, same_seeds, tuple(seeds[:num_runs]), now)
+    with lock.lock_record(folder):
+        make_folder(folder, {PLAN: encode(plan)})
+    return plan

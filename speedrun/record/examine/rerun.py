@@ -1,0 +1,272 @@
+"""Starts the sandboxed processes that run what a record carries: its source to train or lower again, or our examiner.
+
+Only `speedrun reproduce` and `validate --relower` run the source, and their help says so; `validate --replay` has its
+programs examined.
+"""
+
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from speedrun.base import provenance
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
+from speedrun.base.errors import EXIT_CODES, DataError, SpeedrunError, UsageError, meaning
+from speedrun.base.wholefile import write_whole
+from speedrun.data import generated, shard_folder, shards, vocabulary
+from speedrun.record import archive
+from speedrun.record.examine import sandbox
+from speedrun.record.findings import Examination, Findings
+from speedrun.record.reader import load, read_files
+from speedrun.train.request import RunConfig
+
+_PACKAGE = Path(__file__).parent.parent
+
+#: What any process needs. No compilation cache: foreign code could leave programs there for us to run.
+_ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
+
+_EXAMINER = ("-m", "speedrun.record.examine.examiner")
+
+#: Time limit of a run: bounds, and factor on its own time.
+_LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0
+_MOST_STACKS_BYTES = 1 << 22
+
+#: What the source lowers its programs with: its own functions, which V503 compares with the harness.
+_LOWER = """
+import sys
+from pathlib import Path
+from speedrun.record.archive import pack
+from speedrun.train.export_programs import exported
+from speedrun.train.preflight import prepare
+from speedrun.train.request import RunConfig, decoded
+request = Path(sys.argv[1])
+made = pack(exported(prepare(decoded(request.read_bytes(), RunConfig))))
+request.with_name("programs.xz").write_bytes(made)
+"""
+
+
+class Rerun:
+    """A run of a record that was checked and can be run again."""
+
+    def __init__(self, folder: Path, run_id: str | None = None, *, unsafe: bool = False) -> None:
+        """Read and check the record; execute nothing yet.
+
+        Args:
+            folder: the record.
+            run_id: of the run; None: the first finished one.
+            unsafe: run it without a sandbox if there is none.
+
+        Raises:
+            UsageError: if source or environment do not match the run.
+        """
+        record = load(folder)
+        self.old = next((run for run in record.runs if run.folder == run_id), record.lead)
+        self._unsafe = unsafe
+        self._source = record.source_files
+        if not self._source or record.source_sha256 != self.old.start.source_sha256:
+            raise UsageError(
+                f"{folder}/source.txt is not the source of {self.old.folder}; nothing was executed; "
+                f"'speedrun validate {folder}' says what is wrong"
+            )
+        self._environment = self.old.preflight.environment
+        # Other variables could load foreign code.
+        if foreign := sorted(self._environment.keys() - set(provenance.VARIABLES)):
+            raise UsageError(
+                f"{folder}: the environment of {self.old.folder} holds {clean(', '.join(foreign))}; "
+                f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
+            )
+
+    def check_data(self, data: Path | None, echo: TextIO) -> Path:
+        """Make the shards that can be made, read every byte of those that the run read, and return their folder.
+
+        Args:
+            data: folder of shards; None: the track's own.
+            echo: where progress goes.
+
+        Raises:
+            DataError: if one is missing or another: that would be held against the record.
+        """
+        rules = self._rules
+        generated.ensure(rules, data, lambda text: print(text, file=echo))
+        folder, read = shard_folder.data_folder(rules, data).absolute(), self.old.data
+        for name, wanted in {shard.name: shard.sha256 for shard in (*read.shards, read.val_shard)}.items():
+            path = folder / Path(name).name
+            try:
+                found = shards.sha256(path)
+            except OSError as error:
+                found = str(error.strerror)
+            if found != wanted:
+                raise DataError(
+                    f"{path}: {found[:40]}; the run read one with sha256 {wanted[:16]}; nothing was executed; "
+                    f"{rules.data.get}"
+                )
+        return folder
+
+    def run(self, out: Path, *, seed: int, data: Path, echo: TextIO) -> None:
+        """Unpack the source into a scratch folder, and train with it.
+
+        Args:
+            out: folder of the new record, which does not exist; what the source leaves is brought there.
+            seed: of the new run.
+            data: folder of shards: see `check_data`.
+            echo: where its output goes.
+
+        Raises:
+            SpeedrunError: if it ends with an error.
+        """
+        limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * self.old.end.cold_wall_s))
+        with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
+            made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
+            config = self._config(made, seed, data)
+            train = ("-m", "speedrun.train.run")
+            try:
+                self._start(train, config, Path(scratch), echo, code, [data], limit_s)
+            finally:
+                _bring(made, out)
+
+    def lowered(self, data: Path, echo: TextIO) -> bytes:
+        """Unpack the source into a scratch folder, let it lower its programs, and return their archive.
+
+        Args:
+            data: folder of shards: see `check_data`. Of validation shards the source sees headers and sizes only.
+            echo: where its output goes.
+
+        Raises:
+            SpeedrunError: if it ends with an error, or leaves no archive.
+        """
+        with tempfile.TemporaryDirectory(prefix="speedrun-source-") as name:
+            scratch = Path(name)
+            code, seen = self._unpacked(scratch), scratch / "data"
+            readable = _without_text(data, seen, self._rules.data)
+            config = self._config(scratch / "record", self.old.start.seed, seen)
+            self._start(("-c", _LOWER), config, scratch, echo, code, readable, _LEAST_S)
+            try:
+                return plain(scratch / "programs.xz", archive.MOST_BYTES)
+            except (OSError, ValueError) as error:
+                raise SpeedrunError(f"the source of {self.old.folder} left no programs: {error}") from None
+
+    def _unpacked(self, scratch: Path) -> Path:
+        """Write the files of the source; return their folder."""
+        code = scratch / "source"
+        for path, text in self._source.items():
+            file = code / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        return code
+
+    def examine(self, request: Examination, scratch: Path, echo: TextIO) -> Findings:
+        """Run our examiner on the programs of the record, without any of its source.
+
+        Args:
+            request: what to examine; its paths to programs and findings lie in `scratch`.
+            scratch: the only folder that it can write to.
+            echo: where its output goes.
+
+        Raises:
+            SpeedrunError: if it ends with an error.
+        """
+        readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
+        self._start(_EXAMINER, request, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
+        return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
+
+    def _start(
+        self,
+        words: tuple[str, str],
+        request: object,
+        scratch: Path,
+        echo: TextIO,
+        code: Path,
+        readable: Iterable[Path],
+        limit_s: float,
+    ) -> None:
+        """Run Python in the sandbox, with the path of a file that holds the request as its only argument."""
+        path = scratch / "request.json"
+        path.write_bytes(msgspec.json.encode(request, enc_hook=str))
+        # Foreign code gets the variables that the run had, and none of ours that may hold a secret.
+        keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        found = sandbox.run(
+            [sys.executable, *words, str(path)],
+            scratch,
+            readable=readable,
+            environment={**keep, **self._environment, "PYTHONPATH": str(code)},
+            stdout=echo,
+            limits=sandbox.Limits(limit_s, gpu=self.old.preflight.platform == "gpu"),
+            unsafe=self._unsafe,
+        )
+        if found:
+            what = "the examiner" if words == _EXAMINER else "the source"
+            ended = f"{what} of {self.old.folder} ended with {meaning(found)}"
+            error = SpeedrunError(f"{ended}; see its output above")
+            error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
+            raise error
+
+    @property
+    def _rules(self) -> tracks.Track:
+        return tracks.load(self.old.start.track.rpartition("@")[0])
+
+    def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
+        """Return the request for the run, with another seed and folders."""
+        start = self.old.start
+        return RunConfig(
+            track=self._rules.name,
+            out=out.absolute(),
+            recipe=start.recipe,
+            seed=seed,
+            overrides=start.overrides,
+            data=data.absolute(),
+            num_devices=self.old.preflight.num_devices,
+            replicas=start.config.get("replicas"),
+            microbatches=start.config.get("microbatches"),
+            attention=start.config.get("attention", "auto"),
+        )
+
+
+def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
+    """Make a folder with links to the files that lowering needs, which are returned, and validation shards of zeros.
+
+    No other file: it may hold the text.
+    """
+    seen.mkdir()
+    files = [path for path in data.iterdir() if path.is_file()]
+    blank = [path for path in files if fnmatch(path.name, rules.val)]
+    needed = (rules.train, shard_folder.MANIFEST, vocabulary.RANKS, vocabulary.TOKENIZER)
+    others = [path for path in files if path not in blank and any(fnmatch(path.name, one) for one in needed)]
+    for path in blank:
+        with path.open("rb") as shard, (seen / path.name).open("wb") as made:
+            made.write(shard.read(shards.HEADER_BYTES))
+            made.truncate(path.stat().st_size)
+    for path in others:
+        (seen / path.name).symlink_to(path.resolve())
+    return [path.resolve() for path in others]
+
+
+def plain(path: Path, most_bytes: int) -> bytes:
+    """Read a small file that untrusted code left; follow no link and open no pipe.
+
+    Raises:
+        OSError: if it is missing.
+        ValueError: if it is no plain file, or too large.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+        raise ValueError(f"{path.name} is no plain file of at most {most_bytes:,} bytes")
+    return path.read_bytes()
+
+
+def _bring(made: Path, out: Path) -> None:
+    """Copy what untrusted code made: the files that a record may hold, and the stacks of a run that hung."""
+    if made.is_dir() and not made.is_symlink():
+        for path, content in read_files(made)[0].items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(out / path, content)
+    with suppress(OSError, ValueError):
+        stacks = plain(made.with_name("record.stacks.txt"), _MOST_STACKS_BYTES)
+        write_whole(out.with_name(f"{out.name}.stacks.txt"), stacks)

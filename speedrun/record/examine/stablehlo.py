@@ -1,0 +1,187 @@
+"""The programs that a record carries: reads StableHLO, inspects and compiles it."""
+
+import lzma
+import math
+import re
+from functools import cached_property
+from typing import Any
+
+import jax
+import msgspec
+from jax import export
+from jax.sharding import Mesh
+
+from speedrun.base.console import clean
+from speedrun.base.errors import UsageError
+from speedrun.record.archive import Archive
+from speedrun.science.params import SHARDS
+from speedrun.science.step import COMPILER_OPTIONS
+from speedrun.train.program import inspect
+
+#: A constant, as MLIR prints it: hex digits of an array, or nested numbers.
+_CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>')
+#: A number of fewer bits than float32.
+_NARROW = re.compile(r"[x<](bf16|f16|f8)")
+#: Of all programs of an archive together.
+_MOST_UNPACKED_BYTES = 2**28
+
+
+def unpack(raw: bytes) -> Archive:
+    """Read an untrusted archive.
+
+    Raises:
+        UsageError: if it is no such file, or larger than one may be.
+    """
+    opened = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_UNPACKED_BYTES)
+    try:
+        unpacked = opened.decompress(raw, _MOST_UNPACKED_BYTES)
+        if not opened.eof or opened.unused_data:
+            raise UsageError(
+                f"its archive of programs is cut, longer than its content, or has more than "
+                f"{_MOST_UNPACKED_BYTES:,} bytes; restore it, or run again"
+            )
+        found = msgspec.msgpack.decode(unpacked, type=Archive)
+    except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
+    for one in found.platforms.values():
+        held = {*one.steps, *one.hidden.values(), "init", "constants", "logits"} <= one.programs.keys()
+        if not (
+            held and 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
+        ):
+            raise UsageError(
+                "its archive of programs lacks some that it names, or contradicts itself; run again"
+            )
+    return found
+
+
+class Programs:
+    """The programs of an archive for the devices of a mesh, by name. Each is read and compiled once.
+
+    Raises:
+        UsageError: if there are none for this platform.
+    """
+
+    def __init__(self, archive: Archive, mesh: Mesh) -> None:
+        self.mesh, self.platform = mesh, "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        if self.platform not in archive.platforms:
+            got = clean(", ".join(archive.platforms)) or "no platform"
+            raise UsageError(f"its archive of programs is for {got}, this examination has {self.platform}")
+        self.archive, self.lowered = archive, archive.platforms[self.platform]
+        self._exported: dict[str, export.Exported] = {}
+        self._executables: dict[str, Any] = {}
+
+    def exported(self, name: str) -> export.Exported:
+        """Return a program as `jax.export` represents it.
+
+        Raises:
+            UsageError: if this JAX cannot read it, or it is for another platform or number of devices.
+        """
+        if name in self._exported:
+            return self._exported[name]
+        try:
+            one = export.deserialize(bytearray(self.lowered.programs[name]))
+        except Exception as error:  # noqa: BLE001 - a parser of untrusted bytes, which raises whatever comes
+            why = f"cannot be read by this JAX ({clean(repr(error), limit=120)})"
+            raise UsageError(
+                f"program {clean(name)} {why}; lower it again with the JAX of the record"
+            ) from None
+        if self.platform not in one.platforms or one.nr_devices not in (1, self.mesh.size):
+            got = f"{one.nr_devices} devices of {'/'.join(one.platforms)}"
+            raise UsageError(
+                f"program {clean(name)} is for {clean(got)}; this examination has {self.mesh.size} of {self.platform}"
+            )
+        if one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
+            raise UsageError(
+                f"program {clean(name)} does not take arrays one by one; need those that a run exports"
+            )
+        self._exported[name] = one
+        return one
+
+    @property
+    def state(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of each leaf of a state."""
+        args, num_leaves = self._args(self.lowered.steps[0]), len(self.archive.leaves)
+        if len(args) != (need := num_leaves + len(self.exported("constants").out_avals) + 2):
+            raise UsageError(f"a step takes {len(args)} arrays, its archive says {need}; run again")
+        return args[:num_leaves]
+
+    @property
+    def num_params(self) -> tuple[int, int]:
+        """The least and the most parameters that a state can hold: some rows of each array may be padding."""
+        params = self.state[1 : 1 + self.archive.num_params]
+        most = sum(x.size for x in params)
+        padding = sum(x.size // max(1, *x.shape[:1]) for x in params) * (SHARDS - 1)
+        return most - padding, most
+
+    @property
+    def state_bytes_per_device(self) -> int:
+        """Bytes of a state that each device holds."""
+        shapes = ((x.sharding.shard_shape(x.shape) if x.sharding else x.shape, x.dtype) for x in self.state)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+    def _args(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Return the arguments of a program; those for a single device have no sharding."""
+        one = self.exported(name)
+        places = one.in_shardings_jax(self.mesh) if one.nr_devices > 1 else (None,) * len(one.in_avals)
+        pairs = zip(one.in_avals, places, strict=True)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in pairs]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the last argument of a program: of ids or hidden states, so two numbers.
+
+        Raises:
+            UsageError: if it has others.
+        """
+        shapes = [tuple(x.shape) for x in self.exported(name).in_avals]
+        if not shapes or len(shapes[-1]) != 2:
+            raise UsageError(
+                f"program {clean(name)} takes {shapes[-1:]} last; need an array of two dimensions"
+            )
+        return shapes[-1]
+
+    @cached_property
+    def dtype(self) -> str:
+        """By which two machines round training differently: the narrowest in its programs."""
+        texts = (self.text(name) for name in dict.fromkeys(self.lowered.steps))
+        return "bfloat16" if any(map(_NARROW.search, texts)) else "float32"
+
+    @cached_property
+    def constant_bytes(self) -> int:
+        """Bytes of all distinct constants, compressed together: schedules, declared constants, starts, memories."""
+        found = {value for name in self.lowered.programs for value in _CONSTANT.findall(self.text(name))}
+        raw = [
+            bytes.fromhex(value[3:-1]) if value.startswith('"0x') else value.encode()
+            for value in sorted(found)
+        ]
+        return len(lzma.compress(b"\n".join(raw)))
+
+    def text(self, name: str) -> str:
+        """Return a program as text."""
+        return self.exported(name).mlir_module()
+
+    @cached_property
+    def constants(self) -> tuple[jax.Array, ...]:
+        """The constants that the programs take as arguments, computed."""
+        return self.compiled("constants")()
+
+    def compiled(self, name: str, *, outs: Any = None) -> Any:
+        """Return the executable of a program, compiled once.
+
+        Args:
+            name: of the program.
+            outs: shardings of its results; if given, the leaves of a state are donated.
+
+        Raises:
+            UsageError: if it would call the host or foreign code.
+        """
+        if name in self._executables:
+            return self._executables[name]
+        one, args = self.exported(name), self._args(name)
+        inspect(one.mlir_module())
+        options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
+        donate = tuple(range(len(self.archive.leaves))) if outs and len(args) > 1 else ()
+        called = jax.jit(
+            lambda *args: tuple(jax.tree.leaves(one.call(*args))), donate_argnums=donate, out_shardings=outs
+        )
+        self._executables[name] = called.lower(*args).compile(compiler_options=options)
+        return self._executables[name]

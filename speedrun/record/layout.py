@@ -1,0 +1,83 @@
+"""The files of a record, as types.
+
+    about.json  batch.json  source.txt  reproduction.json  runs/<run>/metrics.jsonl  README.md  plots/
+
+`about.json` is what its authors say. `batch.json` is the declaration of a batch, written before its first run.
+`source.txt` is the source closure, and `metrics.jsonl` the log of a run (`base.runlog`). All else is a view: README
+and plots are made from these, and never read. Losses are nats per token. A key that is not declared here is
+an error.
+"""
+
+import hashlib
+
+import msgspec
+
+ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: unknown keys are errors."""
+
+
+class TrackRef(Strict, frozen=True):
+    """The track of a record."""
+
+    id: str
+    sha256: str
+
+
+class Recipe(Strict, frozen=True):
+    """The recipe, as the command line names it."""
+
+    name: str
+    revision: int
+    overrides: dict[str, str]
+
+
+class Look(Strict, frozen=True):
+    """A test of the batch after a number of runs, at a level."""
+
+    num_runs: int
+    alpha: float
+
+
+class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1"):
+    """`batch.json`: written before the first run. Every run logs its digest."""
+
+    track: TrackRef
+    recipe: Recipe
+    config_sha256: str
+    source_sha256: str
+    num_devices: int
+    microbatches: int
+    attention: str
+    num_steps: int
+    seeds: tuple[int, ...]  #: in the order of the runs
+    seeds_chosen: bool  #: whether a person chose them; else they follow from source and config
+    looks: tuple[Look, ...]  #: in order; the last one is after all seeds
+    expected_loss: float | None  #: the mean for which the number of runs was computed
+    created_utc: str
+
+
+class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
+    """`about.json`: what its authors say of a record."""
+
+    title: str = "untitled"
+    authors: tuple[str, ...] = ()
+    parent_record: str | None = None
+    changes: tuple[str, ...] = ()  #: from the parent; one sentence each
+
+
+def encode(file: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of a file, of a record or beside it: JSON, indented for people and `diff`."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def sha256(raw: bytes) -> str:
+    """Return the SHA-256 digest as 64 hex digits."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def config_sha256(config: dict) -> str:
+    """Return the digest of a resolved config: of its JSON with sorted keys. A config has no seed."""
+    return sha256(msgspec.json.encode(config, order="sorted"))

@@ -1,0 +1,286 @@
+"""Reads a record folder, which is untrusted.
+
+Only files with known names are opened, none above its size cap, none through a link. Each file is decoded once.
+Everything else is listed with the reason why it was refused.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from speedrun.base import track
+from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.track import Track
+from speedrun.base.wholefile import PARTIAL, read_regular
+from speedrun.record import archive
+from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, encode, sha256
+from speedrun.record.logged_run import FormatError, Run, check_moment, check_range, read_run
+from speedrun.record.reproduction import REPRODUCTION, Reproduction
+from speedrun.record.source import split_source
+
+_MIB = MOST_ABOUT_BYTES = 2**20
+
+_RUN = r"runs/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+
+#: Every folder of a record.
+FOLDERS = re.compile(rf"runs|plots|{_RUN}")
+
+#: Every file that a record may hold, and its size cap in bytes.
+FILES = (
+    (re.compile(r"(about|batch|reproduction)\.json"), MOST_ABOUT_BYTES),
+    (re.compile(r"source\.txt"), 4 * _MIB),
+    (archive.NAME, archive.MOST_BYTES),
+    (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
+    (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),
+    (re.compile(r"plots/[a-z0-9-]{1,60}\.(svg|png)"), 4 * _MIB),
+)
+MAX_FILES = 1000
+MAX_BYTES = 256 * _MIB
+
+_Read = TypeVar("_Read")
+_File = TypeVar("_File", bound=Strict)
+
+
+class UnknownTrack(LookupError):
+    """A track that this version does not have byte for byte."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record folder, as far as it could be read."""
+
+    root: Path
+    raw: dict[str, bytes]  #: every permitted file, by path from the root
+    refused: dict[str, str]  #: the reason for everything else, by path
+    malformed: tuple[str, ...]  #: one line for each file that cannot be decoded
+    runs: tuple[Run, ...]  #: by folder name
+    about: About
+    declaration: Declaration | None  #: None also for a run by itself
+    reproduction: Reproduction | None  #: result of a referee who ran it again, if there is one
+    track: Track | None  #: None if this version does not know it
+    whole: bool  #: every run could be read
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        """The runs that finished."""
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def lead(self) -> Run:
+        """The run for facts in which all agree: the first finished one by name, if there is one."""
+        return next(iter(self.finished), self.runs[0])
+
+    @property
+    def created_utc(self) -> str:
+        """When its first run began."""
+        return min(run.created_utc for run in self.runs)
+
+    @cached_property
+    def id(self) -> str:
+        """The digest of its evidence: source, declaration and logs."""
+        paths = (path for path in sorted(self.raw) if path in (SOURCE, BATCH) or path.startswith("runs/"))
+        return sha256("".join(f"{sha256(self.raw[path])} {path}\n" for path in paths).encode())
+
+    @cached_property
+    def source_sha256(self) -> str:
+        """The digest of `source.txt`."""
+        return sha256(self.raw.get(SOURCE, b""))
+
+    @property
+    def source_lines(self) -> int:
+        """Lines of code in `source.txt`."""
+        return sum(text.count("\n") for text in self.source_files.values())
+
+    @cached_property
+    def source_files(self) -> dict[str, str]:
+        """The files inside `source.txt`; empty if it cannot be split, which V003 reports."""
+        try:
+            return split_source(self.raw.get(SOURCE, b"").decode())
+        except ValueError:
+            return {}
+
+    @property
+    def rules(self) -> Track:
+        """The track; raises UnknownTrack if this version does not know it, so a check that needs it is skipped."""
+        if self.track is None:
+            raise UnknownTrack("the track is not known: see V006")
+        return self.track
+
+
+def load(root: Path) -> Record:
+    """Read a record folder; problems are part of the result.
+
+    Raises:
+        UsageError: if `root` is not a folder.
+    """
+    raw, refused = read_files(root)
+    folders = run_folders(raw)
+    malformed: list[str] = [] if folders else ["the record holds no runs"]
+
+    def attempt(path: str, read: Callable[..., _Read], *given: object) -> _Read | None:
+        """Return None and note the problem if it fails; refused files are already noted."""
+        try:
+            return read(*given)
+        except FormatError as error:
+            if path not in refused:
+                malformed.append(f"{path}: {error}")
+            return None
+
+    read = [attempt(f"runs/{folder}/{LOG}", read_run, raw, folder) for folder in folders]
+    runs = tuple(run for run in read if run is not None)
+
+    def file(path: str, kind: type[_File]) -> _File | None:
+        return attempt(path, decode, raw[path], kind) if path in raw else None
+
+    return Record(
+        root=root,
+        raw=raw,
+        refused=refused,
+        runs=runs,
+        about=file(ABOUT, About) or About(),
+        declaration=file(BATCH, Declaration),
+        reproduction=file(REPRODUCTION, Reproduction),
+        track=known_track(runs),
+        whole=0 < len(runs) == len(folders),
+        malformed=tuple(malformed),  # complete, since all files above are read
+    )
+
+
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
+
+    Raises:
+        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
+            another schema; or a time without a time zone.
+    """
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    check_range(file)
+    check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
+    return file
+
+
+def load_result(folder: Path) -> Record:
+    """Read a whole record of a known track with a finished run.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    record = load(folder)
+    if not record.finished or record.track is None or not record.whole or record.malformed:
+        need = "is no whole record with a finished run of a known track"
+        raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' says why")
+    return record
+
+
+def need_record(folder: Path) -> Path:
+    """Return the folder of a record; refuse one without a source, and name the record that may have been meant.
+
+    Raises:
+        UsageError: if the folder exists and is no record.
+    """
+    # Unlike Path.exists, this is False where it may not be looked at.
+    if folder.is_dir() and not os.path.exists(folder / SOURCE):
+        inside = sorted(path.parent for path in folder.glob(f"*/{SOURCE}"))
+        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{folder} holds no {SOURCE}, so it is no record; {hint}")
+    return folder
+
+
+def need_finished(folder: Path) -> None:
+    """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
+    if not (folder.is_dir() and load(folder).finished):
+        got = f"{folder} has no finished run, although its process succeeded"
+        raise SpeedrunError(f"{got}; need one; look for what ends it")
+
+
+def known_track(runs: Sequence[Run]) -> Track | None:
+    """Return the track that all runs name, if this version has it byte for byte."""
+    named = {(run.start.track, run.start.track_sha256) for run in runs}
+    if len(named) != 1:
+        return None
+    track_id, sha256 = named.pop()
+    name = track_id.rpartition("@")[0]
+    is_known = name in track.names() and (track.load(name).id, track.sha256(name)) == (track_id, sha256)
+    return track.load(name) if is_known else None
+
+
+def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Read all files that a record may hold.
+
+    Returns:
+        The content of each permitted file, and the reason for everything refused; both by path from the root.
+
+    Raises:
+        UsageError: if `root` is not a folder.
+    """
+    if not root.is_dir():
+        raise UsageError(f"{root} is not a folder; give the folder of a record (it holds {SOURCE})")
+    raw: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
+    left_bytes = MAX_BYTES
+    for path, entry in itertools.islice(_walk(root, "", refused), MAX_FILES):
+        try:
+            size_bytes = entry.stat(follow_symlinks=False).st_size
+            if why := _objection(path, entry, size_bytes, left_bytes):
+                refused[path] = why
+            else:
+                raw[path] = read_regular(Path(entry.path), size_bytes)
+                left_bytes -= size_bytes
+        except OSError as error:
+            refused[path] = f"cannot be read: {error.strerror}"
+    return raw, refused
+
+
+def discard_partials(root: Path) -> None:
+    """Remove what killed writers left in a record, in which nobody may be writing."""
+    for left in root.rglob("*" + PARTIAL):
+        if left.is_file() or left.is_symlink():
+            left.unlink()
+
+
+def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: int) -> str | None:
+    """Return why an entry may not be in a record, or None."""
+    if entry.is_dir(follow_symlinks=False):
+        return "not a folder of a record"
+    if not entry.is_file(follow_symlinks=False):
+        return "a link or a special file; a record holds plain files only"
+    cap_bytes = next((cap for pattern, cap in FILES if pattern.fullmatch(path)), None)
+    if cap_bytes is None and path.endswith(PARTIAL):
+        return "left by a command that was killed; run the same command again to remove it"
+    if cap_bytes is None:
+        return "not a file of a record"
+    if size_bytes > min(cap_bytes, left_bytes):
+        return f"{size_bytes:,} bytes; at most {min(cap_bytes, left_bytes):,} are left for it"
+    return None
+
+
+def _walk(folder: Path, prefix: str, refused: dict[str, str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield all files, and the folders it does not enter; follow no link. What cannot be listed is noted."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        refused[prefix or "."] = f"cannot be read: {error.strerror}"
+        return
+    for entry in entries:
+        path = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False) and FOLDERS.fullmatch(path):
+            yield from _walk(folder / entry.name, f"{path}/", refused)
+        else:
+            yield path, entry
+
+
+def run_folders(raw: dict[str, bytes]) -> list[str]:
+    """Return the names of the run folders."""
+    return sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})

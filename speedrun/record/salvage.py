@@ -1,0 +1,82 @@
+"""Mends the logs of runs whose process was killed, so that they stay visible as runs that broke off."""
+
+from pathlib import Path
+
+from msgspec import DecodeError
+
+from speedrun.base import lock, runlog
+from speedrun.base.errors import UsageError, translate_os_errors
+from speedrun.base.wholefile import read_regular, write_whole
+from speedrun.record.layout import LOG
+from speedrun.record.reader import discard_partials
+
+
+def salvage(root: Path) -> list[str]:
+    """Cut off what is unreadable at the end of each log, and remove programs that no log names. Nothing may run there.
+
+    Returns:
+        The names of the runs that were killed.
+
+    Raises:
+        UsageError: if another program writes into it.
+        StorageError: if the disk refuses; then every log is unchanged.
+    """
+    with lock.lock_record(root):
+        discard_partials(root)
+        folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
+        killed = [folder.name for folder in folders if not ended(folder) and _salvage(folder)]
+        logs = [_read(folder / LOG) for folder in folders]
+        for path in root.glob("programs-*.xz"):  # of a run that was killed before its log could name them
+            if not any(path.stem.removeprefix("programs-").encode() in log for log in logs):
+                path.unlink()
+        return killed
+
+
+def ended(folder: Path) -> bool:
+    """Return whether a run wrote the end of its log."""
+    raw = _read(folder / LOG)
+    return raw.endswith(b"\n") and _is_end(raw.splitlines()[-1])
+
+
+def _is_end(line: bytes) -> bool:
+    return b'"ev":"run_end"' in line and line.endswith(b"}}")
+
+
+def _read(path: Path) -> bytes:
+    with translate_os_errors(path, UsageError):
+        return read_regular(path) if path.exists() else b""
+
+
+def _salvage(folder: Path) -> bool:
+    """Salvage one run. Without a first line, which says what it ran, remove it and return False."""
+    raw = _read(folder / LOG)
+    if _is_end(raw.rpartition(b"\n")[2]):  # only its line break is missing: the result stays
+        write_whole(folder / LOG, raw, b"\n")
+        return False
+    lines = _readable(raw)
+    if not lines or not isinstance(lines[0].event, runlog.RunStart):
+        (folder / LOG).unlink(missing_ok=True)
+        if not any(folder.iterdir()):  # other files are left, and reported by `assemble`
+            folder.rmdir()
+        return False
+    # The result is printed with the end of the run; without that end, nobody has seen the result.
+    for stop in (line.i for line in lines if isinstance(line.event, runlog.ClockStop)):
+        result = next((line.i for line in lines[stop:] if isinstance(line.event, runlog.Val)), len(lines))
+        del lines[result:]
+    if (whole := b"".join(line.encode() + b"\n" for line in lines)) != raw:
+        write_whole(folder / LOG, whole)
+    return True
+
+
+def _readable(raw: bytes) -> list[runlog.Line]:
+    """Return the lines before the end of the run or the first unreadable one; a power cut leaves zeros behind."""
+    lines: list[runlog.Line] = []
+    for one in raw.split(b"\n")[:-1]:
+        try:
+            line = runlog.decode(one)
+        except DecodeError:
+            break
+        if isinstance(line.event, runlog.RunEnd):
+            break
+        lines.append(line)
+    return lines

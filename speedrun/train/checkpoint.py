@@ -1,0 +1,326 @@
+"""Checkpoints: the state of a run after some step, written by orbax, with our own digests.
+
+    RECORD.checkpoints/run.json     the settings of the run
+    RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
+
+orbax writes in the background, and a step appears by one rename, so a process may die at any moment. It has no digests
+and casts a wrong dtype silently: we digest arrays, facts and `run.json`, and compare dtypes before anything is read.
+"""
+
+import gc
+import hashlib
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+
+from speedrun.base import faults, lock, processes
+from speedrun.base.errors import CheckpointError, translate_os_errors
+from speedrun.base.mesh import fetch
+from speedrun.base.wholefile import give_name, require_regular, write_whole
+from speedrun.science.step import TrainState
+from speedrun.train.fingerprint import fingerprint
+from speedrun.train.program import Program
+
+RUN = "run.json"
+
+
+class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One array of a state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str  #: 64 bits of `fingerprint`
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The position of a run, and a description of its arrays."""
+
+    step: int  #: steps that are done
+    run_id: str
+    config_sha256: str
+    cursor: tuple[int, int]  #: of the next token: shard and offset
+    tokens_seen: int
+    train_time_s: float  #: on the ranked clock
+    arrays: dict[str, Array]
+
+
+def folder_of(record: Path) -> Path:
+    """Return the folder of a record's checkpoints."""
+    return Path(f"{record.resolve()}.checkpoints")
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a state by flat name: params.embed, opt_state.inner_states.matrix.inner_state.0.momentum."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def form(x: Any) -> str:
+    """Return dtype and shape of an array, or the type of anything else."""
+    return f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def differences(
+    got: dict[str, Any], need: dict[str, Any], shown: Callable[[Any], str] = form
+) -> Iterator[str]:
+    """Say which arrays differ in dtype or shape, or whatever is `shown` of them."""
+    for name in {**need, **got}:
+        found, wanted = (shown(arrays[name]) if name in arrays else "nothing" for arrays in (got, need))
+        if found != wanted:
+            yield f"{name} is {found}, need {wanted}"
+
+
+def seal(raw: bytes) -> dict[str, str]:
+    """Return a text with its digest."""
+    return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
+
+
+def unseal(found: Any) -> bytes:
+    """Return the text that `seal` packed; raise ValueError if it was changed."""
+    match found:
+        case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
+            return text.encode()
+    raise ValueError("its digest does not fit")
+
+
+@jax.jit
+def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: fingerprint(array) for name, array in arrays.items()}
+
+
+def described(state: Any) -> dict[str, Array]:
+    """Return shape, dtype and digest of every array; they do not depend on the number of devices."""
+    arrays = named(state)
+    digests = fetch(_digests(arrays))
+    return {
+        name: Array(array.shape, str(array.dtype), "".join(f"{int(lane):08x}" for lane in digests[name]))
+        for name, array in arrays.items()
+    }
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Silence orbax and tensorstore in the block: on a failed write they would print 600 lines before our error."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, original = [logger.level for logger in loggers], sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        if "Event loop is closed" not in str(found.exc_value):  # raised after a failed write
+            original(found)
+
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = hook
+    try:
+        yield
+    except BaseException:
+        gc.collect()  # what a failed write has left complains when it is collected
+        raise
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        sys.unraisablehook = original
+
+
+@contextmanager
+def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
+    """Open a run's folder of checkpoints, locked inside the block. At its end, all are durable.
+
+    With several processes, each writes its part; process 0 holds the lock and cleans the folder. `run` is the text of
+    `run.json`. The newest `keep` checkpoints stay, or all if it is 0.
+
+    Raises:
+        CheckpointError: if another process writes there, or a checkpoint could not be written.
+    """
+    with ExitStack() as held:
+        held.enter_context(_quiet_libraries())
+        if processes.is_first():
+            held.enter_context(lock.lock_folder(folder, refuse=CheckpointError))
+            with translate_os_errors(folder, CheckpointError):
+                for left in folder.glob("*.orbax-checkpoint-tmp*/"):
+                    shutil.rmtree(left)  # unfinished: its process died
+            write_whole(folder / RUN, msgspec.json.encode(seal(run)))
+        processes.barrier()
+        try:
+            require_regular(folder)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: {error.strerror}; move it away") from None
+        with closing(Checkpoints(folder, keep)) as checkpoints:
+            yield checkpoints
+
+
+class Checkpoints:
+    """A folder of checkpoints, open for writing. `opened` makes it."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        # This import takes seconds: only runs with checkpoints pay for it.
+        import orbax.checkpoint as ocp
+
+        self._ocp, self._folder = ocp, folder
+        self.newest: int | None = None  #: that this process wrote or restored
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
+        names = ("state", "facts")
+        # orbax needs absolute paths.
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=names)
+        # JAX's service counts the calls of this function in step with the run; those of orbax would disturb it.
+        self._manager.reached_preemption = lambda step: False
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, the newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
+
+    def rehearse(self, state: TrainState) -> None:
+        """Write the state once and remove it, so that the programs for writing are compiled before the clock."""
+        scratch = self._folder.absolute() / "rehearsal"
+        described(state)
+        with self._errors_reported("a rehearsal"):
+            with self._ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(scratch, named(state), force=True)
+            processes.barrier()
+            if processes.is_first():
+                shutil.rmtree(scratch)
+
+    def save(self, state: TrainState, facts: Facts) -> None:
+        """Copy the state and write it in the background; raise CheckpointError if this or the last one failed."""
+        ocp = self._ocp
+        sealed = ocp.args.JsonSave(seal(msgspec.json.encode(facts)))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(named(state)), facts=sealed)
+        faults.point("save")
+        with jax.transfer_guard("allow"), self._errors_reported(f"step {facts.step}"):
+            self._manager.save(facts.step, args=args, force=True)
+        faults.point("saving")
+        self.newest = facts.step
+
+    def restore(
+        self, program: Program, config_sha256: str, say: Callable[[str], None]
+    ) -> tuple[TrainState, Facts]:
+        """Restore the newest whole checkpoint: state and facts. Rename newer ones, which are damaged, and `say` so.
+
+        Raises:
+            CheckpointError: if there is none, one belongs to another model or run, or the disk or memory is to blame.
+        """
+        damaged: dict[int, Damaged] = {}
+        for step in self.steps:
+            try:
+                found = self._restore(step, program, config_sha256)
+            except Damaged as damage:
+                damaged[step] = damage
+            else:
+                self._set_aside(damaged, say)
+                return found
+        reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
+        need = "need one to resume from; start again, in a new folder"
+        raise CheckpointError(f"{self._folder}: no whole checkpoint;{reasons} {need}")
+
+    def _set_aside(self, damaged: dict[int, "Damaged"], say: Callable[[str], None]) -> None:
+        """Rename damaged checkpoints, now that another one is known to be whole."""
+        for step, damage in damaged.items():
+            aside = self._folder / f"{step}.damaged"
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}+")
+            processes.barrier()
+            if processes.is_first():
+                give_name(self._folder / str(step), aside)
+            processes.barrier()
+            say(f"checkpoint {step} is damaged ({damage}); kept as {aside.name}, the one before it is taken")
+        if damaged:
+            self._manager.reload()
+
+    def _restore(self, step: int, program: Program, config_sha256: str) -> tuple[TrainState, Facts]:
+        facts = self._facts(step)
+        if facts.step != step:
+            raise Damaged(f"it holds step {facts.step}")
+        abstract = jax.eval_shape(program.init, jax.random.key(0))
+        expected = named(abstract)
+        where = self._folder / str(step)
+        # Of another model: before anything is cast or cut to fit.
+        for difference in differences(facts.arrays, expected):
+            raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
+        if facts.config_sha256 != config_sha256:
+            raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")
+        shardings = named(program.shardings(program.specs))
+        wanted = {name: array.update(sharding=shardings[name]) for name, array in expected.items()}
+        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
+        with raise_damaged(where):
+            found = self._manager.restore(step, args=args)["state"]
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
+        for name, array in described(state).items():
+            if array.digest != facts.arrays[name].digest:
+                raise Damaged(f"{name} is not what was written")
+        self.newest = step
+        return state, facts
+
+    def _facts(self, step: int) -> Facts:
+        args = self._ocp.args.Composite(facts=self._ocp.args.JsonRestore())
+        with raise_damaged(self._folder / str(step)):
+            return msgspec.json.decode(unseal(self._manager.restore(step, args=args)["facts"]), type=Facts)
+
+    def settle(self) -> None:
+        """Wait until everything is durable; raise CheckpointError if something could not be written."""
+        with self._errors_reported("the last one"):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Call `settle`, then close the folder for writing."""
+        # The manager's `close` raises the error again.
+        with self._errors_reported("the last one"), closing(self._manager):
+            self.settle()
+
+    @contextmanager
+    def _errors_reported(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError for a full disk
+            reason = str(error).partition("\n")[0][:200]
+            hint = "those before it are whole; free the disk, and continue with --resume"
+            raise CheckpointError(f"{self._folder}: {what} cannot be written: {reason}; {hint}") from None
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be read, or is not what was written."""
+
+
+#: What tensorstore says first of files that are cut, missing or garbled. Other words are of disks, limits and memory.
+_DAMAGE = {"DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
+
+
+@contextmanager
+def raise_damaged(checkpoint: Path) -> Iterator[None]:
+    """Turn errors of orbax and tensorstore into one line.
+
+    Raises:
+        Damaged: if files are cut, missing or garbled.
+        CheckpointError: for any other cause: the files may be whole.
+    """
+    try:
+        require_regular(checkpoint)
+        yield
+    except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+        cause = error.__cause__ or error
+        said = str(cause).strip()
+        status = re.match("([A-Z_]+): ", said)
+        is_damage = isinstance(cause, ValueError | KeyError | FileNotFoundError | NotADirectoryError)
+        said = said.partition("\n")[0].partition(" [")[0] or type(cause).__name__
+        said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
+        failed = Damaged(said)
+        if not is_damage or (status and status[1] not in _DAMAGE):
+            kept = "it is kept; mend that, and try again"
+            failed = CheckpointError(f"{checkpoint}: cannot be read: {said}; {kept}")
+    else:
+        return
+    # When collected, the other reads of orbax print as many lines for each array.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+    raise failed

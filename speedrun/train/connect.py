@@ -1,0 +1,246 @@
+"""Connects the processes of a run, and ends them together.
+
+    --coordinator HOST:PORT --processes N --process I      for each process; a pod of an indexed Kubernetes job needs
+                                                           no --process
+    tasks of SLURM or Open MPI                             need no flags: JAX asks the cluster
+
+`speedrun run` takes these flags.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speedrun.base import processes, signals
+from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
+from speedrun.base.output import expected, unfailing
+
+HEARTBEAT_S = 100  #: a process without heartbeat for this long is lost
+MEET_S = 300  #: until all processes must have connected
+_LEAVE_S = 10  #: until all processes must have reached the end of a run that broke off
+
+#: Name of a cluster, a variable that only it sets, and the variable with the number of processes.
+_CLUSTERS = (
+    ("SLURM", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
+    ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a run, and the index of this one."""
+
+    count: int
+    index: int = 0
+    coordinator: str = ""  #: HOST:PORT of process 0; empty: JAX asks the cluster
+    found_by: str = "flags"
+    heartbeat_s: int = HEARTBEAT_S
+    meet_s: int = MEET_S
+
+
+def find_group(
+    coordinator: str | None,
+    num_processes: int | None,
+    process: int | None,
+    heartbeat_s: int = HEARTBEAT_S,
+    meet_s: int = MEET_S,
+) -> Group | None:
+    """Return the group of this process by its flags or, without flags, by its environment; None for a single process.
+
+    Raises:
+        UsageError: for incomplete or wrong flags.
+    """
+    found_by = "flags"
+    if coordinator and process is None and (pod := os.environ.get("JOB_COMPLETION_INDEX", "")).isdigit():
+        process, found_by = int(pod), "flags and Kubernetes"
+    flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
+    if missing := [name for name, value in flags.items() if value is None]:
+        if len(missing) < len(flags):
+            need = f"need {', '.join(flags)} together, or none of them"
+            raise UsageError(f"{', '.join(missing)} missing; {need}")
+        for name, marker, number in _CLUSTERS:
+            if marker in os.environ and (tasks := os.environ.get(number, "")).isdigit() and int(tasks) > 1:
+                return Group(int(tasks), found_by=name, heartbeat_s=heartbeat_s, meet_s=meet_s)
+        return None
+    assert coordinator is not None
+    assert num_processes is not None
+    assert process is not None
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isdigit() and int(port) < 2**16):
+        raise UsageError(f"--coordinator {coordinator}; need HOST:PORT of process 0, as in node1:12345")
+    if not 0 <= process < num_processes:
+        raise UsageError(f"--process {process} of {num_processes}; need one from 0 to {num_processes - 1}")
+    found = Group(num_processes, process, coordinator, found_by, heartbeat_s, meet_s)
+    return found if num_processes > 1 else None
+
+
+@contextlib.contextmanager
+def joined(group: Group | None) -> Iterator[None]:
+    """Join the group inside the block; leave together with the others at its end.
+
+    Only process 0 reports an error that all processes have. A process with an error of its own reports it and exits
+    at once, since the others wait for it.
+
+    Args:
+        group: None changes nothing.
+
+    Raises:
+        UsageError: if the address cannot be used, the nodes run different numbers of processes or not in order, or
+            processes got different numbers. If the others do not connect in time, the process exits with its code.
+    """
+    if group is None:
+        yield
+        return
+    import jax
+
+    _connect(group)
+    try:
+        processes.configure(processes.count(), processes.index(), num_nodes(_machines(group.meet_s)))
+        yield
+        processes.barrier()
+    except BaseException as error:
+        known = expected(error) or error
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        exit_code = INTERRUPTED if is_interrupt else getattr(known, "exit_code", SpeedrunError.exit_code)
+        if not _all_reach_the_end():
+            _exit_alone(known, exit_code)
+        jax.distributed.shutdown()
+        if processes.is_first():
+            raise
+        sys.exit(exit_code)
+    jax.distributed.shutdown()
+
+
+def _connect(group: Group) -> None:
+    import jax
+    from jax._src import distributed
+
+    host, _, port = group.coordinator.rpartition(":")
+    is_local = host in ("127.0.0.1", "localhost")
+    given: dict[str, Any] = {}
+    if group.coordinator:
+        given = {
+            "coordinator_address": group.coordinator,
+            "num_processes": group.count,
+            "process_id": group.index,
+            "cluster_detection_method": "deactivate",
+            # Anybody who reaches the port could join or end the run, so bind to this machine if that is enough.
+            "coordinator_bind_address": group.coordinator if is_local else None,
+        }
+        if group.index == 0:
+            _check_port(host if is_local else "", int(port), group)
+    elif (gpus := _gpus_of_a_lone_task()) is not None:
+        given = {"local_device_ids": gpus}
+    _quiet_gloo()
+    # On a timeout JAX's client ends the process with a page of C++, so ours comes first.
+    timer = threading.Timer(group.meet_s, _give_up, [group])
+    timer.daemon = True
+    timer.start()
+    with signals.handled_by(signal.SIG_DFL, signal.SIGINT):  # Python runs no handler during this call
+        given |= {"initialization_timeout": group.meet_s + 60}
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=group.heartbeat_s)
+    timer.cancel()
+    if not group.coordinator and distributed.global_state.process_id == 0:
+        sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.found_by}\n")
+    processes.configure(distributed.global_state.num_processes, distributed.global_state.process_id)
+
+
+def _machines(timeout_s: int) -> list[str]:
+    """Return the machine of each process, as NCCL identifies it: containers with different names are different."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = path.read_text().strip() if path.exists() else ""
+    service, key, count = processes.client(), "speedrun machine", processes.count()
+    service.key_value_set(f"{key}/{processes.index()}", f"{count} {socket.gethostname()} {boot_id}")
+    found = []
+    for i in range(count):
+        theirs, _, machine = service.blocking_key_value_get(f"{key}/{i}", timeout_s * 1000).partition(" ")
+        if int(theirs) != count:
+            told = f"--processes {count} in process {processes.index()} and {theirs} in process {i}"
+            raise UsageError(f"{told}; need one number for all; start them again with it")
+        found.append(machine)
+    return found
+
+
+def num_nodes(machines: list[str]) -> int:
+    """Return the number of machines, given the machine of each process in order.
+
+    Raises:
+        UsageError: if the processes of a machine are not consecutive, or machines have different numbers of them: a
+            replica would span the network.
+    """
+    runs = [(name, len([*same])) for name, same in itertools.groupby(machines)]
+    if len(runs) != len(set(machines)) or len({length for _, length in runs}) > 1:
+        found = ", ".join(f"{length} on {name.split()[0]}" for name, length in runs)
+        need = "need as many on each node, and those of a node one after the other"
+        hint = "number them by node (SLURM: --distribution=block)"
+        raise UsageError(f"processes in their order: {found}; {need}; {hint}")
+    return len(runs)
+
+
+def _check_port(host: str, port: int, group: Group) -> None:
+    """Check that the port is free: JAX's service would crash."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        found = f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}"
+        hint = "need a free port of its own machine; pass another --coordinator to all"
+        raise UsageError(f"{found}; {hint}") from None
+
+
+def _give_up(group: Group) -> None:
+    where = group.coordinator or f"the address that {group.found_by} gave"
+    sys.stderr.write(
+        f"process {group.index}: error: not all {group.count} processes met at {where} within {group.meet_s} s; "
+        "process 0 must run there, and all must be started; look for those that are missing, or pass a longer "
+        "--meet-within\n"
+    )
+    sys.stderr.flush()
+    os._exit(UsageError.exit_code)
+
+
+def _gpus_of_a_lone_task() -> list[int] | None:
+    """Return all GPUs of this node if the cluster started one task on it, for JAX would give it one; else None."""
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nodes = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    if tasks.partition("(")[0] != "1" or not nodes:
+        return None
+    return list(range(len(nodes if visible is None else visible.split(","))))
+
+
+def _quiet_gloo() -> None:
+    """Drop gloo's messages about connections: descriptor 1 goes to /dev/null, and Python prints to a copy of it."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.stdout = unfailing(kept)
+
+
+def _all_reach_the_end() -> bool:
+    import jax
+
+    try:
+        processes.client().wait_at_barrier("speedrun end", _LEAVE_S * 1000)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _exit_alone(error: BaseException, exit_code: int) -> None:
+    """End this process without the others."""
+    is_expected = isinstance(error, SpeedrunError | Terminated | KeyboardInterrupt)
+    text = f"{error or 'interrupted'}\n" if is_expected else "".join(traceback.format_exception(error))
+    sys.stderr.write(f"process {processes.index()}: error: {text}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

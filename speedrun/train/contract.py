@@ -1,0 +1,140 @@
+"""The contract of a recipe: its functions are traced before anything is compiled, and their results checked.
+
+A track may fix model, loss and batch, so that only the optimiser makes a difference.
+
+Legend: B sequences, T time, D model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from speedrun import recipes
+from speedrun.base.errors import UsageError
+from speedrun.base.output import line_of_recipe
+from speedrun.base.track import Track
+from speedrun.science.inputs import Plan
+from speedrun.science.recipe import IDENTITY, Batch, Loss, Recipe, describe
+from speedrun.train.checkpoint import differences, form, named
+from speedrun.train.program import Program, StepShape
+
+MOST_COMPILED = 32  #: values of an input that is compiled in
+
+
+def check(program: Program) -> None:
+    """Trace all programs; raise UsageError for a mistake of the recipe, or what a form of attention refuses."""
+    name = program.recipe.name
+    try:
+        describe(program.recipe)
+        _check_schedule(program.step.plan)
+        _trace(replace(program, recipe=_checked(program.recipe)))
+    except UsageError as error:
+        raise UsageError(f"recipe {name}: {error}") from None
+    except AttributeError as error:
+        if not isinstance(error.obj, Batch):
+            raise
+        has = ", ".join(Batch._fields)
+        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {has}") from None
+    except KeyError as error:
+        if not (line := line_of_recipe(error)):
+            raise  # a fault of ours
+        raise UsageError(f"recipe {name}: {line}: no {error} in its table, carry or schedule") from error
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Refuse an input that would be compiled into too many executables."""
+    for name in sorted({*plan.rows[0]} - {*plan.schedule}):
+        if (found := len({row[name] for row in plan.rows})) > MOST_COMPILED:
+            each = f"{found} Python values, and compiles an executable for each"
+            hint = f"need at most {MOST_COMPILED}; give a NumPy value, which is traced"
+            raise UsageError(f"its schedule gives {name!r} as {each}; {hint}")
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """Return a recipe with the same programs, whose functions check what they return."""
+    scalar: Any = jax.ShapeDtypeStruct((), np.float32)
+
+    def forward(params: Any, tokens_BT: jax.Array, *given: Any) -> jax.Array:
+        x_BTD = recipe.forward(params, tokens_BT, *given)
+        shape = getattr(x_BTD, "shape", ())
+        if len(shape) != 3 or shape[:2] != tokens_BT.shape:
+            need = f"hidden states [{', '.join(map(str, tokens_BT.shape))}, D]"
+            raise UsageError(f"its forward returns {form(x_BTD)} for {form(tokens_BT)}; need {need}")
+        return x_BTD
+
+    def loss(*given: Any) -> Loss:
+        found = recipe.loss(*given)
+        if not isinstance(found, Loss):
+            raise UsageError(f"its loss returns a {type(found).__name__}; need a Loss")
+        _require("its loss returns", found._replace(carry={}), Loss(scalar, scalar))
+        return found
+
+    def transform(layout: Any) -> Any:
+        inner = recipe.optimizer.transform(layout)
+
+        def update(grads: Any, state: Any, params: Any, **more: Any) -> tuple[Any, Any]:
+            updates, new = inner.update(grads, state, params, **more)
+            _require("its optimizer updates", updates, params, lambda x: str([*np.shape(x)]))
+            _require("its optimizer's update returns the state", new, state)
+            return updates, new
+
+        return inner._replace(update=update)
+
+    return replace(recipe, forward=forward, loss=loss, optimizer=SimpleNamespace(transform=transform))
+
+
+def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form) -> None:
+    """Refuse a tree with other arrays than those that are needed, or in other containers."""
+    for difference in differences(named(got), named(need), shown):
+        raise UsageError(f"{what}: {difference}")
+    if jax.tree.structure(got) != jax.tree.structure(need):
+        raise UsageError(f"{what}: the arrays of init in other containers; keep those")
+
+
+def _trace(program: Program) -> None:
+    state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
+
+    def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)] * 2
+
+    last, schedule = program.eval_shape_at(num_steps), program.schedule
+    jax.eval_shape(program.eval_step_for(last.static), state.params, *ids(last), schedule, state.step)
+    for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
+        jax.eval_shape(program.train_step_for(shape.static), state, *ids(shape), schedule)
+
+
+def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:
+    """Check that a recipe has the very objects of the track's own recipe, and its inputs, where the track fixes them.
+
+    `rows` has the inputs of all steps and of the last validation as they are compiled: a schedule may answer otherwise
+    when it is asked again.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    if track.fixed is None:
+        return
+    own, num_steps = recipes.load(track.recipe), recipe.num_steps
+    names = {field.name for field in fields(own)} - {*IDENTITY, "optimizer", "schedule", "stages"}
+    differs = [name for name in sorted(names) if getattr(recipe, name) is not getattr(own, name)]
+    differs += ["stages"] if _sizes(recipe) != _sizes(own) else []
+    wanted = [track.fixed.inputs_at(step, num_steps) for step in range(num_steps + 1)]
+    pairs = list(zip(wanted, rows, strict=True))
+    differs += [k for k in track.fixed.inputs if not all(_is_traced(b.get(k), a[k]) for a, b in pairs)]
+    if differs:
+        hint = "change only optimizer, schedule and numbers of steps, or choose another track"
+        raise UsageError(f"recipe {recipe.name} changes {', '.join(differs)}, which {track.id} fixes; {hint}")
+
+
+def _sizes(recipe: Recipe) -> list[tuple[type, int]]:
+    """Return the sizes of all stages, with their types: an object could claim to be equal."""
+    sizes = [x for one in recipe.stages for x in (one.num_sequences, one.seq_len, one.document_tokens)]
+    return [(type(x), x) for x in sizes]
+
+
+def _is_traced(value: Any, number: int) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.int32 and np.array_equal(value, number)

@@ -1,0 +1,175 @@
+"""Exports the programs of a run for its record, before the clock starts: see `record.archive`.
+
+Nothing is compiled, trained or scored here. A program is StableHLO, a pure function of arrays, without the names of
+files, so that equal code gives equal bytes anywhere.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.base.track import Track
+from speedrun.record.archive import Archive, Lowered
+from speedrun.science.inputs import Static
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS
+from speedrun.science.params import Params
+from speedrun.train.checkpoint import named
+from speedrun.train.preflight import Ready
+from speedrun.train.program import FOREIGN, Program, StepShape
+
+_FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
+_CHUNK_TOKENS = 1024  #: rows of logits
+
+#: JAX cannot vouch for custom calls of kernels; the examiner has its own list.
+_ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
+
+
+def exported(ready: Ready) -> Archive:
+    """Return the programs of a run: for its devices, and for the CPU."""
+    recipe, program = ready.recipe, ready.program
+    programs = {"cpu": program}
+    if program.kernels.platform == "gpu":
+        programs = {"cuda": program, "cpu": replace(program, portable=True)}
+    state = _state(program)
+    with _without_places():
+        platforms = {name: _lowered(one, ready.track, state, name) for name, one in programs.items()}
+    return Archive(
+        leaves=tuple(named(state)),
+        num_params=len(state.params),
+        document_tokens=tuple(
+            recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
+        ),
+        platforms=platforms,
+    )
+
+
+def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lowered:
+    num_steps, plan = program.recipe.num_steps, program.step.plan
+    shapes = [program.shape_at(step) for step in range(num_steps)]
+    steps = {shape: f"train-{i}" for i, shape in enumerate(dict.fromkeys(shapes))}
+    validated = [*filter(track.validates_at, range(num_steps)), num_steps]
+    static = {step: plan.static_at(step, integers=False) for step in validated}
+    forward = {one: f"hidden-{i}" for i, one in enumerate(dict.fromkeys(static.values()))}
+    lower = partial(export.export, platforms=[platform], disabled_checks=_ANY_CALL)
+    made = {**_training(program, state, steps, lower), **_scoring(program, state.params, forward, lower)}
+    return Lowered(
+        steps=tuple(steps[shape] for shape in shapes),
+        hidden={step: forward[one] for step, one in static.items()},
+        programs={name: bytes(one.serialize()) for name, one in made.items()},
+    )
+
+
+@contextmanager
+def _without_places() -> Iterator[None]:
+    """Leave out the files and lines of operations: they name folders of this machine."""
+    before = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+def _state(program: Program) -> Any:
+    """Return the shapes, dtypes and shardings of the state's leaves."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(lambda: program.init(jax.random.key(0))),
+        program.shardings(program.specs),
+    )
+
+
+def _training(
+    program: Program, state: Any, names: dict[StepShape, str], lower: Any
+) -> dict[str, export.Exported]:
+    """Lower the programs that make states: one for each shape of a step, with its name."""
+    structure, given = jax.tree.structure(state), program.step.plan.schedule
+    where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+
+    def init(data: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(program.init(jax.random.wrap_key_data(data))))
+
+    def constants() -> tuple[jax.Array, ...]:
+        return tuple(one() for one in program.computed.values())
+
+    def step(static: Static) -> Any:
+        def train(*args: jax.Array) -> tuple[jax.Array, ...]:
+            leaves, computed, ids = _split(args, len(where), len(program.computed))
+            schedule = given | dict(zip(program.computed, computed, strict=True))
+            before = jax.tree.unflatten(structure, leaves)
+            after, metrics = program.train_step_for(static)(before, *ids, schedule)
+            return *jax.tree.leaves(after), jnp.sum(metrics.loss)
+
+        return jax.jit(train)
+
+    key = jax.ShapeDtypeStruct((2,), np.uint32)
+    found = {"init": lower(jax.jit(init, out_shardings=where))(key), "constants": lower(jax.jit(constants))()}
+    whole, rows = (NamedSharding(program.mesh, spec) for spec in (P(), P(program.axes)))
+    computed = _computed(program, sharding=whole)
+    for shape, name in names.items():
+        ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)
+        found[name] = lower(step(shape.static))(*jax.tree.leaves(state), *computed, ids_BT, ids_BT)
+    return found
+
+
+def _computed(program: Program, **where: Any) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of the constants that a program computes."""
+    arrays = (program.step.plan.constants[name] for name in program.computed)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, **where) for x in arrays]
+
+
+def _split(args: tuple[Any, ...], *sizes: int) -> tuple[tuple[Any, ...], ...]:
+    """Split arguments into parts of these sizes, and the rest."""
+    return tuple(args[start:end] for start, end in pairwise([0, *accumulate(sizes), len(args)]))
+
+
+def _scoring(
+    program: Program, params: Params, names: dict[Static, str], lower: Any
+) -> dict[str, export.Exported]:
+    """Lower the programs that score, for one device: a forward pass for each of the names, and the head."""
+    recipe, plan, num_computed = program.recipe, program.step.plan, len(program.computed)
+    if program.attention in FIXED_WINDOW_FORMS:
+        program = replace(program, attention="auto")  # the window is that of a step
+    kinds = recipe.table(recipe.config)
+    packed = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+    structure = jax.tree.structure(packed)
+
+    def view(leaves: Any) -> Any:
+        """Return the parameters by name, in the compute dtype."""
+        params = program.layout.unpack(jax.tree.unflatten(structure, leaves))
+        return {
+            name: x if kinds[name].packed == "vector" else x.astype(recipe.compute_dtype)
+            for name, x in params.items()
+        }
+
+    def hidden(static: Static, *args: jax.Array) -> jax.Array:
+        leaves, computed, (step, ids_BT) = _split(args, len(packed), num_computed)
+        schedule = plan.schedule | dict(zip(program.computed, computed, strict=True))
+        return program.forward(
+            view(leaves), ids_BT, plan.at(step, jax.tree.map(jnp.asarray, schedule), static)
+        )
+
+    def logits(*args: jax.Array) -> jax.Array:
+        return program.logits(view(args[:-1]), args[-1])
+
+    seq_len = recipe.eval_seq_len
+    ids_BT = jax.ShapeDtypeStruct((max(1, _FORWARD_TOKENS // seq_len), seq_len), np.int32)
+    leaves = jax.tree.leaves(packed)
+    args = *leaves, *_computed(program), jax.ShapeDtypeStruct((), np.int32), ids_BT
+    forward = {name: jax.jit(partial(hidden, static)) for static, name in names.items()}
+    x_BTD = jax.eval_shape(next(iter(forward.values())), *args)
+    x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
+    return {
+        **{name: lower(one)(*args) for name, one in forward.items()},
+        "logits": lower(jax.jit(logits))(*leaves, x_ND),
+    }

@@ -1,0 +1,129 @@
+"""Estimates the memory and FLOPs of a program from its table of parameters, before anything is compiled.
+
+For record 21 the error is at most a tenth, but for the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
+"""
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from speedrun.base import mesh as meshes
+from speedrun.base.errors import UsageError
+from speedrun.science.params import Table, count
+from speedrun.science.recipe import Stage
+from speedrun.train.program import Program
+
+
+def most_bytes(program: Program) -> int:
+    """Return the peak memory of training and validation on one device."""
+    return max(validation_bytes(program), *(step_bytes(program, stage) for stage in program.recipe.stages))
+
+
+def step_bytes(program: Program, stage: Stage) -> int:
+    """Return the memory of a training step: state, whole parameters, gradients, activations, logits with gradients.
+
+    Assumes attention that stores no [T, T]. Activations are what products read and write; if memory is scarce, what
+    products and kernels write: two thirds.
+    """
+    tokens = stage.batch_tokens // program.microbatches
+    activations = itemsize(program) * tokens * matrix_width(program)
+    activations = activations if program.memory == "ample" else activations * 2 // 3
+    held, gradients = state_bytes(program) + whole_bytes(program), 4 * count(program.layout.table)
+    return held + gradients + activations + 2 * logits_bytes(program, tokens)
+
+
+def validation_bytes(program: Program) -> int:
+    """Return the memory of validation: state, whole parameters, one sequence before and after a layer, and logits."""
+    table, seq_len = program.layout.table, program.recipe.eval_seq_len
+    width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
+    stream = 2 * itemsize(program) * seq_len * width
+    return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
+
+
+def state_bytes(program: Program) -> int:
+    """Return the memory of parameters and optimiser state on one device."""
+
+    def own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        return leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1)
+
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    return sum(jax.tree.leaves(jax.tree.map(own, state, program.specs)))
+
+
+def whole_bytes(program: Program) -> int:
+    """Return the memory of all gathered parameters except scalars, in the compute dtype."""
+    table = program.layout.table.values()
+    return itemsize(program) * sum(spec.size for spec in table if spec.packed != "vector")
+
+
+def matrix_width(program: Program) -> int:
+    """Return how many numbers the products of all matrices read and write for a token: m + n for each [m, n]."""
+    shapes = [spec.shape for spec in program.layout.table.values() if spec.packed == "bank"]
+    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
+
+
+def logits_bytes(program: Program, num_tokens: int) -> int:
+    """Return the memory of the logits that exist at one time."""
+    rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
+    num_tokens = min(num_tokens, program.kernels.head_tokens)
+    return itemsize(program) * num_tokens * (rows or program.recipe.config.vocab_size)
+
+
+def itemsize(program: Program) -> int:
+    """Return the bytes of one number in the compute dtype."""
+    return np.dtype(program.recipe.compute_dtype).itemsize
+
+
+def flops_per_token(table: Table) -> float:
+    """Return the FLOPs of forward and backward pass: 6 for each weight of a matrix or the head, without attention."""
+    return 6.0 * sum(spec.size for spec in table.values() if spec.group == "head" or spec.packed == "bank")
+
+
+def fitted(program: Program, limit_bytes: int) -> Program:
+    """Return the program, or if it needs more than the limit, the one for scarce memory."""
+    return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
+
+
+def fitted_here(program: Program) -> Program:
+    """Return `fitted` for its devices, as it is for CPUs; raise UsageError if it is too large."""
+    limit_bytes = meshes.memory_bytes(program.mesh)
+    program = program if program.kernels.platform == "cpu" else fitted(program, limit_bytes)
+    require(program, most_bytes(program))
+    return program
+
+
+def require(program: Program, need_bytes: int) -> None:
+    """Raise UsageError, with settings that would fit, if a program is larger than the memory of its devices."""
+    limit_bytes = meshes.memory_bytes(program.mesh)
+    if need_bytes > limit_bytes:
+        kind = program.mesh.devices.flat[0].device_kind
+        raise UsageError(
+            f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} gives "
+            f"{limit_bytes / 1e9:.2f} GB; try {advice(program, limit_bytes) or 'more devices'}"
+        )
+
+
+def advice(program: Program, limit_bytes: int) -> str | None:
+    """Return flags with which a program fits: more microbatches, then shorter sequences. None if nothing helps."""
+    recipe = program.recipe
+    lengths = [recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages)]
+    for halvings in range(1, 8):
+        if any(length % 2**halvings for length in lengths):
+            break
+        parts = program.microbatches << halvings
+        settings: dict[str, int] = {}
+        for i, stage in enumerate(recipe.stages):
+            if stage.num_sequences % parts:
+                settings[f"stages.{i}.num_sequences"] = stage.num_sequences << halvings
+                settings[f"stages.{i}.seq_len"] = stage.seq_len >> halvings
+        if validation_bytes(program) > limit_bytes:
+            settings["eval_sequences"] = recipe.eval_sequences << halvings
+            settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
+        smaller = recipe.override({key: str(value) for key, value in settings.items()})
+        if most_bytes(replace(program, recipe=smaller, microbatches=parts)) <= limit_bytes:
+            changes = (f"--set {key}={value}" for key, value in settings.items())
+            return " ".join([f"--microbatches {parts}", *changes])
+    return None

@@ -1,0 +1,81 @@
+"""Measures the devices before and after a run. Checks compare claimed step times with the result."""
+
+import subprocess
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.base.clock import Stopwatch
+
+_MULTIPLICATIONS = 8
+#: Microseconds since the driver was loaded. The power cap is left out: large products always reach it.
+_COUNTERS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
+_ANSWER_S = 20.0  #: with a broken driver nvidia-smi hangs
+_TRIALS = 5
+
+
+def matmul_gflops(mesh: Mesh) -> float:
+    """Return the best rate of a chain of square matrix products, the sum over all devices.
+
+    float32 on CPU, bfloat16 elsewhere, as recipes train. The numbers are random: a GPU multiplies constants with less
+    power, and so at a higher clock.
+    """
+    x_NMM = random_matrices(mesh)
+    flops = _MULTIPLICATIONS * mesh.size * 2 * x_NMM.shape[-1] ** 3
+    return flops / best_s(lambda: _chain(x_NMM, x_NMM.sharding)) / 1e9
+
+
+@partial(jax.jit, static_argnums=1)
+def _chain(x_NMM: jax.Array, placing: NamedSharding) -> jax.Array:
+    y_NMM = x_NMM
+    for _ in range(_MULTIPLICATIONS):
+        y_NMM = y_NMM @ x_NMM
+    return jax.lax.with_sharding_constraint(y_NMM, placing)
+
+
+def random_matrices(mesh: Mesh) -> jax.Array:
+    """Return a matrix for each device, [N, M, M]. Its powers neither grow nor vanish."""
+    size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
+    placing = NamedSharding(mesh, P(mesh.axis_names))
+
+    def make(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5
+
+    return jax.jit(make, out_shardings=placing)(jax.random.key(0))
+
+
+def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
+    """Return the seconds for which heat or power supply throttled the GPUs of this machine, summed over GPUs.
+
+    They count from the result of an earlier call, `since_s`; 0: from when the driver was loaded. None without a GPU,
+    without `nvidia-smi`, or with a driver older than the counters.
+    """
+    if is_simulated(mesh) or since_s is None:
+        return None
+    names = ",".join(f"clocks_event_reasons_counters.{name}" for name in _COUNTERS)
+    argv = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout
+        return sum(int(number) for line in answer.splitlines() for number in line.split(",")) / 1e6 - since_s
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Return whether the devices are simulated on a CPU."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def best_s(function: Callable[[], jax.Array]) -> float:
+    """Return the time of the fastest of some calls, after one that compiles."""
+    function().block_until_ready()
+    seconds = []
+    for _ in range(_TRIALS):
+        watch = Stopwatch()
+        function().block_until_ready()
+        seconds.append(watch.seconds)
+    return min(seconds)

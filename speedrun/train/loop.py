@@ -1,0 +1,312 @@
+"""The training loop: compile, warm up, train under the clock, score. The host dispatches once for each step.
+
+Programs are compiled and warmed up on random ids, and the state is built again. Then the clock starts, and only then
+is the first token read. A loss is fetched while the next step runs.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from speedrun.base import faults, processes, runlog, signals
+from speedrun.base import mesh as meshes
+from speedrun.base.clock import Clock, Phases, Stopwatch, cold_wall_s
+from speedrun.base.errors import NonFiniteError, SpeedrunError, Terminated
+from speedrun.base.output import text_of
+from speedrun.base.signals import Deferred
+from speedrun.base.wholefile import write_whole
+from speedrun.data import stream
+from speedrun.record import archive, layout
+from speedrun.science.step import StepMetrics, TrainState
+from speedrun.train import health
+from speedrun.train.checkpoint import Checkpoints
+from speedrun.train.export_programs import exported
+from speedrun.train.fingerprint import state_hash
+from speedrun.train.preflight import Ready
+from speedrun.train.program import inspect
+from speedrun.train.save_and_resume import BEGINNING, Place, resume, save
+from speedrun.train.validation import evaluate
+from speedrun.train.warmup import Executables, compile_all, warm_up
+
+
+class Pending(NamedTuple):
+    """A dispatched step whose metrics are not fetched yet."""
+
+    step: int
+    metrics: StepMetrics
+    cursor: stream.Cursor  #: of the token after its batch
+
+
+@dataclass
+class Training:
+    """One run. Whatever changes while it trains is its own: no other module writes to it."""
+
+    run_id: str
+    ready: Ready
+    log: runlog.RunLog
+    checkpoints: Checkpoints | None
+    phases: Phases = field(default_factory=Phases)
+    clock: Clock = field(default_factory=Clock)
+    stopping: Deferred = field(default_factory=processes.deferred_stop)
+    place: Place = BEGINNING
+    pending: Pending | None = None
+    val_loss: float | None = None
+    # For the end of the log.
+    final_hash: str = ""
+    first_batch_sha256: str = ""
+    compile_s: float = 0.0
+    warmup_s: float = 0.0
+    val_s: float = 0.0
+    data_wait_s: float = 0.0
+    lost_s: float = 0.0
+    cold_wall_s: float = 0.0  #: 0 until the last validation is done
+    throttled_s: float | None = None
+    matmul_gflops: float = 0.0  #: measured after the run
+    ranges: tuple[stream.Span, ...] = ()
+    read: runlog.DataRead | None = None  #: with the digests of the shards, which take seconds
+
+    def __post_init__(self) -> None:
+        self.state: TrainState  # from `_set_up` on
+        self.executables: Executables
+
+    def run(self) -> None:
+        """Compile, warm up, train and score."""
+        self._set_up()
+        mesh, schedule = self.ready.program.mesh, self.ready.program.schedule
+        throttled_s = health.throttled_s(mesh)
+        with closing(self._feed()) as feed, self._clocked():
+            for step, batches in feed:
+                self._before_step(step, batches)
+                batch = self._next_batch(step, batches)
+                tokens_BT, targets_BT = (meshes.place(x, mesh) for x in batch)
+                train_step = self.executables.steps[self.executables.planned[step].shape]
+                self.state, metrics = train_step(self.state, tokens_BT, targets_BT, schedule)
+                self._report()  # of the previous step: the devices are busy with this one
+                # Gather the flags now: queued after the next step, the gather would wait for it.
+                self.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
+                self.place = self.place._replace(step=step + 1, cursor=batches.cursor)
+            self._finish(throttled_s)
+        with processes.handled_by(signals.ignore):  # the result is known, and must not be lost
+            self.final_hash = processes.agreed(
+                lambda: state_hash(self.state),
+                lambda found: {"the final state": f"of hash {found}"},
+                otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",
+                refuse=SpeedrunError,
+            )
+            self._measure_again()
+
+    def end(self, outcome: runlog.Outcome) -> runlog.RunEnd:
+        """Return the last line of the log, however the run ended."""
+        return runlog.RunEnd(
+            status=outcome,
+            val_loss=self.val_loss if outcome == "finished" else None,
+            train_time_s=self.clock.seconds,
+            cold_wall_s=self.cold_wall_s or cold_wall_s(),
+            compile_s=self.compile_s,
+            warmup_s=self.warmup_s,
+            val_s=self.val_s,
+            data_wait_s=self.data_wait_s,
+            peak_bytes=meshes.peak_bytes(self.ready.program.mesh),
+            final_hash=self.final_hash,
+            data=self.read or self.ready.data_read(self.ranges),
+            first_batch_sha256=self.first_batch_sha256,
+            throttled_s=self.throttled_s,
+            phases={**self.phases.seconds()},
+            lost_s=self.lost_s,
+            matmul_gflops=self.matmul_gflops,
+        )
+
+    def _set_up(self) -> None:
+        """Compile, warm up and, for a resumed run, restore a checkpoint."""
+        program, seed = self.ready.program, self.ready.config.seed
+        inspect(program.init.lower(jax.random.key(0)).as_text())
+        self.state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
+        self.phases.enter("compile")
+        if processes.is_first():
+            self._export()
+        self.executables = compile_all(self.ready, self.state, self.log)
+        self.compile_s = self.executables.compile_s
+        self.stopping.check()
+        self.phases.enter("warm-up")
+        watch = Stopwatch()
+        self.state = warm_up(self.ready, self.executables, self.state, self.log)
+        self.warmup_s = watch.seconds
+        self.stopping.check()
+        if self.checkpoints is not None:
+            self.phases.enter("checkpoint")
+            if self.ready.config.resume:
+                given = self.ready, self.checkpoints, self.run_id, self.state, self.log
+                self.state, self.place, self.lost_s = resume(*given)
+                self.clock.resume_at(self.place.train_time_s)
+            self.checkpoints.rehearse(self.state)
+
+    def _export(self) -> None:
+        """Write the programs of this run into its record; those of a batch are the same file."""
+        watch, raw = Stopwatch(), archive.pack(exported(self.ready))
+        if len(raw) > archive.MOST_BYTES:
+            problem = f"programs of {len(raw):,} bytes, above {archive.MOST_BYTES:,}: it cannot be examined"
+            self.log.emit(runlog.Warning(f"{problem}; compute tables from formulas"))
+            return
+        sha256 = layout.sha256(raw)
+        write_whole(self.ready.config.out / archive.name_of(sha256), raw)
+        self.log.emit(runlog.Exported(sha256, len(raw), watch.seconds))
+
+    @contextmanager
+    def _clocked(self) -> Iterator[None]:
+        """Run the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
+        with jax.transfer_guard("disallow"), _compilations(self.log), processes.handled_by(self.stopping):
+            try:
+                self.phases.enter("step")
+                self.clock.start(self._sync)
+                self.log.emit(runlog.ClockStart())
+                faults.point("clock")
+                yield
+            except Terminated:  # raised only between steps
+                self._save(wait=True)
+                raise
+
+    def _sync(self) -> None:
+        """Wait until all devices are done, in all processes."""
+        jax.device_get(jax.block_until_ready(self.state).step)
+        processes.barrier()
+
+    def _feed(self) -> Generator[tuple[int, stream.Prefetch], None, None]:
+        """Yield the number of each step, with the stream of its batch. Each stage has its own batch size."""
+        start, planned = self.place, self.executables.planned
+        shapes = [each.batch for each in planned[start.step :]]
+        tokens = self.ready.stream(start.cursor, process=processes.index(), num_processes=processes.count())
+        with stream.Prefetch(tokens, shapes) as batches:
+            try:
+                for step in range(start.step, len(planned)):
+                    yield step, batches
+            finally:  # also recorded when the run breaks off
+                self.data_wait_s, self.ranges = batches.wait_s, batches.ranges
+
+    def _before_step(self, step: int, batches: stream.Prefetch) -> None:
+        """Make checkpoints and validations that are due; stop here if a signal was received."""
+        every = self.ready.config.checkpoint_every
+        is_due = every > 0 and step > 0 and step % every == 0
+        validates = self.ready.track.validates_at(step)
+        if self.stopping.requested or is_due or validates:
+            self._report()
+            self.place = self.place._replace(step=step, cursor=batches.cursor)
+            if is_due:
+                self._save()
+            self.stopping.check()
+        if validates:
+            batches.drain()
+            with self.clock.paused(self._sync):
+                self.log.emit(runlog.ClockPause("validation", self.clock.seconds))
+                self._validate(step)
+            self.log.emit(runlog.ClockResume(self.clock.seconds))
+        _log_stage_change(self.executables, step, self.log)
+        faults.point("step")
+
+    def _next_batch(self, step: int, batches: stream.Prefetch) -> stream.Batch:
+        """Return the batch of a step; record the digest of the first one."""
+        with self.phases.within("data"):
+            faults.point("data")
+            batch = next(batches)
+        if not self.first_batch_sha256:
+            of_all = batch
+            if processes.count() > 1:  # with the rows of other processes
+                of_all = self.ready.stream(self.place.cursor).batch(*self.executables.planned[step].batch)
+            self.first_batch_sha256 = layout.sha256(of_all.tokens_BT.astype("<u2").tobytes())
+        return batch
+
+    def _report(self) -> None:
+        """Fetch and log the pending step."""
+        if self.pending is None:
+            return
+        (step, metrics, cursor), self.pending = self.pending, None
+        loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
+        planned = self.executables.planned[step]
+        batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
+        self.place = self.place._replace(tokens_seen=self.place.tokens_seen + batch_tokens)
+        if bad or not np.isfinite(loss):
+            leaf = self.ready.program.step.first_nonfinite(metrics)
+            found = f"loss is {loss}; first non-finite gradient: {leaf}"
+            raise NonFiniteError(f"step {step}: {found}; lower the learning rate")
+        place = batch_tokens, self.place.tokens_seen, cursor
+        self.log.emit(runlog.Step(step, self.clock.seconds, loss, *place, inputs=planned.inputs))
+
+    def _validate(self, step: int) -> None:
+        """Score the track's validation tokens and log the result. The state must not change."""
+        ready, state = self.ready, self.state
+        with self.phases.within("evaluation"):
+            before = state_hash(state)
+            shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
+            score = self.executables.score_at[step]
+            val = evaluate(ready.program, score, state, shard, num_tokens, self.stopping.check)
+            self.val_s += val.seconds
+            at = int(jax.device_get(state.step))
+            if (after := state_hash(state)) != before:
+                changed = f"the state was {before} before and is {after} now"
+                raise SpeedrunError(f"validation at step {at}: {changed}")
+            if not np.isfinite(val.nll_sum):
+                raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
+            is_result = at == ready.recipe.num_steps  # written together with the end of the run
+            last = val.sequences if is_result else ()
+            line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds, last)
+            self.log.emit(line, hold=is_result)
+            self.val_loss = val.loss
+
+    def _save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint of this step, unless it is saved; `wait` until it is on disk. All losses are reported."""
+        if self.checkpoints is None:
+            return
+        with self.phases.within("checkpoint"):
+            if self.checkpoints.newest != self.place.step:
+                place = self.place._replace(train_time_s=self.clock.seconds)
+                save(self.ready, self.checkpoints, self.run_id, self.state, place, self.log)
+            if wait:
+                self.checkpoints.settle()
+
+    def _finish(self, throttled_s: float | None) -> None:
+        """Stop the clock and score the final state."""
+        self._report()
+        self.clock.stop(self._sync)
+        self.log.emit(runlog.ClockStop(self.clock.seconds))
+        self.phases.enter("end")
+        # These come before the result, so that little is left to do after it.
+        self.throttled_s = health.throttled_s(self.ready.program.mesh, since_s=throttled_s)
+        self.read = processes.agreed(
+            lambda: self.ready.data_read(self.ranges),
+            lambda read: {s.name: s.sha256 for s in read.shards},
+        )
+        self._save()
+        self._validate(len(self.executables.planned))
+        self.cold_wall_s = cold_wall_s()
+        self._save(wait=True)
+
+    def _measure_again(self) -> None:
+        """Repeat the bench of the preflight: other programs may have come or gone since. It may fail."""
+        try:
+            self.matmul_gflops = health.matmul_gflops(self.ready.program.mesh)
+        except jax.errors.JaxRuntimeError as error:
+            self.log.emit(runlog.Warning(f"no bench after the run: {text_of(error)}"), hold=True)
+
+
+def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -> None:
+    """Log a change of stage, or of an input that is an integer, such as a window."""
+    before, now = executables.planned[max(0, step - 1)], executables.planned[step]
+    changed = {k: int(v) for k, v in now.inputs.items() if type(v) is int and v != before.inputs[k]}
+    if before.stage != now.stage or changed:
+        log.emit(runlog.StageChange(step, now.stage, changed))
+
+
+def _compilations(log: runlog.RunLog) -> ExitStack:
+    """Log every compilation inside the block. There should be none."""
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            log.emit(runlog.Compile("inside the clock", duration_secs))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    stack = ExitStack()
+    stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
+    return stack

@@ -1,0 +1,201 @@
+"""All checks of a run before its record is created."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+
+from speedrun import recipes
+from speedrun.base import mesh as meshes
+from speedrun.base import processes, provenance, runlog
+from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
+from speedrun.data import shard_folder, shards, stream, vocabulary
+from speedrun.record import layout
+from speedrun.science.params import SHARDS
+from speedrun.science.recipe import Recipe, describe, no_constants
+from speedrun.train import contract, footprint, watchdog
+from speedrun.train.program import Program
+from speedrun.train.request import RunConfig
+
+
+class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings that a resumed run keeps."""
+
+    config: RunConfig
+    recipe: layout.Recipe
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Everything that a run needs, checked. Nothing is written yet."""
+
+    config: RunConfig
+    track: tracks.Track
+    recipe: Recipe
+    program: Program
+    shards: shard_folder.TrackShards
+    folder: Path
+    source: str
+
+    def data_read(self, spans: Iterable[stream.Span]) -> runlog.DataRead:
+        """Return the data read so far, with the digest of every shard; empty for one that was deleted meanwhile."""
+
+        def digest(path: Path) -> str:
+            try:
+                return shards.sha256(path)
+            except OSError:
+                return ""
+
+        def ranged(r: stream.Span) -> runlog.ShardRange:
+            sha256 = digest(self.folder / r.name)
+            return runlog.ShardRange(r.name, sha256, r.shard_tokens, r.start, r.stop, r.skipped)
+
+        val, num_scored = self.shards.val[0], self.track.data.val_tokens
+        scored = runlog.ShardRange(val.path.name, digest(val.path), val.num_tokens, 0, num_scored)
+        return runlog.DataRead(tuple(map(ranged, spans)), scored, self.val_sha256)
+
+    def stream(
+        self, cursor: stream.Cursor, *, process: int = 0, num_processes: int = 1
+    ) -> stream.TokenStream:
+        """Return the training tokens from a position on."""
+        share = {"process": process, "num_processes": num_processes}
+        opens = self.track.data.document_token
+        return stream.TokenStream(self.shards.train, cursor, **share, document_token=opens)
+
+    @cached_property
+    def val_sha256(self) -> str:
+        """Return the digest of the ids that will be scored."""
+        return stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
+
+    @property
+    def source_sha256(self) -> str:
+        """Return the digest of the source closure."""
+        return layout.sha256(self.source.encode())
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the resolved recipe and its split over devices, as JSON."""
+        return {
+            "recipe": describe(self.recipe),
+            "num_devices": self.program.num_devices,
+            "replicas": self.program.replicas,
+            "microbatches": self.program.microbatches,
+            "attention": self.program.attention,
+            "memory": self.program.memory,
+        }
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return what must be equal in all processes, by name. Shards are compared by names, sizes and manifest."""
+        names = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
+        data = msgspec.json.encode([names, shard_folder.read_manifest(self.folder)])
+        shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
+        options = msgspec.to_builtins(shared, enc_hook=str)
+        constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
+        differs = "CUDA_VISIBLE_DEVICES"
+        return {
+            "seed": str(self.config.seed),
+            "constants": f"of sha256 {layout.sha256(constants)[:12]}",
+            "the output folder": str(self.config.out),
+            "settings": f"of sha256 {layout.config_sha256({**self.described, **options})[:12]}",
+            "source": f"of sha256 {self.source_sha256[:12]}",
+            "packages": str(provenance.software()),
+            "environment": str({k: v for k, v in provenance.environment().items() if k != differs}),
+            "training shards": f"whose names, sizes and manifest have sha256 {layout.sha256(data)[:12]}",
+            "validation tokens": f"of sha256 {self.val_sha256[:12]}",
+        }
+
+    @property
+    def resumable(self) -> bytes:
+        """Return `Resumable` as JSON. A resumed run has as many replicas, on any nodes."""
+        recipe = layout.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
+        config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
+        return msgspec.json.encode(Resumable(config, recipe, self.program.num_devices), enc_hook=str)
+
+
+def prepare(config: RunConfig) -> Ready:
+    """Check everything that can be wrong with a run before its folder is made.
+
+    Raises:
+        UsageError: unknown track, recipe or setting; device count; too little memory; output folder.
+        DataError: shards missing, damaged, foreign or too short.
+    """
+    with watchdog.starting(config.out, config.deadlines_s):
+        return _prepare(config)
+
+
+def _prepare(config: RunConfig) -> Ready:
+    track = tracks.load(config.track)
+    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    _check_out(config)
+    meshes.prepare(track.rules.platform)
+    _check_platform(track)
+    num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
+    mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
+    folder = shard_folder.data_folder(track, config.data)
+    known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
+    _check_ids(recipe, track)
+    microbatches = config.microbatches or max(SHARDS, num_devices)
+    program = Program(recipe, mesh, microbatches, config.attention, known)
+    contract.check(program)
+    contract.check_fixed(recipe, program.step.plan.rows, track)
+    program = footprint.fitted_here(program)
+    found = shard_folder.open_track(folder, track.data)
+    shapes = [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens) for one in recipe.stages]
+    steps = [shape for shape, one in zip(shapes, recipe.stages, strict=True) for _ in range(one.num_steps)]
+    stream.require_steps(found.train, steps, track.data.document_token)
+    stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
+    modules = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run"]
+    source = provenance.closure(modules, [tracks.TRACKS_DIR / f"{track.name}.toml"])
+    _check_source(config, source)
+    return Ready(config, track, recipe, program, found, folder, source)
+
+
+def _check_source(config: RunConfig, source: str) -> None:
+    """Check that the source of a batch, or of a resumed run, has not changed."""
+    exists, path = config.batch_sha256 or config.resume, config.out / "source.txt"
+    if exists and path.exists() and path.read_bytes() != source.encode():
+        hint = f"restore it ('diff' with {path} shows the changes), or start again in another folder"
+        raise UsageError(f"the source changed since {config.out} was created; {hint}")
+
+
+def _check_out(config: RunConfig) -> None:
+    """Check that the output folder is new, or that of the declared batch."""
+    try:
+        taken = config.out.exists()
+        declared = layout.sha256((config.out / layout.BATCH).read_bytes()) if config.batch_sha256 else ""
+    except OSError as error:
+        raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
+    if declared != config.batch_sha256:
+        path = config.out / layout.BATCH
+        raise UsageError(f"{path} is not the declared one; restore it, or declare a new batch")
+    if taken and not (config.batch_sha256 or config.resume):
+        raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
+
+
+def _check_platform(track: tracks.Track) -> None:
+    """Check the platform: JAX falls back to the CPU silently if it finds no usable GPU."""
+    found, needed = jax.default_backend(), track.rules.platform
+    if needed not in ("any", found):
+        hint = "scripts/install.sh adds JAX for CUDA where there is a driver; or choose another track"
+        raise UsageError(f"JAX found a {found}, {track.id} needs a {needed}; {hint}")
+
+
+def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
+    """Check that the recipe has the track's vocabulary, and its document token if it reads documents."""
+    known, needed = recipe.config.vocab_size, track.data.vocab_size
+    if known < needed:
+        raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")
+    needed = track.data.document_token
+    if (opens := getattr(recipe.config, "document_token", needed)) != needed:
+        found = (
+            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}"
+        )
+        hint = f"--set config.document_token={needed}, --set size=smoke or choose another"
+        raise UsageError(f"{found}; {hint}")

@@ -1,0 +1,264 @@
+"""Compiles a recipe's pure functions and inspects each program before it runs. An instrument."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.base import signals
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA, accelerator, replicate
+from speedrun.science.inputs import Arrays, Inputs, Static
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Choice, Kernels
+from speedrun.science.params import SHARDS, Layout, Params
+from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
+from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
+from speedrun.train import scorer
+
+#: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
+FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
+#: Calls of such code, in both forms in which MLIR prints them, transfers from and to the host, and the generator whose
+#: state outlives a call: it counts calls, and tells those that score from those that examine.
+_CALLS = re.compile(
+    r'\bcustom_call @(?:"([^"]*)"|([^\s"(]+))|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv|rng)\b'
+)
+#: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
+STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
+MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
+
+
+class StepShape(NamedTuple):
+    """The static properties of one executable of the training step."""
+
+    num_sequences: int
+    seq_len: int
+    static: Static  #: the inputs that are compiled in; others are read from the schedule
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.num_sequences}x{self.seq_len}", *(f"{k} {v}" for k, v in self.static)])
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe on a mesh: the functions to compile, and the sharding of their arrays."""
+
+    recipe: Recipe
+    mesh: Mesh
+    microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
+    attention: str = "auto"  #: the form to use, as `kernels.choose` names it
+    vocabulary: Vocabulary | None = None  #: of the data, for constants; None: of unknown bytes, as in a plan
+    memory: Literal["ample", "scarce"] = "ample"  #: if scarce, activations are recomputed
+    portable: bool = False  #: in forms that any machine can run, for a referee without these devices
+
+    def __post_init__(self) -> None:
+        if SHARDS % self.num_shards:
+            raise UsageError(
+                f"got {self.num_shards} devices for a replica, need a divisor of {SHARDS}; "
+                "pass --devices or --replicas that leave 1, 2, 4 or 8"
+            )
+        for i, stage in enumerate(self.recipe.stages):
+            self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
+            if stage.num_sequences != self.recipe.stages[0].num_sequences and self.step.specs.carry:
+                raise UsageError(
+                    f"stages.{i}.num_sequences: {stage.num_sequences} sequences; this recipe carries values from step "
+                    f"to step, and needs as many as in stages.0"
+                )
+        self._check_division("eval_sequences", self.recipe.eval_sequences, math.lcm(SHARDS, self.num_devices))
+
+    def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
+        if num_sequences % parts or parts % self.num_devices:
+            even_parts = -(-parts // self.num_devices) * self.num_devices
+            even = -(-num_sequences // even_parts) * even_parts
+            more = f"--microbatches {even_parts} " if even_parts != parts else ""
+            raise UsageError(
+                f"{setting}: {num_sequences} sequences in {parts} parts on {self.num_devices} devices do not come out "
+                f"even; need a multiple of {even_parts}; pass {more}--set {setting}={even}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the mesh."""
+        return self.mesh.size
+
+    @property
+    def num_shards(self) -> int:
+        """Number of devices over which one replica of the state is sharded: those of a node."""
+        return self.mesh.shape[DATA]
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the state: one on each node."""
+        return self.num_devices // self.num_shards
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of the mesh. Batches are sharded over all of them."""
+        return self.mesh.axis_names
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The chosen forms of the operations."""
+        here = ("cpu", "") if self.portable else accelerator(self.mesh)
+        kernels = Kernels(*here, "auto" if self.portable else self.attention)
+        if self.memory == "scarce":
+            kernels = replace(kernels, head_tokens=HEAD_TOKENS // 4)
+            why = f"memory is scarce; logits of {kernels.head_tokens:,} tokens at one time"
+            kernels.choices["activations"] = Choice("recomputed", recomputed, why)
+        return kernels
+
+    def static_at(self, step: int) -> Static:
+        """Return the inputs that are compiled into the executables of this step."""
+        return self.step.plan.static_at(step, integers=self.kernels.wanted_attention in FIXED_WINDOW_FORMS)
+
+    def shape_at(self, step: int) -> StepShape:
+        """Return the shape of this step, which selects its executable."""
+        stage = self.recipe.stages[self.recipe.stage_of(step)]
+        return StepShape(stage.num_sequences, stage.seq_len, self.static_at(step))
+
+    def eval_shape_at(self, step: int) -> StepShape:
+        """Return the shape of a validation before this step."""
+        return StepShape(self.recipe.eval_sequences, self.recipe.eval_seq_len, self.static_at(step))
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int | str]:
+        """XLA's settings for this platform."""
+        return COMPILER_OPTIONS.get(self.kernels.platform, {})
+
+    @cached_property
+    def step(self) -> Step:
+        """The training step of the recipe."""
+        recipe = self.recipe
+        if self.memory == "scarce":
+            recipe = replace(recipe, forward=recomputed(recipe.forward))
+        return Step(recipe, self.mesh, self.microbatches, self.kernels, self.constants)
+
+    @cached_property
+    def _given(self) -> Constants:
+        config = self.recipe.config
+        known = (b"",) * config.vocab_size if self.vocabulary is None else self.vocabulary
+        try:
+            return dict(self.recipe.constants(config, known))
+        except LookupError as error:
+            need = "need some for any vocabulary, and for none"
+            raise UsageError(f"its constants end in {error!r}; {need}") from None
+
+    @cached_property
+    def computed(self) -> dict[str, Callable[[], jax.Array]]:
+        """The constants that functions compute: a record carries their programs in place of the arrays."""
+        return {name: jax.jit(x) for name, x in self._given.items() if callable(x)}
+
+    def constants(self) -> Arrays:
+        """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
+        given: dict[str, Any] = {**self._given}
+        given |= {name: np.asarray(make()) for name, make in self.computed.items()}
+        for name, x in given.items():
+            if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
+                what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
+                need = "need NumPy numbers of 32 bits or less"
+                raise UsageError(f"its constants give {name!r} as {what}; {need}")
+        if (size := sum(x.nbytes for x in given.values())) > MOST_CONSTANT_BYTES:
+            raise UsageError(f"its constants have {size:,} bytes; need {MOST_CONSTANT_BYTES:,} or less")
+        return {name: x.copy() for name, x in given.items()}
+
+    @property
+    def layout(self) -> Layout:
+        """The packing of the recipe's parameters."""
+        return self.step.layout
+
+    @property
+    def specs(self) -> TrainState:
+        """The sharding spec of each leaf of the state."""
+        return self.step.specs
+
+    @cached_property
+    def schedule(self) -> dict[str, jax.Array]:
+        """Inputs of every step and of the last validation, [num_steps + 1, ...], and constants: on every device."""
+        return replicate(self.step.plan.schedule, self.mesh)
+
+    def shardings(self, specs: Any) -> Any:
+        """Return a tree of specs as shardings on this mesh."""
+        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+
+    @cached_property
+    def init(self) -> Any:
+        """Key -> initial state. Each device makes only its own part."""
+        return jax.jit(self.step.init, out_shardings=self.shardings(self.specs))
+
+    @cached_property
+    def train_step(self) -> Any:
+        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
+        return self.train_step_for(self.static_at(0))
+
+    def train_step_for(self, static: Static) -> Any:
+        """`train_step` with other inputs compiled in than those of the first step."""
+        return jax.jit(self.step.train_function(static), donate_argnums=0)
+
+    @cached_property
+    def eval_step(self) -> Any:
+        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
+        return self.eval_step_for(self.static_at(0))
+
+    def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
+        """Return the recipe's final hidden states: [B, T, D]."""
+        return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)
+
+    def logits(self, params: Params, x_ND: jax.Array) -> jax.Array:
+        """Return the recipe's logits of hidden states: [N, V]."""
+        return self.recipe.logits(params, x_ND, self.recipe.config)
+
+    def eval_step_for(self, static: Static) -> Any:
+        """`eval_step` with other inputs compiled in than those of the first step."""
+        vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
+
+        def score(
+            packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params, at: jax.Array
+        ) -> jax.Array:
+            """Score the sequences of one device one by one, so that memory does not depend on their number."""
+            params, inputs = self.step.whole(packed), self.step.plan.at(at, schedule, static)
+
+            def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
+                tokens_T, targets_T = sequence_T
+                (x_TD,) = self.forward(params, tokens_T[None], inputs)
+                logits = partial(self.logits, params)
+                return scorer.nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
+
+            return jax.lax.map(of_one, (tokens_BT, targets_BT))
+
+        specs = self.layout.specs, P(self.axes), P(self.axes), P(), P()
+        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
+
+    def compiled(self, lowered: Any) -> Any:
+        """Inspect and compile a lowered program, with XLA's settings for this platform; return the executable."""
+        inspect(lowered.as_text())
+        return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
+
+
+def recomputed(forward: Forward) -> Forward:
+    """Return the same function; the backward pass computes again all but `STORED`."""
+
+    def is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name in STORED
+
+    def thrifty(params: Params, tokens_BT: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+        run = jax.checkpoint(
+            lambda params, tokens_BT: forward(params, tokens_BT, *rest, **more), policy=is_stored
+        )
+        return run(params, tokens_BT)
+
+    return thrifty
+
+
+def inspect(text: str) -> None:
+    """Raise UsageError if a lowered program would talk to the host, call code not in `FOREIGN`, or keep a state."""
+    if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
+        raise UsageError(
+            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host or "
+            f"keep a state, and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
+        )

@@ -1,0 +1,56 @@
+"""The settings of a run that is resumed."""
+
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from speedrun.base import processes, track
+from speedrun.base.errors import CheckpointError, UsageError
+from speedrun.base.wholefile import read_regular
+from speedrun.record import layout
+from speedrun.record.reader import load
+from speedrun.record.salvage import salvage
+from speedrun.train import checkpoint
+from speedrun.train.preflight import Resumable
+from speedrun.train.request import RunConfig, decoded
+
+
+def resumed(out: Path) -> RunConfig:
+    """Return the settings of the run in a folder; `resume` is unset if it finished and only its record is missing.
+
+    A run that was killed becomes one that broke off.
+
+    Raises:
+        UsageError: if the folder holds a batch, or no checkpoints.
+        CheckpointError: if the settings cannot be read.
+    """
+    if (out / layout.BATCH).exists():
+        raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
+    if finished := _finished(out):
+        return finished
+    path = checkpoint.folder_of(out) / checkpoint.RUN
+    if not path.exists():
+        if path.parent.exists() and not out.exists():
+            hint = "start it again, with the same command"
+            raise UsageError(f"{out}: the run was killed before its settings were written; {hint}")
+        hint = "start a new run with another --out, and with --checkpoint-every if you want to resume it"
+        raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
+    try:
+        kept = decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), Resumable)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
+    if processes.is_first():
+        salvage(out)
+        for problem in load(out).malformed:
+            raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")
+    return msgspec.structs.replace(kept.config, out=out, resume=True)
+
+
+def _finished(out: Path) -> RunConfig | None:
+    for run in load(out).finished if out.is_dir() else ():
+        start, name = run.start, run.start.track.rpartition("@")[0]
+        recipe = None if start.recipe == track.load(name).recipe else start.recipe
+        return RunConfig(name, out, recipe, start.seed, start.overrides)
+    return None

@@ -1,0 +1,139 @@
+"""One run of a recipe on a track: checks, folder, `loop.run`, and its log to the last line, however the run ends.
+
+python -m speedrun.train.run REQUEST.json      prints the log; other commands run this as a child process
+"""
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from speedrun.base import faults, lock, processes, provenance, runlog, signals
+from speedrun.base import track as tracks
+from speedrun.base.clock import now
+from speedrun.base.errors import NonFiniteError, translate_os_errors
+from speedrun.base.output import expected, reported, text_of
+from speedrun.base.wholefile import make_folder, write_whole
+from speedrun.record import layout
+from speedrun.train import checkpoint, health, watchdog
+from speedrun.train.checkpoint import Checkpoints
+from speedrun.train.loop import Training
+from speedrun.train.preflight import Ready, prepare
+from speedrun.train.request import RunConfig, decoded
+
+
+def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunEnd:
+    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder; return the last line of the log.
+
+    Raises:
+        SpeedrunError: if `prepare` refuses, and no folder is made; or if the run breaks off, and its log says why.
+    """
+    ready = processes.agreed(lambda: prepare(config), lambda ready: ready.facts)
+    locked = lock.lock_record(config.out) if processes.is_first() else nullcontext()
+    with locked, _checkpoints(ready) as checkpoints:
+        return _logged(ready, checkpoints, reader)
+
+
+def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
+    """Open the folder of checkpoints, if the run has any."""
+    config = ready.config
+    if not config.checkpoint_every:
+        return nullcontext()
+    return checkpoint.opened(checkpoint.folder_of(config.out), ready.resumable, keep=config.keep_checkpoints)
+
+
+def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runlog.RunEnd:
+    """Run from the first line of the log to the last."""
+    config, started = ready.config, now()
+    nonce = layout.sha256(f"{started}".encode())[:4]
+    run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
+    run_dir = config.out / "runs" / run_id
+    path = _make_folders(ready, run_dir) if processes.is_first() else None
+    with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
+        training = Training(run_id, ready, log, checkpoints)
+        outcome: runlog.Outcome = "aborted"
+        training.phases.enter("start")  # its deadline counts from here
+        try:
+            stacks = watchdog.stacks_of(config.out)
+            watched = watchdog.watching(training.phases, config.deadlines_s, log, stacks)
+            with watched, processes.handled_by(processes.immediate_stop()):
+                _announce(run_id, ready, log)
+                training.run()
+            outcome = "finished"
+        except BaseException as error:
+            # Log every cause: a run that broke off stays visible.
+            known = expected(error) or error
+            outcome = "non-finite" if isinstance(known, NonFiniteError) else "aborted"
+            log.emit(runlog.Error(type(known).__name__, text_of(known) or "stopped from outside"))
+            raise
+        finally:
+            training.phases.enter("end")
+            faults.point("end")
+            log.emit(end := training.end(outcome))  # the result comes last, when everything else is on disk
+    return end
+
+
+def _make_folders(ready: Ready, run_dir: Path) -> Path:
+    """Make the folders of record and run; return the path of the log."""
+    out, source = ready.config.out, "source.txt"
+    if (ready.config.batch_sha256 or ready.config.resume) and out.exists():
+        write_whole(out / source, ready.source.encode())  # the same text, or missing
+    else:
+        make_folder(out, {source: ready.source.encode()})
+    with translate_os_errors(run_dir):
+        run_dir.mkdir(parents=True)
+    return run_dir / "metrics.jsonl"
+
+
+def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
+    """Log what is about to run, on which devices, with which data."""
+    track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
+    log.emit(
+        runlog.RunStart(
+            format=runlog.FORMAT,
+            run_id=run_id,
+            track=track.id,
+            track_sha256=tracks.sha256(track.name),
+            recipe=recipe.name,
+            recipe_revision=recipe.revision,
+            overrides=ready.config.overrides,
+            seed=ready.config.seed,
+            num_steps=recipe.num_steps,
+            source_sha256=ready.source_sha256,
+            config=ready.described,
+            config_sha256=layout.config_sha256(ready.described),
+            batch_sha256=ready.config.batch_sha256,
+        )
+    )
+    device = mesh.devices.flat[0]
+    log.emit(
+        runlog.Preflight(
+            platform=device.platform,
+            device_kind=device.device_kind,
+            num_devices=mesh.size,
+            num_processes=processes.count(),
+            num_replicas=ready.program.replicas,
+            software=provenance.software(),
+            environment=provenance.environment(),
+            matmul_gflops=health.matmul_gflops(mesh),
+            **provenance.code(),
+        )
+    )
+    if mesh.size != (wanted := track.rules.num_devices or mesh.size):
+        problem = f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
+        log.emit(runlog.Warning(problem))
+    val = ready.shards.val[0]
+    log.emit(
+        runlog.DataReady(
+            folder=ready.folder.name,
+            train_shards=[shard.path.name for shard in ready.shards.train],
+            val_shard=val.path.name,
+            val_tokens=track.data.val_tokens,
+            val_sha256=ready.val_sha256,
+        )
+    )
+
+
+if __name__ == "__main__":  # with the path of a request: prints each line of the log
+    with reported():
+        request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
+        train(request, lambda line: print(line.encode().decode(), flush=True))  # noqa: T201

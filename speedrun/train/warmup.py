@@ -1,0 +1,149 @@
+"""Before the clock: compile all executables, run them on random ids, and build the state again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from speedrun.base import faults, runlog
+from speedrun.base import mesh as meshes
+from speedrun.base.clock import Stopwatch
+from speedrun.data import stream
+from speedrun.science.params import count
+from speedrun.science.step import TrainState
+from speedrun.train import footprint
+from speedrun.train.fingerprint import state_hash
+from speedrun.train.footprint import flops_per_token
+from speedrun.train.preflight import Ready
+from speedrun.train.program import StepShape
+
+_STEPS = 2  #: of each executable
+
+
+class Planned(NamedTuple):
+    """The plan of a step."""
+
+    shape: StepShape
+    stage: int
+    batch: stream.Shape
+    inputs: dict[str, float]  #: for the log: those that are numbers
+
+
+class Executables(NamedTuple):
+    """All programs of a run, and the plan of each step. No code of a recipe runs after the clock has started."""
+
+    steps: dict[StepShape, Any]
+    scores: dict[StepShape, Any]
+    planned: tuple[Planned, ...]  #: each step
+    score_at: dict[int, Any]  #: at each step that is validated, the end included
+    compile_s: float
+
+
+def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executables:
+    """Compile an executable for each shape of a step and of a validation, but equal programs only once.
+
+    Raise UsageError if a step needs more memory than a device has, by the compiler's count.
+    """
+    program, recipe = ready.program, ready.recipe
+    done: dict[str, Any] = {}
+    times_s: list[float] = []
+
+    def compiled(name: str, lowered: Any) -> Any:
+        watch = Stopwatch()
+        faults.point("compile")
+        if (text := lowered.as_text()) in done:
+            return done[text]
+        with _cache() as answers:
+            done[text] = program.compiled(lowered)
+        times_s.append(watch.seconds)
+        log.emit(runlog.Compile(name, times_s[-1], answers[-1] if answers else "off"))
+        return done[text]
+
+    def step(shape: StepShape) -> Any:
+        inputs = state, *_random_ids(ready, shape), program.schedule
+        return compiled(f"train/{shape}", program.train_step_for(shape.static).lower(*inputs))
+
+    def score(shape: StepShape) -> Any:
+        inputs = state.params, *_random_ids(ready, shape), program.schedule, state.step
+        return compiled(f"eval/{shape}", program.eval_step_for(shape.static).lower(*inputs))
+
+    planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
+    steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
+    validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
+    scored_at = {at: program.eval_shape_at(at) for at in validated}
+    scores = {shape: score(shape) for shape in dict.fromkeys(scored_at.values())}
+    memory = [executable.memory_analysis() for executable in steps.values()]
+    footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
+    log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
+    score_at = {at: scores[shape] for at, shape in scored_at.items()}
+    return Executables(steps, scores, planned, score_at, sum(times_s))
+
+
+def _planned(ready: Ready, step: int) -> Planned:
+    program, at = ready.program, ready.recipe.stage_of(step)
+    stage = ready.recipe.stages[at]
+    batch = stream.Shape(stage.num_sequences, stage.seq_len, stage.document_tokens)
+    row = program.step.plan.rows[step].items()
+    inputs = {k: v for k, v in row if np.ndim(v) == 0 and not isinstance(v, str)}
+    return Planned(program.shape_at(step), at, batch, {k: np.asarray(v).item() for k, v in inputs.items()})
+
+
+@contextmanager
+def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
+    """Collect hits and misses of JAX's persistent cache; there are none without $JAX_COMPILATION_CACHE_DIR."""
+    answers: list[Literal["hit", "miss"]] = []
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            answers.append("hit")
+        elif event == "/jax/compilation_cache/cache_misses":
+            answers.append("miss")
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield answers
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runlog.RunLog) -> TrainState:
+    """Run every executable on random ids, which uses up the state, and return it built again from the seed."""
+    watch, program = Stopwatch(), ready.program
+    log.emit(runlog.WarmupStart(state_hash(state)))
+    for shape, step in executables.steps.items():
+        for _ in range(_STEPS):
+            state, metrics = step(state, *_random_ids(ready, shape), program.schedule)
+            meshes.whole(metrics.bad)
+    for shape, score in executables.scores.items():
+        meshes.fetch(score(state.params, *_random_ids(ready, shape), program.schedule, state.step))
+    del state  # otherwise two states would be in memory
+    state = program.init(jax.random.key(ready.config.seed))
+    again, num_steps = state_hash(state), _STEPS * len(executables.steps)
+    log.emit(runlog.WarmupEnd(again, num_steps, watch.seconds))
+    return state
+
+
+def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
+    """Return tokens and targets of a batch, placed like real ones."""
+    size = 2, shape.num_sequences, shape.seq_len
+    pair = np.random.default_rng(0).integers(0, ready.track.data.vocab_size, size, np.int32)
+    return [meshes.place_own(x_BT, ready.program.mesh) for x_BT in pair]
+
+
+def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
+    """Return the sizes of the run."""
+    table = ready.program.layout.table
+    return runlog.Plan(
+        num_params=count(table),
+        tokens_per_step=max(stage.batch_tokens for stage in ready.recipe.stages),
+        total_tokens=ready.recipe.total_tokens,
+        flops_per_token=flops_per_token(table),
+        state_bytes_per_device=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
+        temp_bytes_per_device=temp_bytes,
+        kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
+        compiler_options=ready.program.compiler_options,
+        shapes={name: spec.shape for name, spec in table.items()},
+    )
