@@ -640,7 +640,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V501", "a name that is not there", science("from speedrun.science.models import record22\n")),
     ("V501", "no track", sourced("speedrun/tracks/forged.toml", lambda _: None)),
     ("V501", "easier rules", sourced("speedrun/tracks/forged.toml", lambda text: text.replace("3.28", "3.38"))),
-    ("V501", "a decoy of another layout", extended("speedrun/step.py", "x = 1\n")),
+    ("V503", "a decoy of an older layout", extended("speedrun/step.py", "x = 1\n")),
     ("V503", "another clock", extended("speedrun/base/clock.py", "# slower\n")),
     ("V503", "another validation", sourced("speedrun/train/validation.py", lambda text: text.replace("+=", "=", 1))),
     ("V503", "another finder of recipes", extended("speedrun/recipes/__init__.py", "# mine\n")),

@@ -79,7 +79,7 @@ def node(driver: Path, offline: None, monkeypatch) -> None:
         shown = NODE if usable else CPUS
         yield Check("devices", f"8 x {shown.kind}", ok=True, facts=shown._asdict())
 
-    monkeypatch.setattr(examine.devices, "checks", seen)
+    monkeypatch.setattr(examine.check_devices, "checks", seen)
     monkeypatch.setattr(check_software.provenance, "installed", lambda: WHOLE)
     monkeypatch.setattr(check_cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
 
@@ -374,7 +374,7 @@ def test_a_machine_that_is_not_fit(offline: None, monkeypatch):
     def broken(*_: object, **__: object):
         raise RuntimeError("no CUDA\nand a long tale")
 
-    monkeypatch.setattr(examine.devices, "checks", broken)
+    monkeypatch.setattr(examine.check_devices, "checks", broken)
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "bad   devices: no CUDA; " in result.stdout

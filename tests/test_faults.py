@@ -76,8 +76,8 @@ def config(trained) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def unbroken(trained) -> Run:
-    (run,) = runs_of(trained.out)
-    return run
+    (made,) = runs_of(trained.out)
+    return made
 
 
 def at(config: RunConfig, out: Path, **changes) -> RunConfig:

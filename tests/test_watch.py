@@ -230,7 +230,7 @@ def test_the_feed_ends_with_the_server(tmp_path) -> None:
     with watch_server.watching([tmp_path], 0, None) as url:
         assert b"watch.js" in got(url)
         for name in ("watch.js", "watch.css", "chart.js"):
-            assert got(url + name) == (ROOT / "speedrun" / "watch" / "page" / name).read_bytes()
+            assert got(url + name) == (ROOT / "speedrun" / "model" / "watch_page" / name).read_bytes()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             got(url + "../server.py")
         reader = threading.Thread(target=lambda: whole.append(got(url + "feed")))

@@ -119,7 +119,7 @@ def _lines(error: BaseException) -> list[tuple[str, int]]:
 
 
 def _is_science(file: str) -> bool:
-    return file in IMPORTED or _PACKAGE / "science" in Path(file).parents
+    return file in IMPORTED or not {_PACKAGE / "science", _PACKAGE / "recipes"}.isdisjoint(Path(file).parents)
 
 
 def _shown(file: str, number: int) -> str:

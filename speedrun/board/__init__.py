@@ -1,1 +1,1 @@
-"""The leaderboard, its plots, and submissions."""
+"""The leaderboard, pictures of records, submissions, and the logs of others."""

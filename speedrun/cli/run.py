@@ -13,7 +13,7 @@ from speedrun.base.errors import INTERRUPTED, UsageError
 from speedrun.cli import options as cli
 from speedrun.cli import run_options
 from speedrun.cli.card import card, following
-from speedrun.model import PORT
+from speedrun.model.watch_server import PORT
 from speedrun.record import reader
 from speedrun.train import connect, local_processes
 

@@ -6,7 +6,7 @@ from typing import Any
 from speedrun.base import clock
 from speedrun.base.errors import UsageError, unknown
 from speedrun.cli import options as cli
-from speedrun.model import PORT
+from speedrun.model.watch_server import PORT
 from speedrun.train import watchdog
 from speedrun.train.connect import HEARTBEAT_S, MEET_S
 from speedrun.train.request import RunConfig

@@ -10,7 +10,7 @@ from speedrun.base import console
 from speedrun.base.errors import UsageError
 from speedrun.base.serving import stoppable
 from speedrun.cli import options as cli
-from speedrun.model import PORT, watch_feed, watch_server
+from speedrun.model import watch_feed, watch_server
 
 _RUNS = Path("runs")
 
@@ -22,7 +22,7 @@ _RUNS = Path("runs")
     cls=click.Command,
 )
 @click.argument("runs", nargs=-1, type=cli.PATH, metavar="[RUN]...")
-@cli.port_option(PORT)
+@cli.port_option(watch_server.PORT)
 @cli.option(
     "--ghost RECORD|best",
     str,

@@ -1,1 +1,1 @@
-"""Benchmarks on this machine: our kernels beside their definitions and the arithmetic that bounds both."""
+"""This machine: what it can run, and how fast its operations are beside their bounds."""

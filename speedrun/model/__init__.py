@@ -1,1 +1,1 @@
-"""What a trained model can do: its weights from a checkpoint, text that it continues, its loss on other data."""
+"""What a trained model can do: its weights, text that it continues, its loss on other text; pages."""

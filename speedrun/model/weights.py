@@ -21,7 +21,7 @@ from speedrun.base.track import Track
 from speedrun.base.wholefile import read_regular
 from speedrun.data import shard_folder, vocabulary
 from speedrun.model.text_ids import Words
-from speedrun.record import layout
+from speedrun.record.layout import config_sha256
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
 from speedrun.science.recipe import Recipe, describe, no_constants
@@ -159,7 +159,7 @@ def _configs(kept: Resumable, program: Program) -> Iterator[str]:
         "microbatches": config.microbatches or max(SHARDS, kept.num_devices),
         "attention": config.attention,
     }
-    return (layout.config_sha256({**described, "memory": memory}) for memory in ("ample", "scarce"))
+    return (config_sha256({**described, "memory": memory}) for memory in ("ample", "scarce"))
 
 
 def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:

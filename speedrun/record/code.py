@@ -13,23 +13,14 @@ from speedrun.record.source import split_source
 MOST_BYTES = 2**18
 
 #: Files that a recipe's author may change, since they shape the loss curve. All others are instruments.
-SCIENCE = "speedrun/science/"
-#: Science in the layout before 2026-11-22: folders, and files.
-_FOLDERS_BEFORE = tuple(f"speedrun/{name}/" for name in ("recipes", "models", "kernels", "optim"))
-_FILES_BEFORE = frozenset(f"speedrun/{name}.py" for name in ("nn", "params", "recipe", "step"))
-#: They find recipes by name, or could replace the files that do, so they are instruments.
-_REGISTERS = frozenset(
-    f"{folder}/{name}"
-    for folder in ("speedrun/science", "speedrun")
-    for name in ("__init__.py", "recipes.py", "recipes/__init__.py")
-)
+SCIENCE = ("speedrun/science/", "speedrun/recipes/")
+#: They find recipes by name, so they are instruments.
+_REGISTERS = frozenset(f"{folder}__init__.py" for folder in SCIENCE)
 
 
 def is_science(path: str) -> bool:
     """Return whether a file of a source text is science."""
-    if not path.endswith(".py") or path in _REGISTERS:
-        return False
-    return path.startswith((SCIENCE, *_FOLDERS_BEFORE)) or path in _FILES_BEFORE
+    return path.startswith(SCIENCE) and path.endswith(".py") and path not in _REGISTERS
 
 
 def changed_lines(source_text: str, parent_source_text: str) -> int:

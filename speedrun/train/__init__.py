@@ -1,1 +1,1 @@
-"""One run in several processes on this machine."""
+"""A run, from its settings to its record: compile, train, validate, checkpoint; in one process or several."""

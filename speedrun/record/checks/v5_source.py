@@ -3,23 +3,20 @@
 The source is parsed and never executed: see `record.code`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from speedrun.base import runlog
+from speedrun.base.sourcefile import RECIPES
 from speedrun.base.track import Fixed
 from speedrun.record import git_history, layout
 from speedrun.record.checks.table import Skip, check, check_run, if_ranked
-from speedrun.record.code import SCIENCE, Names, is_science, read
+from speedrun.record.code import Names, is_science, read
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 
-#: Entry point and folder of recipes: of this layout, and of the one before 2026-11-22.
-_PLACES = (
-    ("speedrun/train/run.py", "speedrun/recipes"),
-    ("speedrun/train.py", "speedrun/recipes"),
-)
+_ENTRY = "speedrun/train/run.py"
 
 
 def _need_source(record: Record) -> None:
@@ -39,22 +36,14 @@ def whole(record: Record) -> Iterator[str]:
     files = record.source_files
     for run in record.runs:
         tracks = f"speedrun/tracks/{run.start.track.rpartition('@')[0]}.toml"
-        entry, recipes = next((place for place in _PLACES if place[0] in files), _PLACES[0])
-        for path in (entry, f"{recipes}/{run.start.recipe}.py", tracks):
+        for path in (_ENTRY, f"{RECIPES}/{run.start.recipe}.py", tracks):
             if path not in files:
                 yield f"{run.folder}: ran {path}, which is missing"
         # V006 reports unknown tracks.
         other = record.track is not None and tracks in files
         if other and layout.sha256(files[tracks].encode()) != run.start.track_sha256:
             yield f"{run.folder}: {tracks} is not the track that it ran under"
-    yield from (f"{path} is of another layout than the entry" for path in _of_another_layout(files))
     yield from _unreadable_and_missing(files)
-
-
-def _of_another_layout(files: Iterable[str]) -> list[str]:
-    """Return science that the entry point does not run: a decoy for readers of the source."""
-    is_new = _PLACES[0][0] in files
-    return [path for path in files if is_science(path) and path.startswith(SCIENCE) != is_new]
 
 
 def _unreadable_and_missing(files: dict[str, str]) -> Iterator[str]:
@@ -186,7 +175,7 @@ def parameters(run: Run, record: Record) -> Iterator[str]:
 #: Fields of a described recipe that no track fixes.
 FREE = ("kind", "name", "summary", "parent", "revision", "optimizer", "schedule")
 #: Folders of science that such a record may change. No other science imports from them, which a test enforces.
-FREE_FOLDERS = ("speedrun/science/optim/", "speedrun/recipes/")
+FREE_FOLDERS = ("speedrun/science/optim/", f"{RECIPES}/")
 
 
 @check(
