@@ -225,19 +225,14 @@ FULL_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "cause"), FAST_FAULTS.values(), ids=FAST_FAULTS)
-def test_faults_found_without_reading_tokens(folder: Path, fault, cause: str):
+@pytest.mark.parametrize("name", [*FAST_FAULTS, *FULL_FAULTS])
+def test_faults_of_a_folder(folder: Path, name: str):
+    fault, cause = (FAST_FAULTS | FULL_FAULTS)[name]
     fault(folder)
-    with pytest.raises(DataError, match=cause):
+    if full := name in FULL_FAULTS:  # found only by reading tokens
         verify(folder, DATA, full=False)
-
-
-@pytest.mark.parametrize(("fault", "cause"), FULL_FAULTS.values(), ids=FULL_FAULTS)
-def test_faults_found_by_reading_tokens(folder: Path, fault, cause: str):
-    fault(folder)
-    verify(folder, DATA, full=False)
     with pytest.raises(DataError, match=cause):
-        verify(folder, DATA, full=True)
+        verify(folder, DATA, full=full)
 
 
 def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):

@@ -24,12 +24,8 @@ FULL_SIZE = [name for name in recipes.names() if recipes.load(name).config.model
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_small_is_the_recipe_itself(name: str) -> None:
+def test_small_is_the_recipe_itself_and_each_size_larger_than_the_one_before(name: str) -> None:
     assert recipes.load(name).override({"size": "small"}) == recipes.load(name)
-
-
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_each_size_is_larger_than_the_one_before(name: str) -> None:
     siblings = [recipes.load(name).override({"size": size}) for size in SIZES]
     numbers = [(count(one.table(one.config)), one.config.num_layers, one.total_tokens) for one in siblings]
     for smaller, larger in itertools.pairwise(numbers):

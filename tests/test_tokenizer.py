@@ -180,14 +180,11 @@ def test_a_trained_tokenizer_decodes_to_the_text(trained: Path, text: str):
     assert loaded.vocab_size == 300
 
 
-def test_a_document_token_in_a_text_is_text(trained: Path):
+def test_a_document_token_in_a_text_is_text_or_refused(trained: Path, tmp_path: Path):
     loaded = tokenizer.load(str(trained))
     (ids,) = loaded.encode([f"a{END_OF_TEXT}b"])
     assert loaded.document_token == 0
     assert 0 not in ids
-
-
-def test_a_document_token_that_is_not_special_is_refused(trained: Path, tmp_path: Path):
     model = json.loads(trained.read_text())
     model["added_tokens"][0]["special"] = False
     (tmp_path / "plain.json").write_text(json.dumps(model))
