@@ -78,21 +78,12 @@ def step_moved(to: type[runlog.Event], nth: int) -> Edit:
     return edit
 
 
-def said_to_have_broken_off(folder: Path) -> None:
+def said_to_have_broken_off(log: Moments) -> Moments:
     """Its loss became non-finite, which its log tells, and its end calls it a run that broke off."""
-    forge(folder, declared=(1, 2, 3))
     blown = runlog.Error("NonFiniteError", "step 9: loss is nan")
-
-    def ended(log: Moments) -> Moments:
-        end = replace(log[-1].event, status="aborted", val_loss=None)
-        return [
-            *log[: place_of(log, runlog.ClockStop)],
-            log[-2]._replace(event=blown),
-            log[-1]._replace(event=end),
-        ]
-
-    write_run(folder, Spec(seed=3, edit_log=ended))
-    assemble(folder)
+    end = replace(log[-1].event, status="aborted", val_loss=None)
+    stop = place_of(log, runlog.ClockStop)
+    return [*log[:stop], log[-2]._replace(event=blown), log[-1]._replace(event=end)]
 
 
 def broken_off(log: Moments) -> Moments:
@@ -108,44 +99,34 @@ def pause_for_nothing(log: Moments) -> Moments:
     return [*log[:place], earlier, resume, *log[place:]]
 
 
-def compile_late(log: Moments) -> Moments:
-    place = place_of(log, runlog.Step, 3)
-    late = log[place]._replace(event=runlog.Compile("late", 0.1), mono_ns=log[place].mono_ns - 500)
-    return [*log[:place], late, *log[place:]]
-
-
-def later_by(seconds: float) -> Edit:
-    """All but the first line, by both clocks."""
-    ns = round(seconds * 1e9)
-    return lambda log: [
-        log[0],
-        *(moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[1:]),
-    ]
-
-
-def long_pause(seconds: int) -> Edit:
-    """The first validation lasts so much longer, by both clocks."""
+def inserted(event: runlog.Event, kind: type[runlog.Event], nth: int, ns: int) -> Edit:
+    """An event more, so long before another one."""
 
     def edit(log: Moments) -> Moments:
-        place, ns = place_of(log, runlog.ClockResume), seconds * 10**9
-        later = [
-            moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[place:]
-        ]
-        return [*log[:place], *later]
+        at = place_of(log, kind, nth)
+        return [*log[:at], log[at]._replace(event=event, mono_ns=log[at].mono_ns - ns), *log[at:]]
 
     return edit
 
 
-def with_error(log: Moments) -> Moments:
-    """A run that finished, and tells of an error in the middle."""
-    place = place_of(log, runlog.Step, 5)
-    error = log[place]._replace(event=runlog.Error("OSError", "no space"), mono_ns=log[place].mono_ns - 500)
-    return [*log[:place], error, *log[place:]]
+def later(log: Moments, seconds: float) -> Moments:
+    """By both clocks."""
+    ns = round(seconds * 1e9)
+    return [moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log]
 
 
-def evenly(log: Moments) -> Moments:
-    """Steps of a tenth of a second to the nanosecond."""
-    return change(runlog.Step, train_time_s=lambda step: (step.step + 1) / 10)(log)
+def long_pause(seconds: int) -> Edit:
+    """The first validation lasts so much longer."""
+
+    def edit(log: Moments) -> Moments:
+        place = place_of(log, runlog.ClockResume)
+        return [*log[:place], *later(log[place:], seconds)]
+
+    return edit
+
+
+#: Steps of a tenth of a second to the nanosecond.
+EVENLY = change(runlog.Step, train_time_s=lambda step: (step.step + 1) / 10)
 
 
 def stamped_earlier(kind: type[runlog.Event], seconds: float) -> Edit:
@@ -211,12 +192,9 @@ def assembled(build: Build) -> Build:
 def programs(raw: bytes | None, digest: str) -> Build:
     """Runs that name an archive of programs; `raw` is what lies there."""
 
-    def build(folder: Path) -> None:
-        def exported(log: Moments) -> Moments:
-            at = place_of(log, runlog.Plan)
-            made = log[at]._replace(event=runlog.Exported(digest, 4, 0.1), mono_ns=log[at].mono_ns - 1)
-            return [*log[:at], made, *log[at:]]
+    exported = inserted(runlog.Exported(digest, 4, 0.1), runlog.Plan, 0, 1)
 
+    def build(folder: Path) -> None:
         forge(folder, edit_log=exported)
         if raw is not None:
             (folder / name_of(digest)).write_bytes(raw)
@@ -230,22 +208,6 @@ def linked(folder: Path) -> None:
     (folder / "source.txt").symlink_to(folder.parent / "elsewhere.txt")
 
 
-def other_config_in_one_run(folder: Path) -> None:
-    config = {**CONFIG, "stages": [11]}
-    sha256 = config_sha256(config)
-    edit_log = change(runlog.RunStart, config=config, config_sha256=sha256)
-    forge(folder, declared=(1, 2, 3))
-    write_run(folder, Spec(seed=3, edit_log=edit_log))
-    assemble(folder)
-
-
-def blown_up_in_one_run(folder: Path) -> None:
-    edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
-    forge(folder, declared=(1, 2, 3))
-    write_run(folder, Spec(seed=3, edit_log=edit_log))
-    assemble(folder)
-
-
 def with_runs(more: Sequence[Spec], **batch) -> Build:
     """A batch, and more runs in it."""
 
@@ -256,6 +218,11 @@ def with_runs(more: Sequence[Spec], **batch) -> Build:
         assemble(folder)
 
     return build
+
+
+def in_one_run(edit: Edit) -> Build:
+    """A batch, of which one run has another log."""
+    return with_runs([Spec(seed=3, edit_log=edit)], declared=(1, 2, 3))
 
 
 def declared_by_nothing(folder: Path) -> None:
@@ -285,12 +252,14 @@ def reading(*ranges: ShardRange, val: ShardRange | None = None) -> Edit:
     return change(runlog.RunEnd, data=data(*ranges, val=val))
 
 
+def other_config(config: dict) -> Edit:
+    """The log of a run with another config, and its digest."""
+    return change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
+
+
 def configured(config: dict, *edits: Edit) -> Build:
     """Runs of another recipe, which agree about it."""
-    whole = {**CONFIG, "recipe": {**CONFIG["recipe"], **config}}
-    sha256 = config_sha256(whole)
-    start = change(runlog.RunStart, config=whole, config_sha256=sha256)
-    return logged(start, *edits)
+    return logged(other_config({**CONFIG, "recipe": {**CONFIG["recipe"], **config}}), *edits)
 
 
 def cutting(*shards, edit: Edit = lambda log: log) -> Build:
@@ -318,7 +287,7 @@ def sourced(path: str, edit: Callable[[str], str | None]) -> Build:
 
 
 def extended(path: str, more: str) -> Build:
-    return sourced(path, lambda text: text + more)
+    return made(edit_source=with_file(path, more))
 
 
 STAGE = "[[fixed.recipe.stages]]\nnum_sequences = 10\nseq_len = 10\n"
@@ -441,13 +410,10 @@ def AT_SEED_1(log: Moments) -> Moments:
 
 OLD = {**SOFTWARE, "jax": "0.9"}
 NO_JAXLIB = {name: version for name, version in SOFTWARE.items() if name != "jaxlib"}
-OWN_BATCH = Spec(seed=3, edit_log=change(runlog.RunEnd, first_batch_sha256="c" * 64))
-OTHER_IDS = Spec(
-    seed=3,
-    edit_log=both(
-        change(runlog.DataReady, val_sha256="c" * 64),
-        change(runlog.RunEnd, data=lambda end: replace(end.data, val_sha256="c" * 64)),
-    ),
+OWN_BATCH = change(runlog.RunEnd, first_batch_sha256="c" * 64)
+OTHER_IDS = both(
+    change(runlog.DataReady, val_sha256="c" * 64),
+    change(runlog.RunEnd, data=lambda end: replace(end.data, val_sha256="c" * 64)),
 )
 BROKE = [Spec(seed=2, attempt=name, edit_log=broken_off) for name in "bc"]
 STARTED_ALIKE = both(
@@ -487,14 +453,14 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V003", "no programs", programs(None, sha256(b"mine"))),
     ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
-    ("V005", "runs differ", other_config_in_one_run),
+    ("V005", "runs differ", in_one_run(other_config({**CONFIG, "stages": [11]}))),
     ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
-    ("V007", "no final state",
-     with_runs([Spec(seed=3, edit_log=change(runlog.RunEnd, final_hash=""))], declared=(1, 2, 3))),
+    ("V007", "no final state", in_one_run(change(runlog.RunEnd, final_hash=""))),
     ("V007", "no first batch", ending(first_batch_sha256="")),
-    ("V007", "an error in a run that finished", logged(with_error)),
+    ("V007", "an error in a run that finished",
+     logged(inserted(runlog.Error("OSError", "no space"), runlog.Step, 5, 500))),
     ("V008", "stray pickle", added("weights.pkl", b"\x80\x04.")),
     ("V008", "link", linked),
     ("V008", "too big", added("README.md", b" " * 2**20)),
@@ -515,7 +481,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V102", "tokens left out in the middle",
      made(shards=(replace(ONE, stop=300), shard("t_train_1.bin", 350, 650), TWO))),
     ("V102", "a later shard from its middle", made(shards=(ONE, replace(TWO, start=9, stop=409)))),
-    ("V102", "a first batch of its own", with_runs([OWN_BATCH], declared=(1, 2, 3))),
+    ("V102", "a first batch of its own", in_one_run(OWN_BATCH)),
     ("V103", "trained on it", made(shards=(ONE, shard("t_val_0.bin", 0, 400)))),
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
@@ -528,13 +494,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V104", "more read than trained on", logged(reading(ONE, replace(TWO, stop=500)))),
     ("V105", "fewer scored", logged(FEWER_SCORED)),
     ("V105", "from elsewhere", logged(reading(ONE, TWO, val=SHIFTED))),
-    ("V105", "other ids in one run", with_runs([OTHER_IDS], declared=(1, 2, 3))),
+    ("V105", "other ids in one run", in_one_run(OTHER_IDS)),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V107", "overlap", made(shards=(ONE, shard("t_train_1.bin", 500, 900)))),
     ("V201", "stamp goes back", logged(stamped_earlier(runlog.Plan, 0.3))),
     ("V201", "train time goes back", logged(change(runlog.Step, at=5, train_time_s=0.45))),
     ("V201", "two lines at one moment", logged(stamped_earlier(runlog.Plan, 0.200001))),
-    ("V201", "as even as no clock", with_runs([Spec(seed=3, edit_log=evenly)], declared=(1, 2, 3))),
+    ("V201", "as even as no clock", in_one_run(EVENLY)),
     ("V202", "half the time", logged(*map(halved, TIMED))),
     ("V202", "at the end only", logged(halved(runlog.RunEnd))),
     ("V204", "outside its pause", logged(val_after_its_pause)),
@@ -544,9 +510,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
     ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9))),
     ("V205", "ten minutes in a pause", logged(long_pause(600))),
-    ("V206", "compiled late", logged(compile_late)),
+    ("V206", "compiled late", logged(inserted(runlog.Compile("late", 0.1), runlog.Step, 3, 500))),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
-    ("V208", "two hours", logged(later_by(7200.0))),
+    ("V208", "two hours", logged(lambda log: [log[0], *later(log[1:], 7200.0)])),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
     ("V301", "broke off", logged(broken_off)),
     ("V302", "not below the target", made(val_losses=(5.5, 4.0, 3.4, 3.279))),
@@ -584,8 +550,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "a loss beyond all models", logged(change(runlog.Step, at=4, loss=1e18))),
     ("V309", "a loss below zero", logged(change(runlog.Step, at=4, loss=-0.5))),
     ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
-    ("V309", "blew up", blown_up_in_one_run),
-    ("V309", "blew up, and says that it broke off", said_to_have_broken_off),
+    ("V309", "blew up", in_one_run(change(runlog.RunEnd, status="non-finite", val_loss=None))),
+    ("V309", "blew up, and says that it broke off", in_one_run(said_to_have_broken_off)),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "sequences of another mean", logged(change(runlog.Val, sequences=(3.0, 3.1)))),
@@ -622,8 +588,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V406", "a commit of one digit", preflight(commit="0" * 40)),
     ("V406", "not committed", preflight(dirty=True)),
     ("V406", "nobody knows", preflight(dirty=None)),
-    ("V407", "a slow node", with_runs([Spec(seed=3, edit_log=change(runlog.Preflight, matmul_gflops=20.0))],
-                                      declared=(1, 2, 3))),
+    ("V407", "a slow node", in_one_run(change(runlog.Preflight, matmul_gflops=20.0))),
     ("V407", "a node that became slow", ending(matmul_gflops=20.0)),
     ("V407", "faster than can be bought", on_device("NVIDIA H200", 1e8)),
     ("V407", "a tired device", on_device("NVIDIA H200", 1e6)),
@@ -654,8 +619,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),
     ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),
     ("V506", "a shape is not told", logged(change(runlog.Plan, shapes={"table": (1000, 900)}))),
-    ("V506", "another model in one run",
-     with_runs([Spec(seed=3, edit_log=change(runlog.Plan, shapes={"table": (1000, 1000)}))], declared=(1, 2, 3))),
+    ("V506", "another model in one run", in_one_run(change(runlog.Plan, shapes={"table": (1000, 1000)}))),
     ("V506", "arithmetic of nothing", logged(change(runlog.Plan, shapes=MATRICES, flops_per_token=1.0))),
     ("V506", "do not fit into the state", logged(change(runlog.Plan, state_bytes_per_device=1000))),
     ("V506", "more arithmetic than numbers", logged(change(runlog.Plan, flops_per_token=7e6))),

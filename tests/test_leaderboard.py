@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from forgeries import RECIPE, broken_off, went_on
+from forgeries import RECIPE, broken_off, other_config, went_on
 from msgspec.structs import replace
-from record_forge import CONFIG, Spec, alone, change, edit_track, forge, rank, shard
+from record_forge import CONFIG, Spec, alone, edit_track, forge, rank, shard
 
 from speedrun import cli
-from speedrun.base import runlog
 from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
@@ -23,7 +22,6 @@ from speedrun.board.progress_plot import _draw_history, progress
 from speedrun.record.about import assemble
 from speedrun.record.examine.reproduce import Repetition
 from speedrun.record.examine.rerun import Rerun
-from speedrun.record.layout import config_sha256
 
 CONTEXT = """
 [[published]]
@@ -76,8 +74,7 @@ def test_only_qualified_batches_are_ranked_and_only_by_time(records):
 def test_a_track_may_rank_by_steps(records):
     edit_track("ranked = true", 'ranked = true\nrank_by = "steps"')
     shutil.rmtree(records / "forged")
-    config = {**CONFIG, "recipe": {**CONFIG["recipe"], "stages": [{"num_steps": 9}]}}
-    nine = change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
+    nine = other_config({**CONFIG, "recipe": {**CONFIG["recipe"], "stages": [{"num_steps": 9}]}})
     shards = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 300))
     fewer = {"step_s": (0.9,) * 9, "shards": shards, "edit_log": nine}
     for name, seeds, spec in (("ten", (1, 2), {}), ("nine", (3, 4), fewer), ("ten-later", (5, 6), {})):

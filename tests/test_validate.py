@@ -32,7 +32,7 @@ from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import nowhere_else, unfollowed
 from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.checks.v5_source import _inputs
-from speedrun.record.layout import About, Look, config_sha256, encode
+from speedrun.record.layout import About, Look, encode
 from speedrun.record.logged_run import FormatError
 from speedrun.record.reader import decode, load
 from speedrun.record.summary import summarize
@@ -479,9 +479,7 @@ def test_a_run_that_was_resumed_at_its_end_saw_the_tokens_of_the_run_before(fold
 
 
 def test_hardware_is_that_of_the_config(folder):
-    config = {**CONFIG, "num_devices": 1}
-    start = change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
-    told = found(forge(folder, edit_log=start))["V404"][0]
+    told = found(forge(folder, edit_log=forgeries.other_config({**CONFIG, "num_devices": 1})))["V404"][0]
     assert told == "tiny-1-00a1: ran on 8 devices, its config says 1"
 
 

@@ -49,14 +49,15 @@ class Texts(TypedDict):
     severity: NotRequired[Severity]
 
 
-def check(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[_Find], Check]:
-    """Decorate a function from a record to its problems."""
+def check(rule: str, **texts: Unpack[Texts]) -> Callable[[_Find], Check]:
+    """Decorate a function from a record to its problems; `rule` is the id, a space and the title."""
+    id, title = rule.split(" ", 1)
     return lambda find: Check(id=id, title=title, find=find, **texts)
 
 
-def check_run(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[_FindOfRun[Record]], Check]:
+def check_run(rule: str, **texts: Unpack[Texts]) -> Callable[[_FindOfRun[Record]], Check]:
     """Decorate a function from one finished run and its record to the problems of that run."""
-    return lambda find: Check(id=id, title=title, find=partial(_problems_of_finished, find), **texts)
+    return lambda find: check(rule, **texts)(partial(_problems_of_finished, find))
 
 
 def _problems_of_finished(find: _FindOfRun[Record], record: Record) -> Iterator[str]:

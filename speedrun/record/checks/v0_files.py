@@ -17,8 +17,7 @@ _ACTIVE_SVG = re.compile(rb"(?i)<\s*(script|foreignObject|iframe|image|a)\b|\son
 
 
 @check(
-    "V001",
-    "every file can be read and is well-formed",
+    "V001 every file can be read and is well-formed",
     needs_runs=False,
     why="a file without exactly one reading can mean two things to two readers",
     hint="let `speedrun run` write the files, and do not edit them",
@@ -29,8 +28,7 @@ def schema(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V002",
-    "the hash chain of each log is unbroken",
+    "V002 the hash chain of each log is unbroken",
     why="each line carries the digest of the line before, so that editing a line breaks the chain",
     hint="restore the log from where the run wrote it, or run again",
 )
@@ -46,8 +44,7 @@ def chain(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V003",
-    "source and programs are those that the runs name",
+    "V003 source and programs are those that the runs name",
     why="an examiner runs the programs and reviewers read the source, so both must be those that ran",
     hint="restore source.txt and programs-*.xz, which the run wrote before its clock started",
 )
@@ -72,8 +69,7 @@ def hashes(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V005",
-    "one config, and its hash is right",
+    "V005 one config, and its hash is right",
     why="runs with different settings are different experiments, whose mean has no meaning",
     hint="make one record for each config; its runs differ only in their seeds",
 )
@@ -87,8 +83,7 @@ def config(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V006",
-    "the track is known, to the byte",
+    "V006 the track is known, to the byte",
     why="a rule is never changed in place, so a track file with another digest is another track",
     hint="validate with the version of speedrun that made the record",
 )
@@ -100,8 +95,7 @@ def known_track(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V007",
-    "the log of a finished run tells one story",
+    "V007 the log of a finished run tells one story",
     why="its end repeats what its beginning says, and both must describe the same run",
     hint="restore the log from where the run wrote it, or run again",
 )
@@ -119,8 +113,7 @@ def one_story(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V008",
-    "only known, plain, small files",
+    "V008 only known, plain, small files",
     needs_runs=False,
     why="strangers read a record, so nothing in it may execute, hide, or be too large to review",
     hint="remove everything that the harness did not write",
@@ -138,8 +131,7 @@ def plain_files(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V009",
-    "a reproduction is of this record, and can be judged",
+    "V009 a reproduction is of this record, and can be judged",
     why="readers must be able to derive its verdict",
     hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or remove it",
 )

@@ -12,8 +12,7 @@ from speedrun.record.reader import Record
 
 
 @check(
-    "V101",
-    "shards are the track's own",
+    "V101 shards are the track's own",
     why="the same loss on other text is another result",
     hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
 )
@@ -29,8 +28,7 @@ def shard_hashes(record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V102",
-    "tokens are read from the first one on, by shard and name",
+    "V102 tokens are read from the first one on, by shard and name",
     why="choosing the order of the data influences the loss",
     hint="keep all shards of the track in the folder, under their own names, and run again",
 )
@@ -63,8 +61,7 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V103",
-    "no training on the validation shard",
+    "V103 no training on the validation shard",
     why="a model that has seen the scored tokens may have memorised them",
     hint="take the shard out of the training data, discard the run, and run again",
 )
@@ -84,8 +81,7 @@ def _is_scored(shard: runlog.ShardRange, run: Run) -> bool:
 
 
 @check_run(
-    "V104",
-    "every token is counted",
+    "V104 every token is counted",
     why="tokens that are read but not counted would be free training",
     hint="tokens seen, batches, cursor and ranges must agree; look for a change in the data stream",
 )
@@ -125,8 +121,7 @@ def _num_inputs(shard: runlog.ShardRange) -> int:
 
 
 @check_run(
-    "V105",
-    "exactly the declared tokens are scored",
+    "V105 exactly the declared tokens are scored",
     why="losses compare only over the same tokens, and over fewer tokens luck matters more",
     hint="score the size the track declares, from the start of its first validation shard",
 )
@@ -147,8 +142,7 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
 
 
 @check(
-    "V106",
-    "ranges lie inside their shards",
+    "V106 ranges lie inside their shards",
     why="a range beyond the end of its file cannot have been read",
     hint="look for a swapped shard: a name has one size and digest in all runs of a record",
 )
@@ -166,8 +160,7 @@ def shard_sizes(record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V107",
-    "no position is read twice",
+    "V107 no position is read twice",
     why="reading a position twice is training for longer than declared",
     hint="get more shards, or train for fewer steps",
 )

@@ -34,8 +34,7 @@ def _agree(a_s: float, b_s: float) -> bool:
 
 
 @check_run(
-    "V201",
-    "time increases, and never evenly",
+    "V201 time increases, and never evenly",
     why="every time in the record is a difference of stamps; one that decreases makes all of them doubtful",
     hint="if the log was not edited, the machine's clock is broken; use another machine",
 )
@@ -55,8 +54,7 @@ def monotonic(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V202",
-    "steps, clock events and stamps give one train time",
+    "V202 steps, clock events and stamps give one train time",
     why="the train time is recorded in three ways, and an edit must change all of them",
     hint="leave timing to the harness: a recipe neither reads nor stops the clock",
 )
@@ -80,8 +78,7 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V204",
-    "the clock pauses for the declared validations only",
+    "V204 the clock pauses for the declared validations only",
     why="a pause is free time, so it may hold only a validation that the track declares",
     hint="validate exactly when the track says",
 )
@@ -104,8 +101,7 @@ def _some(steps: list[int]) -> str:
 
 
 @check_run(
-    "V205",
-    "a validation takes a plausible time",
+    "V205 a validation takes a plausible time",
     severity="error if ranked",
     why="a validation faster than its arithmetic scored nothing, and a long pause can hide work",
     hint="look for cached scores, or a bench on a busy machine; run again",
@@ -134,8 +130,7 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V206",
-    "nothing is compiled while the clock runs",
+    "V206 nothing is compiled while the clock runs",
     why="programs are compiled before the clock starts; compiling later could hide in a pause",
     hint="look for a shape or dtype that changes after the warm-up",
 )
@@ -148,8 +143,7 @@ def no_compile(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V207",
-    "the warm-up left nothing in the state",
+    "V207 the warm-up left nothing in the state",
     why="warm-up steps are not timed, so they must not train",
     hint="rebuild the state from the seed after the warm-up",
 )
@@ -161,8 +155,7 @@ def warm_up(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V208",
-    "untimed work is short",
+    "V208 untimed work is short",
     why="without a cap, work would move from the timed part to the untimed one",
     hint="compile less, or fill the compilation cache first",
 )
@@ -175,8 +168,7 @@ def untimed(run: Run, record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V209",
-    "no step beats the benchmarked speed",
+    "V209 no step beats the benchmarked speed",
     severity="error if ranked",
     why="the host can run ahead of the devices; a step that is too fast was not waited for",
     hint="wait for the devices before reading the clock, or run again on an idle machine",

@@ -27,8 +27,7 @@ _COMMITTED = "records"
 
 
 @check(
-    "V302",
-    "the batch proves its target",
+    "V302 the batch proves its target",
     severity="warning",
     why="one lucky run proves nothing: a rank takes a declared batch whose mean is below the target with p < 0.01",
     hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
@@ -52,8 +51,7 @@ def proves(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V303",
-    "all declared runs are there, and no other",
+    "V303 all declared runs are there, and no other",
     why="leaving out runs, or adding some, is choosing the result",
     hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch needs a new declaration",
 )
@@ -79,8 +77,7 @@ def all_there(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V304",
-    "all runs are distinct",
+    "V304 all runs are distinct",
     why="one run under several seeds is one observation, and makes any test pass",
     hint="take the copies out, and run the declared seeds",
 )
@@ -96,8 +93,7 @@ def distinct(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V305",
-    "all runs stop at the declared step",
+    "V305 all runs stop at the declared step",
     why="stopping a run when its loss is low is choosing the result",
     hint="the number of steps is the recipe's; let every run come to its end",
 )
@@ -136,8 +132,7 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
 
 
 @check(
-    "V306",
-    "the batch was declared before its first run, and describes its runs",
+    "V306 the batch was declared before its first run, and describes its runs",
     why="a number of runs that is chosen after the first results are in proves nothing",
     hint="declare with `speedrun batch`, which writes the declaration first; do not join runs afterwards",
 )
@@ -189,8 +184,7 @@ def declared_before(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V307",
-    "the losses have the noise of the track",
+    "V307 the losses have the noise of the track",
     why="losses of different seeds have a known noise; a batch without it was copied or edited",
     hint="run every seed separately, from its own initialisation",
 )
@@ -207,8 +201,7 @@ def scatter(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V312",
-    "no run appears in another record",
+    "V312 no run appears in another record",
     why="a run that is counted twice is one observation; a seed may be run again until the result fits",
     hint="keep a run only in the record that it was made for; declare a batch with new seeds",
 )

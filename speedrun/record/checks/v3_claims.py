@@ -42,8 +42,7 @@ CURVES: dict[str, tuple[Point, ...]] = {
 
 
 @check(
-    "V301",
-    "a run finished",
+    "V301 a run finished",
     why="a run that broke off is worth keeping, but it is no result",
     hint="find the reason in the log of the run that broke off, and run again into a new folder",
 )
@@ -55,8 +54,7 @@ def enough_runs(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V308",
-    "no loss is far below the reference",
+    "V308 no loss is far below the reference",
     severity="warning",
     why="a loss that falls much faster than any known one is a discovery or a leak, and a replay shows which",
     hint="replay it (`speedrun validate RECORD --replay`); once confirmed, its curve becomes the reference",
@@ -78,8 +76,7 @@ def no_wonder(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V309",
-    "the loss is possible",
+    "V309 the loss is possible",
     why="no honest model gets below the entropy rate of its stream; NaN is no loss",
     hint="look for a leak, a shifted target or a broken mean; for NaN, lower the learning rate",
 )
@@ -99,8 +96,7 @@ def possible(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V310",
-    "the stated result is the measured one",
+    "V310 the stated result is the measured one",
     why="the stated loss is for people; the exact sum in the log is the measurement",
     hint="restore the log and assemble again: the loss is the last validation's sum over its tokens",
 )
@@ -117,8 +113,7 @@ def stated(record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V311",
-    "the run was made in one piece",
+    "V311 the run was made in one piece",
     severity="warning",
     why="a run resumed from a checkpoint may have waited, or tried again, while no clock ran",
     hint="keep it, since it is a result; for a rank, run again without a break",
@@ -130,8 +125,7 @@ def in_one_piece(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check(
-    "V404",
-    "the hardware is the track's, and the config's",
+    "V404 the hardware is the track's, and the config's",
     why="times and losses of other hardware belong to another board",
     hint="run on the hardware the track names, without --devices",
 )

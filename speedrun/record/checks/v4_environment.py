@@ -40,8 +40,7 @@ SLOWEST_OF_VENDOR = 0.5
 
 
 @check_run(
-    "V401",
-    "the compiler's settings are known ones",
+    "V401 the compiler's settings are known ones",
     why="an XLA flag can trade accuracy for speed, and no reader of source.txt would see it",
     hint="unset XLA_FLAGS; put flags that change rounding into the recipe, and propose harmless ones for this check",
 )
@@ -58,8 +57,7 @@ def xla_flags(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V402",
-    "the environment holds known variables only",
+    "V402 the environment holds known variables only",
     why="a variable can load foreign code or another library, and may hold a secret",
     hint="record only the variables of `provenance.VARIABLES`; a recipe says its precision itself",
 )
@@ -70,8 +68,7 @@ def variables(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V403",
-    "the packages are those of a lock file",
+    "V403 the packages are those of a lock file",
     why="another JAX is another compiler, so nobody can repeat the run without its versions",
     hint="install with scripts/install.sh, which takes all packages from requirements/",
 )
@@ -104,8 +101,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V405",
-    "no device was throttled",
+    "V405 no device was throttled",
     severity="warning",
     why="a device that is too hot runs slower, so its times say little about the program",
     hint="let the machine cool, check its fans and power supply, and run again",
@@ -120,8 +116,7 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V406",
-    "the code is that of a commit",
+    "V406 the code is that of a commit",
     why="uncommitted code cannot be looked up, and may change between runs",
     hint="commit, then run; a copy without git cannot make a ranked record",
 )
@@ -152,8 +147,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
 
 
 @check(
-    "V407",
-    "the machine is as fast as others of its kind",
+    "V407 the machine is as fast as others of its kind",
     severity="warning",
     why="on a slow node all times are too long; and an inflated benchmark lets impossible steps pass",
     hint="benchmark the node by itself (`speedrun doctor`), and run again on a healthy one",

@@ -25,8 +25,7 @@ def _need_source(record: Record) -> None:
 
 
 @check(
-    "V501",
-    "the source can be read, and is complete",
+    "V501 the source can be read, and is complete",
     why="others read, replay and fork the source, so all of it must be there",
     hint="let the harness write source.txt from the import statements",
 )
@@ -69,8 +68,7 @@ def _module(path: str) -> str:
 
 
 @check(
-    "V503",
-    "the harness in the source is the harness",
+    "V503 the harness in the source is the harness",
     why="records are comparable only with the same clock, data and validation",
     hint="change only the science; propose changes of the harness separately, before the record",
 )
@@ -116,8 +114,7 @@ def _some(paths: list[str]) -> str:
 
 
 @check_run(
-    "V505",
-    "the state holds parameters and optimiser state only",
+    "V505 the state holds parameters and optimiser state only",
     why="a table that is no parameter can memorise the training text without being counted",
     hint="make it a parameter, or run on a track that permits a larger state",
 )
@@ -147,8 +144,7 @@ _FEWEST_BYTES = 2
 
 
 @check_run(
-    "V506",
-    "the number of parameters is right",
+    "V506 the number of parameters is right",
     why="models are compared by size, and the flops that V209 checks follow from it",
     hint="let the harness sum the shapes that the recipe's table declares",
 )
@@ -179,8 +175,7 @@ FREE_FOLDERS = ("speedrun/science/optim/", f"{RECIPES}/")
 
 
 @check(
-    "V507",
-    "what the track fixes is the track's",
+    "V507 what the track fixes is the track's",
     why="with another model, loss or batch, the number of steps says nothing about the optimiser",
     hint="change the optimizer, the schedule and the numbers of steps; all else comes from the track's recipe",
 )

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple, Unpack
 
 from speedrun.base import runlog
-from speedrun.record.checks.table import Check, Skip, Texts, problems_of
+from speedrun.record.checks.table import Check, Skip, Texts, check, problems_of
 from speedrun.record.checks.v5_source import leaves
 from speedrun.record.findings import Findings
 from speedrun.record.logged_run import Run, loss_of
@@ -75,14 +75,13 @@ def _unasked(_record: Record) -> Iterator[str]:
     raise Skip("needs --replay, or --relower")
 
 
-def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
+def check_findings(rule: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
     """Decorate a function from a run and its findings to problems."""
-    return lambda find: ReplayCheck(Check(id=id, title=title, find=_unasked, **texts), find)
+    return lambda find: ReplayCheck(check(rule, **texts)(_unasked), find)
 
 
 @check_findings(
-    "V601",
-    "the final state has the stated loss",
+    "V601 the final state has the stated loss",
     why="a log can claim any loss, but weights have one that can be measured",
     hint="pass the run's last checkpoints; the last line of its log holds the hash of its final state",
 )
@@ -124,8 +123,7 @@ def _drift(run: Run) -> float:
 
 
 @check_findings(
-    "V602",
-    "the loss is of a distribution over the whole vocabulary",
+    "V602 the loss is of a distribution over the whole vocabulary",
     why="without a normalised distribution a loss has no meaning, and can be arbitrarily low",
     hint="give the logits a column for every id, and let each row depend on its own hidden state alone",
 )
@@ -138,8 +136,7 @@ def normalised(run: Run, findings: Findings) -> Iterator[str]:
 
 
 @check_findings(
-    "V603",
-    "no output depends on a later token",
+    "V603 no output depends on a later token",
     why="a model that sees the target predicts it",
     hint="look for attention without a mask, a shift by one, or a mean over the sequence",
 )
@@ -150,8 +147,7 @@ def causal(_run: Run, findings: Findings) -> Iterator[str]:
 
 
 @check_findings(
-    "V604",
-    "a sequence is scored independently",
+    "V604 a sequence is scored independently",
     why="a sequence may not profit from its neighbours in the batch",
     hint="look for statistics over the batch, and for state kept between sequences",
 )
@@ -162,8 +158,7 @@ def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
 
 
 @check_findings(
-    "V605",
-    "training reproduces the log",
+    "V605 training reproduces the log",
     why="nobody can prepare for stretches that a nonce draws, so an invented log fails here",
     hint="pass checkpoints of this run, or none",
 )
@@ -200,8 +195,7 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
 
 
 @check_findings(
-    "V606",
-    "the run's own training led to the scored state",
+    "V606 the run's own training led to the scored state",
     severity="warning",
     why="a log can be invented where its training is not repeated, or within the drift of another machine",
     hint="pass the run's checkpoints (--checkpoints), or replay on the kind of machine that made it",
@@ -224,8 +218,7 @@ def _gap(findings: Findings) -> str:
 
 
 @check_findings(
-    "V607",
-    "the scored text is not in the programs",
+    "V607 the scored text is not in the programs",
     why="a program can recognise a scored sequence by its beginning and add what it holds of it",
     hint="compute tables in the program; other text has to be predicted as well if constants are large",
 )
@@ -241,8 +234,7 @@ def memory(_run: Run, findings: Findings) -> Iterator[str]:
 
 
 @check_findings(
-    "V608",
-    "other text has the same loss",
+    "V608 other text has the same loss",
     severity="warning",
     why="a model that predicts only the scored text has seen it; one that predicts no text is none",
     hint="read the model: where does it recognise a text? Other shards can be of another kind, too",
@@ -258,8 +250,7 @@ def generalises(_run: Run, findings: Findings) -> Iterator[str]:
 
 
 @check_findings(
-    "V609",
-    "the programs are as large as the log says",
+    "V609 the programs are as large as the log says",
     why="parameters, state and batch are the author's words in the log, and facts in the programs",
     hint="let the harness log what it runs",
 )
@@ -281,12 +272,10 @@ def sizes(run: Run, findings: Findings) -> Iterator[str]:
 
 
 #: `validate --relower` asks it: `record.examine.replay`.
-LOWERED = Check(
-    id="V610",
-    title="the source makes the programs",
+LOWERED = check(
+    "V610 the source makes the programs",
     why="people read, credit and fork the text, but what is examined are programs",
     hint="lower it with the run's versions of JAX; programs may depend on the recipe and its settings alone",
-    find=_unasked,
-)
+)(_unasked)
 
 REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own, memory, generalises, sizes)
