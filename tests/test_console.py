@@ -3,23 +3,21 @@ import re
 from itertools import pairwise
 
 import pytest
-from record_forge import Spec, chain, change, install_track, moments
+from record_forge import Spec, chain, change, moments
 
-from speedrun.base import runlog, track
+from speedrun.base import runlog
 from speedrun.base.console import Printer, TextLog, clean, duration, quantiles_ms, quantity, render
 
 
 @pytest.fixture
-def lines(tmp_path, monkeypatch):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    return chain(moments(Spec()))
+def spec_lines(forged):
+    """Lines of a run made from a spec."""
+    return lambda **spec: chain(moments(Spec(**spec)))
 
 
 @pytest.fixture
-def spec_lines(lines):
-    """Lines of a run made from a spec."""
-    return lambda **spec: chain(moments(Spec(**spec)))
+def lines(spec_lines):
+    return spec_lines()
 
 
 def test_a_run_reads_from_top_to_bottom(lines):
@@ -29,10 +27,9 @@ def test_a_run_reads_from_top_to_bottom(lines):
     assert all(before < after for before, after in pairwise(places)), text
 
 
+@pytest.mark.usefixtures("lines")
 @pytest.mark.parametrize("verbose", [True, False])
-def test_kernels_are_printed_when_asked_for_and_always_logged(tmp_path, monkeypatch, verbose):
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+def test_kernels_are_printed_when_asked_for_and_always_logged(verbose):
     log = chain(change(runlog.Plan, kernels={"attention": "triton: the first that can run"})(moments(Spec())))
     printer = Printer(stream := io.StringIO(), verbose=verbose)
     for line in log:

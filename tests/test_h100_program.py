@@ -88,7 +88,7 @@ def check_traffic(found: Anatomy, program: Program, least_bytes: int, most_summe
         assert least_bytes <= found.sent_bytes(kind) <= 1.02 * least_bytes, names(found)
     assert {one.dtype for one in found.collectives if one.kind != "all-reduce"} == {"bf16"}, names(found)
     assert found.sent_bytes("all-reduce") < most_summed_bytes, names(found)
-    state = jax.tree.leaves(deviceless.state_shape(program))
+    state = jax.tree.leaves(program.state)
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
     assert found.memory.alias_size_in_bytes == pytest.approx(whole / DEVICES, rel=0.01)
     return kinds

@@ -16,7 +16,7 @@ from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step, TrainState
 from speedrun.train import loop, run, scorer
 from speedrun.train import program as programs
-from speedrun.train.fingerprint import state_hash
+from speedrun.train.checkpoint import state_hash
 from speedrun.train.program import Program
 from speedrun.train.request import RunConfig
 from speedrun.train.validation import evaluate

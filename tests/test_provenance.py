@@ -46,16 +46,12 @@ def test_changed_and_new_files_of_a_checkout_are_seen(checkout, path, dirty):
     assert provenance.checkout() == (git(checkout, "rev-parse", "HEAD"), dirty)
 
 
-def test_without_git_nothing_is_known(checkout, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert provenance.checkout() == ("", None)
-
-
-def test_without_a_checkout_nothing_is_known(tmp_path, monkeypatch):
+def test_without_git_or_a_checkout_nothing_is_known(checkout, tmp_path, monkeypatch):
     """Also where some folder above is one: it is another project's."""
-    git(tmp_path, "init", "--quiet")
-    (tmp_path / "copy").mkdir()
-    monkeypatch.setattr(provenance, "ROOT", tmp_path / "copy")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path / "nowhere"))
+        assert provenance.checkout() == ("", None)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "speedrun")
     assert provenance.checkout() == ("", None)
 
 
@@ -111,9 +107,7 @@ def test_throttling_is_what_the_driver_counts(tmp_path, monkeypatch, said, secon
     later_s = health.throttled_s(mesh_of("gpu"), since_s=seconds)
     assert later_s == (None if seconds is None else 0.0)
     assert health.throttled_s(mesh_of("cpu")) is None
-
-
-def test_without_the_tool_nothing_counts_throttling(tmp_path, monkeypatch):
+    tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert health.throttled_s(mesh_of("gpu")) is None
 

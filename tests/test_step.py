@@ -22,7 +22,7 @@ from speedrun.science.kernels.cross_entropy import logits
 from speedrun.science.params import Dtype, Layout, Params, ParamSpec, Table, constant
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.science.step import StepMetrics, TrainState
-from speedrun.train.fingerprint import fingerprint, state_hash
+from speedrun.train.checkpoint import fingerprint, state_hash
 from speedrun.train.program import Program, recomputed
 
 THREE_BLOCKS = Inputs({"window_blocks": 3}, {})

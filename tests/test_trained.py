@@ -35,9 +35,9 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.train import checkpoint
-from speedrun.train.checkpoint import folder_of, seal, unseal
+from speedrun.train.checkpoint import folder_of
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, seal, unseal
 
 T = 48
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50

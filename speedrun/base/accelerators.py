@@ -129,12 +129,7 @@ def load(kind: str) -> Device:
 
 def named(name: str) -> Device | None:
     """Return the device with this driver name, if it is in the table."""
-    return DEVICES.get(kind_of(name) or "")
-
-
-def kind_of(name: str | None) -> str | None:
-    """Return the key in `DEVICES` of a device, by its driver name, or None."""
-    return next((kind for kind, device in DEVICES.items() if device.name == name), None)
+    return next((device for device in DEVICES.values() if device.name == name), None)
 
 
 def target(device: Device) -> str:

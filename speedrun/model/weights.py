@@ -9,16 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
-import msgspec
 
 from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
 from speedrun.base.track import Track
-from speedrun.base.wholefile import read_regular
 from speedrun.data import shard_folder, vocabulary
 from speedrun.model.text_ids import Words
 from speedrun.record.layout import config_sha256
@@ -28,7 +25,7 @@ from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
 from speedrun.train.program import Program
-from speedrun.train.request import decoded
+from speedrun.train.request import read_sealed
 
 _T = TypeVar("_T")
 
@@ -138,9 +135,8 @@ def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Rec
 
 
 def _unsealed(path: Path, form: type[_T]) -> _T:
-    """Read a file of JSON that `checkpoint.seal` packed."""
     with translate_read_errors(path, "choose another --step, or run again", kind=CheckpointError):
-        return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), form)
+        return read_sealed(path, form)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -164,29 +160,16 @@ def _configs(kept: Resumable, program: Program) -> Iterator[str]:
 
 def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:
     """Read the packed parameters of a checkpoint, without the state of the optimiser; compare their digests."""
-    import orbax.checkpoint as ocp
-
-    abstract = jax.eval_shape(program.init, jax.random.key(0)).params
-    shardings = program.shardings(program.specs).params
-    wanted = {
-        f"params.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
-        for name, x in abstract.items()
-    }
+    wanted = checkpoint.named({"params": program.state.params})
     found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
     for difference in checkpoint.differences(found, wanted):
         raise CheckpointError(f"{folder}: {difference}; it is of another model, or another version of it")
-    how = ocp.checkpoint_utils.construct_restore_args(wanted)
-    args = ocp.args.PyTreeRestore(wanted, how, partial_restore=True)
     try:
-        with checkpoint.raise_damaged(folder):
-            reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-            arrays: dict[str, Any] = reader.restore(folder / "state", args=args)
+        arrays = checkpoint.read_arrays(folder, facts, wanted)
     except checkpoint.Damaged as damage:
         raise CheckpointError(f"{folder} is damaged ({damage}); choose another --step or run again") from None
-    for name, array in checkpoint.described(arrays).items():
-        what = f"{folder}: {name}"
-        if array.digest != found[name].digest:
-            raise CheckpointError(f"{what} is not what was written; run again, or choose another --step")
-        if not bool(jnp.all(jnp.isfinite(arrays[name].astype(jnp.float32)))):
-            raise DataError(f"{what} holds NaN or infinity; need finite weights; choose another --step")
-    return {name: arrays[f"params.{name}"] for name in abstract}
+    for name, x in arrays.items():
+        if not bool(jnp.all(jnp.isfinite(x.astype(jnp.float32)))):
+            need = "need finite weights; choose another --step"
+            raise DataError(f"{folder}: {name} holds NaN or infinity; {need}")
+    return {name.removeprefix("params."): x for name, x in arrays.items()}

@@ -7,7 +7,6 @@ nothing is autotuned.
 import math
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import accelerators, provenance
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import arranged
-from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 
 Options = Mapping[str, bool | int | str]
@@ -92,24 +90,17 @@ def compiled_step(program: Program, step: int, options: Options = CUBLAS_GEMMS) 
     """Compile the training step of this number for the `target_mesh` of a program."""
     shape = program.shape_at(step)
     ids_BT = _ids(program, shape.num_sequences, shape.seq_len)
-    state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
     settings = {**program.compiler_options, **options}
     train_step = program.train_step_for(shape.static)
-    return compile_for_target(train_step, state, ids_BT, ids_BT, _schedule(program), options=settings)
+    return compile_for_target(train_step, program.state, ids_BT, ids_BT, _schedule(program), options=settings)
 
 
 def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
     """Compile a validation pass for the `target_mesh` of a program."""
     ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
-    state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
-    inputs = state.params, ids_BT, ids_BT, _schedule(program), state.step
+    inputs = program.state.params, ids_BT, ids_BT, _schedule(program), program.state.step
     eval_step = program.eval_step_for(program.static_at(program.recipe.num_steps))
     return compile_for_target(eval_step, *inputs, options={**program.compiler_options, **options})
-
-
-def state_shape(program: Program) -> TrainState:
-    """Return the types of the state, without arrays."""
-    return jax.eval_shape(program.init, jax.random.key(0))
 
 
 def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:

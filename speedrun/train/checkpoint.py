@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run after some step, written by orbax, with our own digests.
+"""Checkpoints: the state of a run after some step, written by orbax, with our own fingerprints of arrays.
 
     RECORD.checkpoints/run.json     the settings of the run
     RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
@@ -8,7 +8,6 @@ and casts a wrong dtype silently: we digest arrays, facts and `run.json`, and co
 """
 
 import gc
-import hashlib
 import logging
 import re
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 
 from speedrun.base import faults, lock, processes
@@ -26,8 +26,8 @@ from speedrun.base.errors import CheckpointError, translate_os_errors
 from speedrun.base.mesh import fetch
 from speedrun.base.wholefile import give_name, require_regular, write_whole
 from speedrun.science.step import TrainState
-from speedrun.train.fingerprint import fingerprint
 from speedrun.train.program import Program
+from speedrun.train.request import read_sealed, seal
 
 RUN = "run.json"
 
@@ -50,6 +50,30 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_seen: int
     train_time_s: float  #: on the ranked clock
     arrays: dict[str, Array]
+
+
+@jax.jit
+def fingerprint(state: Any) -> jax.Array:
+    """Return 64 bits of a state (any tree of arrays), u32[2]. They do not depend on the devices.
+
+    Integer sums wrap and do not depend on their order, so neither device count nor reduction tree changes them. An
+    instrument: a recipe may not define the digest of its own state.
+    """
+    lanes = jnp.zeros(2, jnp.uint32)
+    for leaf in jax.tree.leaves(state):
+        flat = leaf.reshape(-1)
+        width = jnp.dtype(leaf.dtype).itemsize * 8
+        bits = jax.lax.bitcast_convert_type(flat, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+        place = jax.lax.iota(jnp.uint32, flat.size)
+        odd = (place[None, :] * jnp.array([[2654435761], [2246822519]], jnp.uint32)) | 1
+        mixed = (bits[None, :] ^ (bits[None, :] >> 15)) * odd
+        lanes = lanes * jnp.uint32(1000003) + jnp.sum(mixed ^ (mixed >> 13), axis=1, dtype=jnp.uint32)
+    return lanes
+
+
+def state_hash(state: Any) -> str:
+    """Return `fingerprint` as 16 hex digits."""
+    return fetch(fingerprint(state)).astype(">u4").tobytes().hex()
 
 
 def folder_of(record: Path) -> Path:
@@ -78,17 +102,18 @@ def differences(
             yield f"{name} is {found}, need {wanted}"
 
 
-def seal(raw: bytes) -> dict[str, str]:
-    """Return a text with its digest."""
-    return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
+def read_arrays(checkpoint: Path, facts: Facts, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return arrays of a checkpoint by flat name, placed as `wanted`; raise `Damaged` if one was changed."""
+    import orbax.checkpoint as ocp
 
-
-def unseal(found: Any) -> bytes:
-    """Return the text that `seal` packed; raise ValueError if it was changed."""
-    match found:
-        case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
-            return text.encode()
-    raise ValueError("its digest does not fit")
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, how, partial_restore=True)
+    with raise_damaged(checkpoint):
+        found = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(checkpoint / "state", args=args)
+    for name, array in described(found).items():
+        if array.digest != facts.arrays[name].digest:
+            raise Damaged(f"{name} is not what was written")
+    return {name: found[name] for name in wanted}
 
 
 @jax.jit
@@ -100,10 +125,8 @@ def described(state: Any) -> dict[str, Array]:
     """Return shape, dtype and digest of every array; they do not depend on the number of devices."""
     arrays = named(state)
     digests = fetch(_digests(arrays))
-    return {
-        name: Array(array.shape, str(array.dtype), "".join(f"{int(lane):08x}" for lane in digests[name]))
-        for name, array in arrays.items()
-    }
+    texts = {name: digest.astype(">u4").tobytes().hex() for name, digest in digests.items()}
+    return {name: Array(x.shape, str(x.dtype), texts[name]) for name, x in arrays.items()}
 
 
 @contextmanager
@@ -167,9 +190,10 @@ class Checkpoints:
         self._ocp, self._folder = ocp, folder
         self.newest: int | None = None  #: that this process wrote or restored
         options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
-        names = ("state", "facts")
         # orbax needs absolute paths.
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=names)
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(), options=options, item_names=("state", "facts")
+        )
         # JAX's service counts the calls of this function in step with the run; those of orbax would disturb it.
         self._manager.reached_preemption = lambda step: False
 
@@ -236,33 +260,19 @@ class Checkpoints:
             self._manager.reload()
 
     def _restore(self, step: int, program: Program, config_sha256: str) -> tuple[TrainState, Facts]:
-        facts = self._facts(step)
-        if facts.step != step:
-            raise Damaged(f"it holds step {facts.step}")
-        abstract = jax.eval_shape(program.init, jax.random.key(0))
-        expected = named(abstract)
-        where = self._folder / str(step)
+        where, wanted = self._folder / str(step), named(program.state)
+        with raise_damaged(where):
+            facts = read_sealed(where / "facts" / "metadata", Facts)
+            if facts.step != step:
+                raise ValueError(f"it holds step {facts.step}")
         # Of another model: before anything is cast or cut to fit.
-        for difference in differences(facts.arrays, expected):
+        for difference in differences(facts.arrays, wanted):
             raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
         if facts.config_sha256 != config_sha256:
             raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")
-        shardings = named(program.shardings(program.specs))
-        wanted = {name: array.update(sharding=shardings[name]) for name, array in expected.items()}
-        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
-        with raise_damaged(where):
-            found = self._manager.restore(step, args=args)["state"]
-        state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
-        for name, array in described(state).items():
-            if array.digest != facts.arrays[name].digest:
-                raise Damaged(f"{name} is not what was written")
+        found = read_arrays(where, facts, wanted)
         self.newest = step
-        return state, facts
-
-    def _facts(self, step: int) -> Facts:
-        args = self._ocp.args.Composite(facts=self._ocp.args.JsonRestore())
-        with raise_damaged(self._folder / str(step)):
-            return msgspec.json.decode(unseal(self._manager.restore(step, args=args)["facts"]), type=Facts)
+        return jax.tree.unflatten(jax.tree.structure(program.state), found.values()), facts
 
     def settle(self) -> None:
         """Wait until everything is durable; raise CheckpointError if something could not be written."""
@@ -313,8 +323,9 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
         failed = Damaged(said)
         if not is_damage or (status and status[1] not in _DAMAGE):
-            kept = "it is kept; mend that, and try again"
-            failed = CheckpointError(f"{checkpoint}: cannot be read: {said}; {kept}")
+            failed = CheckpointError(
+                f"{checkpoint}: cannot be read: {said}; it is kept; mend that, and try again"
+            )
     else:
         return
     # When collected, the other reads of orbax print as many lines for each array.

@@ -22,7 +22,7 @@ from typing import Any
 
 from speedrun.base import processes, signals
 from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
-from speedrun.base.output import expected, unfailing
+from speedrun.base.output import expected, leave, unfailing
 
 HEARTBEAT_S = 100  #: a process without heartbeat for this long is lost
 MEET_S = 300  #: until all processes must have connected
@@ -203,8 +203,7 @@ def _give_up(group: Group) -> None:
         "process 0 must run there, and all must be started; look for those that are missing, or pass a longer "
         "--meet-within\n"
     )
-    sys.stderr.flush()
-    os._exit(UsageError.exit_code)
+    leave(UsageError.exit_code)
 
 
 def _gpus_of_a_lone_task() -> list[int] | None:
@@ -241,6 +240,4 @@ def _exit_alone(error: BaseException, exit_code: int) -> None:
     is_expected = isinstance(error, SpeedrunError | Terminated | KeyboardInterrupt)
     text = f"{error or 'interrupted'}\n" if is_expected else "".join(traceback.format_exception(error))
     sys.stderr.write(f"process {processes.index()}: error: {text}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    leave(exit_code)

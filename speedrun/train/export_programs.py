@@ -40,7 +40,7 @@ def exported(ready: Ready) -> Archive:
     programs = {"cpu": program}
     if program.kernels.platform == "gpu":
         programs = {"cuda": program, "cpu": replace(program, portable=True)}
-    state = _state(program)
+    state = program.state
     with _without_places():
         platforms = {name: _lowered(one, ready.track, state, name) for name, one in programs.items()}
     return Archive(
@@ -78,15 +78,6 @@ def _without_places() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_traceback_in_locations_limit", before)
-
-
-def _state(program: Program) -> Any:
-    """Return the shapes, dtypes and shardings of the state's leaves."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(lambda: program.init(jax.random.key(0))),
-        program.shardings(program.specs),
-    )
 
 
 def _training(

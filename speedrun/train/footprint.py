@@ -49,8 +49,7 @@ def state_bytes(program: Program) -> int:
     def own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         return leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1)
 
-    state = jax.eval_shape(program.init, jax.random.key(0))
-    return sum(jax.tree.leaves(jax.tree.map(own, state, program.specs)))
+    return sum(jax.tree.leaves(jax.tree.map(own, program.state, program.specs)))
 
 
 def whole_bytes(program: Program) -> int:

@@ -23,9 +23,8 @@ from speedrun.data import stream
 from speedrun.record import archive, layout
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.train import health
-from speedrun.train.checkpoint import Checkpoints
+from speedrun.train.checkpoint import Checkpoints, state_hash
 from speedrun.train.export_programs import exported
-from speedrun.train.fingerprint import state_hash
 from speedrun.train.preflight import Ready
 from speedrun.train.program import inspect
 from speedrun.train.save_and_resume import BEGINNING, Place, resume, save

@@ -182,6 +182,12 @@ class Program:
         """Inputs of every step and of the last validation, [num_steps + 1, ...], and constants: on every device."""
         return replicate(self.step.plan.schedule, self.mesh)
 
+    @cached_property
+    def state(self) -> TrainState:
+        """The shape, dtype and sharding of each leaf of the state."""
+        shapes, placing = jax.eval_shape(self.init, jax.random.key(0)), self.shardings(self.specs)
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, placing)
+
     def shardings(self, specs: Any) -> Any:
         """Return a tree of specs as shardings on this mesh."""
         return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))

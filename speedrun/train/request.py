@@ -1,9 +1,12 @@
-"""The request for a run. Light: whoever asks for runs holds no device."""
+"""The request for a run, and files that carry their digest. Light: whoever asks for runs holds no device."""
 
+import hashlib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+
+from speedrun.base.wholefile import read_regular
 
 _T = TypeVar("_T")
 
@@ -34,3 +37,21 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
     """Decode the JSON request of another process, with paths as text; raise msgspec.DecodeError for another form."""
     return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
+
+
+def seal(raw: bytes) -> dict[str, str]:
+    """Return a text with its digest."""
+    return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
+
+
+def unseal(found: Any) -> bytes:
+    """Return the text that `seal` packed; raise ValueError if it was changed."""
+    match found:
+        case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
+            return text.encode()
+    raise ValueError("its digest does not fit")
+
+
+def read_sealed(path: Path, kind: type[_T]) -> _T:
+    """Read a file of JSON that `seal` packed; raise OSError or ValueError if it cannot be read, or was changed."""
+    return decoded(unseal(msgspec.json.decode(read_regular(path))), kind)

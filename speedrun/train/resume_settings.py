@@ -6,14 +6,13 @@ from pathlib import Path
 import msgspec
 
 from speedrun.base import processes, track
-from speedrun.base.errors import CheckpointError, UsageError
-from speedrun.base.wholefile import read_regular
+from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.record import layout
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
-from speedrun.train.request import RunConfig, decoded
+from speedrun.train.request import RunConfig, read_sealed
 
 
 def resumed(out: Path) -> RunConfig:
@@ -36,11 +35,8 @@ def resumed(out: Path) -> RunConfig:
             raise UsageError(f"{out}: the run was killed before its settings were written; {hint}")
         hint = "start a new run with another --out, and with --checkpoint-every if you want to resume it"
         raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
-    try:
-        kept = decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), Resumable)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
+    with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
+        kept = read_sealed(path, Resumable)
     if processes.is_first():
         salvage(out)
         for problem in load(out).malformed:

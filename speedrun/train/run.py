@@ -4,7 +4,7 @@ python -m speedrun.train.run REQUEST.json      prints the log; other commands ru
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from speedrun.base import faults, lock, processes, provenance, runlog, signals
@@ -29,16 +29,12 @@ def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunE
     """
     ready = processes.agreed(lambda: prepare(config), lambda ready: ready.facts)
     locked = lock.lock_record(config.out) if processes.is_first() else nullcontext()
-    with locked, _checkpoints(ready) as checkpoints:
+    kept = nullcontext()
+    if config.checkpoint_every:
+        folder = checkpoint.folder_of(config.out)
+        kept = checkpoint.opened(folder, ready.resumable, keep=config.keep_checkpoints)
+    with locked, kept as checkpoints:
         return _logged(ready, checkpoints, reader)
-
-
-def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
-    """Open the folder of checkpoints, if the run has any."""
-    config = ready.config
-    if not config.checkpoint_every:
-        return nullcontext()
-    return checkpoint.opened(checkpoint.folder_of(config.out), ready.resumable, keep=config.keep_checkpoints)
 
 
 def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runlog.RunEnd:

@@ -8,8 +8,7 @@ from speedrun.base.clock import Stopwatch
 from speedrun.data import stream
 from speedrun.record import layout
 from speedrun.science.step import TrainState
-from speedrun.train.checkpoint import Checkpoints, Facts, described
-from speedrun.train.fingerprint import state_hash
+from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.preflight import Ready
 
 

@@ -15,7 +15,7 @@ from speedrun.data import stream
 from speedrun.science.params import count
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
-from speedrun.train.fingerprint import state_hash
+from speedrun.train.checkpoint import state_hash
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
 from speedrun.train.program import StepShape

@@ -31,9 +31,8 @@ from speedrun.data import shard_folder, stream
 from speedrun.record.examine import causality
 from speedrun.record.examine.stablehlo import Programs, unpack
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
-from speedrun.train.checkpoint import unseal
-from speedrun.train.fingerprint import state_hash
-from speedrun.train.request import decoded
+from speedrun.train.checkpoint import state_hash
+from speedrun.train.request import decoded, unseal
 
 _TEXTS = 140  #: scored sequences to change
 _OTHERS, _OTHER_TOKENS = 64, 2**14  #: sequences of other text at most, or more short ones of so many tokens
