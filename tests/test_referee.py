@@ -25,7 +25,6 @@ from jax import export
 from msgspec.structs import replace
 from record_forge import forge
 from small_run import SMALL
-from test_checkpoint import unbroken  # noqa: F401 - a fixture
 from typed import as_words, speedrun
 
 from speedrun.base import output, provenance, runlog, track
@@ -725,11 +724,11 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
     return replace(given, **changes)
 
 
-def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
+def test_an_honest_run_is_what_it_says(trained, tmp_path):
     """Every bit: the programs in the record are those that ran."""
-    assemble(unbroken.out, title="small")
-    (run,) = load(unbroken.out).runs
-    found = examine(examination(unbroken, tmp_path))
+    assemble(trained.out, title="small")
+    (run,) = load(trained.out).runs
+    found = examine(examination(trained, tmp_path))
     assert found.final_hash == run.end.final_hash
     assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
     assert (found.leak, found.rows < 1e-5, found.company < 1e-5) == (0.0, True, True)
@@ -740,24 +739,24 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     assert last.state_hash == {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}[9]
     ((step, loss),) = first.vals
     assert (step, loss) == (0, pytest.approx(run.vals[0].loss, abs=1e-5))
-    results = [ask(one.of([Examined(run, found)]), load(unbroken.out)) for one in REPLAY_CHECKS]
+    results = [ask(one.of([Examined(run, found)]), load(trained.out)) for one in REPLAY_CHECKS]
     assert {result.check.id: result.status for result in results if result.status != "ok"} == {
         "V608": "warning"
     }
 
 
-def test_a_run_of_another_platform_is_examined_by_its_final_state(unbroken, tmp_path):  # noqa: F811
+def test_a_run_of_another_platform_is_examined_by_its_final_state(trained, tmp_path):
     """Each of some sequences, drawn by the nonce, loses what the log says; training is not repeated."""
-    request = examination(unbroken, tmp_path, platform="gpu")
+    request = examination(trained, tmp_path, platform="gpu")
     found = examine(request)
     assert found.own
     assert not found.stretches
     assert len({at for at, _ in found.sample}) == 16
     assert not {found.leak, found.rows, found.company} - {0.0}
-    (run,) = load(unbroken.out).runs
+    (run,) = load(trained.out).runs
     told = run.vals[-1].sequences
     assert found.val_loss == pytest.approx(np.mean([told[at] for at, _ in found.sample]), abs=1e-5)
-    results = [ask(one.of([Examined(run, found)]), load(unbroken.out)) for one in REPLAY_CHECKS]
+    results = [ask(one.of([Examined(run, found)]), load(trained.out)) for one in REPLAY_CHECKS]
     statuses = {result.check.id: result.status for result in results}
     found_by = [statuses[id] for id in ("V601", "V603", "V605", "V606")]
     assert found_by == ["ok", "ok", "skipped", "warning"]  # nobody takes it for a whole examination
@@ -787,17 +786,17 @@ def test_each_sequence_of_a_run_of_another_platform_loses_what_its_log_says(reco
 
 
 @pytest.mark.parametrize("changes", [{"num_steps": 11}, {"num_steps": 13}])
-def test_programs_of_other_steps_than_the_log_has_are_told(unbroken, tmp_path, changes):  # noqa: F811
+def test_programs_of_other_steps_than_the_log_has_are_told(trained, tmp_path, changes):
     with pytest.raises(
         UsageError, match="its programs are of 12 steps and 2 validations, the log and the track of"
     ):
-        _Examiner(examination(unbroken, tmp_path, **changes))
+        _Examiner(examination(trained, tmp_path, **changes))
 
 
 @pytest.mark.compile
-def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp_path):  # noqa: F811
+def test_each_validation_is_scored_with_the_window_of_its_own_step(trained, tmp_path):
     """A window that grows: the first validation sees less than the last, as in the run."""
-    examiner = _Examiner(examination(unbroken, tmp_path))
+    examiner = _Examiner(examination(trained, tmp_path))
     assert examiner.programs.lowered.hidden == {0: "hidden-0", 12: "hidden-0"}
     leaves, _ = examiner._restored(12)
     params = examiner._params(leaves)
@@ -812,9 +811,9 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
         one._restored(77)
 
 
-def test_programs_name_no_folder_of_this_machine(unbroken):  # noqa: F811
+def test_programs_name_no_folder_of_this_machine(trained):
     """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
-    found = unpack(programs_in(unbroken.out).read_bytes())
+    found = unpack(programs_in(trained.out).read_bytes())
     assert list(found.platforms) == ["cpu"]
     assert {"init", "train-0", "logits"} < found.platforms["cpu"].programs.keys()
     for raw in found.platforms["cpu"].programs.values():
@@ -872,8 +871,8 @@ def test_a_program_that_cannot_be_examined_is_told(raw, said):
         Programs(holding(programs={"init": raw}), make_mesh(1)).compiled("init")
 
 
-def test_leaves_that_no_step_takes_are_told(unbroken):  # noqa: F811
-    found = unpack(programs_in(unbroken.out).read_bytes())
+def test_leaves_that_no_step_takes_are_told(trained):
+    found = unpack(programs_in(trained.out).read_bytes())
     assert len(Programs(found, make_mesh(8)).state) == len(found.leaves)
     with pytest.raises(UsageError, match=r"a step takes \d+ arrays, its archive says \d+"):
         _ = Programs(replace(found, leaves=(*found.leaves, "params.more")), make_mesh(8)).state
@@ -884,7 +883,7 @@ def test_programs_for_other_devices_alone_are_told():
         Programs(replace(ARCHIVE, platforms={"cuda": LOWERED}), make_mesh(1))
 
 
-def test_an_examination_executes_no_source(unbroken, tmp_path, monkeypatch):  # noqa: F811
+def test_an_examination_executes_no_source(trained, tmp_path, monkeypatch):
     """Its text is unpacked nowhere: the only process is our examiner, from our own code."""
     started: list[Any] = []
 
@@ -894,11 +893,11 @@ def test_an_examination_executes_no_source(unbroken, tmp_path, monkeypatch):  # 
         return 1
 
     monkeypatch.setattr(sandbox, "run", run)
-    shutil.copytree(unbroken.out, tmp_path / "record")
+    shutil.copytree(trained.out, tmp_path / "record")
     assemble(tmp_path / "record", title="small")
     report = validate(tmp_path / "record")
     with pytest.raises(SpeedrunError, match=r"the examiner of .* ended with"):
-        examined(tmp_path / "record", report, options(data=unbroken.data), io.StringIO())
+        examined(tmp_path / "record", report, options(data=trained.data), io.StringIO())
     ours = str(Path(track.__file__).parent.parent.parent)
     assert started == [(["-m", "speedrun.record.examine.examiner"], ours, ["programs.xz", "request.json"])]
 
