@@ -21,9 +21,8 @@ from speedrun.base.sourcefile import join_source
 from speedrun.record import git_history, layout
 from speedrun.record.about import assemble
 from speedrun.record.checks.v3_claims import CURVES, Point
-from speedrun.record.code import is_science
 from speedrun.record.layout import Declaration, Look, Recipe, TrackRef
-from speedrun.record.source import split_source
+from speedrun.record.source import is_science, split_source
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000

@@ -12,8 +12,7 @@ import pytest
 
 from speedrun import recipes
 from speedrun.base import provenance, track
-from speedrun.record.code import SCIENCE
-from speedrun.record.source import split_source
+from speedrun.record.source import SCIENCE, split_source
 
 ROOT = Path(__file__).parent.parent
 
@@ -109,7 +108,7 @@ def test_no_module_reaches_itself() -> None:
 
 
 def test_science_imports_no_instrument() -> None:
-    """The register of recipes is one itself: `record.code` does not count it as science."""
+    """The register of recipes is one itself: `record.source` does not count it as science."""
     code = ("science", "recipes")
     allowed = {"speedrun.base.errors", "speedrun.base.limits", "speedrun.base.mesh"}
     wrong = [

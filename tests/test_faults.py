@@ -36,11 +36,10 @@ from speedrun.board import leaks
 from speedrun.cli import command
 from speedrun.data import shard_folder, shards
 from speedrun.record.about import assemble
-from speedrun.record.code import read
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
-from speedrun.record.source import split_source
+from speedrun.record.source import read, split_source
 from speedrun.record.summary import summarize
 from speedrun.record.validate import validate
 from speedrun.train import loop, run

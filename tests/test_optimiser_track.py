@@ -19,8 +19,7 @@ from speedrun.base import mesh, provenance, recipe_files, track
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.record.checks.v5_source import FREE, FREE_FOLDERS, leaves
-from speedrun.record.code import is_science, read
-from speedrun.record.source import split_source
+from speedrun.record.source import is_science, read, split_source
 from speedrun.science.inputs import Inputs, Plan
 from speedrun.science.recipe import Batch, Recipe, Stage, describe
 from speedrun.train import contract

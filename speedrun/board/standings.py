@@ -13,8 +13,8 @@ from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
 from speedrun.board import figures
 from speedrun.board.figures import Published
-from speedrun.record.code import changed_lines
 from speedrun.record.reader import Record, load
+from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
 from speedrun.record.summary import summarize
 from speedrun.record.validate import Report, examine

@@ -8,10 +8,10 @@ from speedrun.base import accelerators, provenance, runlog
 from speedrun.base.sourcefile import RECIPES
 from speedrun.record import git_history, layout
 from speedrun.record.checks.table import Skip, check, check_run, if_ranked
-from speedrun.record.code import is_science
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 from speedrun.record.reproduction import SAME_BENCH
+from speedrun.record.source import is_science
 
 #: XLA flags that change the schedule and not the results, without the leading dashes. What chooses other products or
 #: reductions (autotuning and its files, Triton, cuBLASLt, split-K) rounds otherwise, and belongs in the recipe, where

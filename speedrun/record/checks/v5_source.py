@@ -1,6 +1,6 @@
 """V501, V503, V505 to V507: the source is complete, harness and what the track fixes are unchanged, sizes are right.
 
-The source is parsed and never executed: see `record.code`.
+The source is parsed and never executed: see `record.source`.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from speedrun.base.sourcefile import RECIPES
 from speedrun.base.track import Fixed
 from speedrun.record import git_history, layout
 from speedrun.record.checks.table import Skip, check, check_run, if_ranked
-from speedrun.record.code import Names, is_science, read
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
+from speedrun.record.source import Names, is_science, read
 
 _ENTRY = "speedrun/train/run.py"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from record_forge import RECIPE, forge
 
 from speedrun.base.sourcefile import join_source
-from speedrun.record import code
+from speedrun.record import source
 from speedrun.record.validate import validate
 
 MANY = 100_000
@@ -35,13 +35,13 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_read_to_its_end(bomb):
     with contextlib.suppress(ValueError):
-        assert not code.read(BOMBS[bomb] + "\n").imports
+        assert not source.read(BOMBS[bomb] + "\n").imports
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=200))
 def test_any_text_is_read(text):
     with contextlib.suppress(ValueError):
-        code.read(text)
+        source.read(text)
 
 
 @pytest.mark.parametrize("bomb", ["closed brackets", "signs", "comparisons", "one line"])
@@ -76,7 +76,7 @@ def test_nothing_of_a_source_is_executed(forged):
     ],
 )
 def test_science_is_told_by_its_place(path, is_science):
-    assert code.is_science(path) == is_science
+    assert source.is_science(path) == is_science
 
 
 PARENT = {
@@ -104,11 +104,11 @@ MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speed
     ],
 )
 def test_lines_of_science_that_the_parent_does_not_hold_are_counted(changes, num_lines):
-    assert code.changed_lines(join_source(PARENT | changes), join_source(PARENT)) == num_lines
+    assert source.changed_lines(join_source(PARENT | changes), join_source(PARENT)) == num_lines
 
 
 def test_a_record_without_a_parent_counts_all_its_science():
-    assert code.changed_lines(join_source(PARENT), "") == 6
+    assert source.changed_lines(join_source(PARENT), "") == 6
 
 
 @given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd")))
@@ -116,4 +116,4 @@ def test_changed_lines_are_at_most_those_of_a_diff(lines, parent_lines):
     sides = ["".join(f"{line}\n" for line in side) for side in (lines, parent_lines)]
     texts = [join_source({"speedrun/science/nn.py": side}) for side in sides]
     added = sum(line.startswith("+ ") for line in difflib.ndiff(parent_lines, lines))
-    assert max(0, len(lines) - len(parent_lines)) <= code.changed_lines(*texts) <= added
+    assert max(0, len(lines) - len(parent_lines)) <= source.changed_lines(*texts) <= added
