@@ -35,6 +35,9 @@ class MomentumWarmup:
         return inputs | {"momentum": np.float32(momentum)}
 
 
+SCHEDULE = MomentumWarmup(
+    then=replace(PARENT.schedule, cooldown_fraction=914 / 3200), first_momentum=0.85, warmup_steps=500
+)
 RECIPE = replace(
     PARENT,
     name="shortcuts",
@@ -46,8 +49,6 @@ RECIPE = replace(
     logits=shortcuts.logits,
     loss=shortcuts.loss,
     optimizer=replace(PARENT.optimizer, scalar_lr=0.02),
-    schedule=MomentumWarmup(
-        then=replace(PARENT.schedule, cooldown_fraction=914 / 3200), first_momentum=0.85, warmup_steps=500
-    ),
+    schedule=SCHEDULE,
     stages=(Stage(num_steps=3200, num_sequences=512, seq_len=1024),),
 )

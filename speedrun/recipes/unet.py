@@ -14,6 +14,7 @@ from speedrun.science.models import unet
 from speedrun.science.recipe import Stage
 
 PARENT = shortcuts.RECIPE
+SCHEDULE = replace(shortcuts.SCHEDULE, then=replace(shortcuts.SCHEDULE.then, cooldown_fraction=900 / 3000))
 RECIPE = replace(
     PARENT,
     name="unet",
@@ -23,6 +24,6 @@ RECIPE = replace(
     table=unet.table,
     forward=unet.forward,
     optimizer=replace(PARENT.optimizer, muon_lr=0.04, embed_lr=0.6, head_lr=0.008, scalar_lr=0.04),
-    schedule=replace(PARENT.schedule, then=replace(PARENT.schedule.then, cooldown_fraction=900 / 3000)),
+    schedule=SCHEDULE,
     stages=(Stage(num_steps=3000, num_sequences=512, seq_len=1024),),
 )

@@ -14,6 +14,7 @@ from speedrun.science.models import values
 from speedrun.science.recipe import Stage
 
 PARENT = windows.RECIPE
+THEN = replace(windows.SCHEDULE.then, cooldown_fraction=600 / 1490, final_window=14.5)
 RECIPE = replace(
     PARENT,
     name="values",
@@ -29,8 +30,6 @@ RECIPE = replace(
     ),
     table=values.table,
     forward=values.forward,
-    schedule=replace(
-        PARENT.schedule, then=replace(PARENT.schedule.then, cooldown_fraction=600 / 1490, final_window=14.5)
-    ),
+    schedule=replace(windows.SCHEDULE, then=THEN),
     stages=(Stage(num_steps=1490, num_sequences=8, seq_len=65536),),
 )

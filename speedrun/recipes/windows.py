@@ -11,9 +11,12 @@ from dataclasses import asdict, replace
 
 from speedrun.recipes import unet
 from speedrun.science.models import windows
+from speedrun.science.optim.groups import Adam
 from speedrun.science.recipe import Stage
 
 PARENT = unet.RECIPE
+THEN = replace(unet.SCHEDULE.then, cooldown_fraction=640 / 1750, final_window=28.0, window_grows="down")
+SCHEDULE = replace(unet.SCHEDULE, then=THEN, warmup_steps=300)
 RECIPE = replace(
     PARENT,
     name="windows",
@@ -21,14 +24,8 @@ RECIPE = replace(
     parent="unet",
     config=windows.Config(**asdict(PARENT.config), document_token=50256, block_tokens=64),
     forward=windows.forward,
-    optimizer=replace(PARENT.optimizer, muon_lr=0.05, adam=replace(PARENT.optimizer.adam, beta1=0.8)),
-    schedule=replace(
-        PARENT.schedule,
-        then=replace(
-            PARENT.schedule.then, cooldown_fraction=640 / 1750, final_window=28.0, window_grows="down"
-        ),
-        warmup_steps=300,
-    ),
+    optimizer=replace(PARENT.optimizer, muon_lr=0.05, adam=Adam(beta1=0.8, beta2=0.95, eps=1e-8)),
+    schedule=SCHEDULE,
     stages=(Stage(num_steps=1750, num_sequences=8, seq_len=65536),),
     eval_sequences=8,
     eval_seq_len=65536,

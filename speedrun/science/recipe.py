@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
+import optax
 
 from speedrun.base import limits
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.limits import Count, Natural, Steps
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.params import Dtype, Params, Table
+from speedrun.science.params import Dtype, Layout, Params, Table
 from speedrun.science.sizes import settings_at
 
 
@@ -72,12 +73,31 @@ class Loss(NamedTuple):
     carry: Params = NOTHING  #: [B, ...], for the next step
 
 
+class OptimizerLike(Protocol):
+    """The optimiser of a recipe."""
+
+    def transform(self, layout: Layout, /) -> optax.GradientTransformation:
+        """Return what updates packed parameters; its `update` also gets `inputs`."""
+        ...
+
+
+class ScheduleLike(Protocol):
+    """The schedule of a recipe."""
+
+    def at(self, step: int, num_steps: int, /) -> dict[str, Any]:
+        """Return the inputs of a step by name. NumPy values are traced; Python values are compiled in."""
+        ...
+
+
+ConfigT = TypeVar("ConfigT")
+OptimizerT = TypeVar("OptimizerT", bound=OptimizerLike)
+ScheduleT = TypeVar("ScheduleT", bound=ScheduleLike)
 #: (params, tokens_BT, inputs, config, kernels) -> final hidden states before the head: x_BTD
-Forward = Callable[[Params, jax.Array, Inputs, Any, Kernels], jax.Array]
+Forward = Callable[[Params, jax.Array, Inputs, ConfigT, Kernels], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     """The science of a run. Make variants with `dataclasses.replace`, not with flags.
 
     Functions get whole parameters by name, in the compute dtype, and the scheduled inputs of the step. They derive all
@@ -88,19 +108,25 @@ class Recipe:
     summary: str
     parent: str | None
     revision: int  #: incremented when the pinned trace changes
-    config: Any  #: dataclass of the model; has vocab_size, and document_token if the model reads documents
-    table: Callable[[Any], Table]
-    forward: Forward
-    logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
-    loss: Callable[[Params, Batch, Inputs, Any, Kernels, Forward], Loss]  #: gets the recipe's `forward`
-    optimizer: Any  #: its `transform(layout)` updates packed parameters; `update` also gets `inputs`
-    schedule: Any  #: its `at(step, num_steps)` returns the inputs of a step by name
+    config: (
+        ConfigT  #: dataclass of the model; has vocab_size, and document_token if the model reads documents
+    )
+    table: Callable[[ConfigT], Table]
+    forward: Forward[ConfigT]
+    logits: Callable[
+        [Params, jax.Array, ConfigT], jax.Array
+    ]  #: (params, x_ND, config) -> [N, V], for the scorer
+    loss: Callable[[Params, Batch, Inputs, ConfigT, Kernels, Forward], Loss]  #: gets the recipe's `forward`
+    optimizer: OptimizerT
+    schedule: ScheduleT
     stages: tuple[Stage, ...]
     eval_sequences: Count  #: per validation pass, over all devices
     eval_seq_len: Count
     compute_dtype: Dtype
-    carry: Callable[[Any], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
-    constants: Callable[[Any, Vocabulary], Constants] = no_constants  #: inputs that are equal at all steps
+    carry: Callable[[ConfigT], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
+    constants: Callable[[ConfigT, Vocabulary], Constants] = (
+        no_constants  #: inputs that are equal at all steps
+    )
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -130,10 +156,7 @@ class Recipe:
         return range(start, start + self.stages[stage].num_steps)
 
     def inputs_at(self, step: int) -> dict[str, Any]:
-        """Return the inputs of a step by name; those of step `num_steps` are for the last validation.
-
-        NumPy values are traced. Python values are compiled in: one executable for each combination.
-        """
+        """Return the inputs of a step by name; those of step `num_steps` are for the last validation."""
         return self.schedule.at(step, self.num_steps)
 
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
