@@ -106,7 +106,8 @@ main() {
   if [[ -n $dry && -z ${SPEEDRUN_PYTHON:-} && ! -x .venv/bin/speedrun ]]; then
     echo "time, disk space and cost need the packages: type this again after scripts/install.sh run"
   elif [[ -n $dry || ${batch[0]} != --resume ]]; then
-    of='import sys; from speedrun.base.accelerators import kind_of; print(kind_of(sys.argv[1]) or "")'
+    of='import sys; from speedrun.base.accelerators import DEVICES
+print(*(kind for kind, device in DEVICES.items() if device.name == sys.argv[1]))'
     if [[ -n $names ]]; then kind=$("$python" -c "$of" "${names%%$'\n'*}"); fi
     dry="" step plan "$python" -m speedrun plan "${planned[@]}" --dollars "${SPEEDRUN_DOLLARS:-2.50}" \
       ${kind:+--device-kind "$kind"}

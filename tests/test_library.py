@@ -71,7 +71,7 @@ def test_a_recipe_without_a_file_is_refused(changes: dict[str, Any]) -> None:
 
 def test_an_unknown_name_is_told() -> None:
     with pytest.raises(AttributeError, match="it exports Record, load, run"):
-        getattr(sr, "train")  # noqa: B009 - no type checker lets the name pass
+        getattr(sr, "fit")  # noqa: B009 - no type checker lets the name pass
 
 
 def test_the_package_is_imported_without_what_it_may_need() -> None:

@@ -115,7 +115,7 @@ def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
     assert own_file("swiglu") is None
     assert resolve(str(folder / "swiglu.py")) == "swiglu"
     assert [own_file(name) for name in ("swiglu", "smoke", None)] == [folder / "swiglu.py", None, None]
-    script = "from speedrun.science import recipes; print(recipes.load('swiglu').summary)"
+    script = "from speedrun import recipes; print(recipes.load('swiglu').summary)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("smoke with SwiGLU")
 

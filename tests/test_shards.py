@@ -129,7 +129,7 @@ def test_killed_between_write_and_rename(tmp_path: Path):
     write_shard(path, np.array([1, 2, 3]))
     script = (
         "import os, signal, sys; from pathlib import Path; import numpy as np\n"
-        "from speedrun.data import inventory, shards\n"
+        "from speedrun.data import shards\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "shards.write_shard(Path(sys.argv[1]), np.arange(1000))"
     )

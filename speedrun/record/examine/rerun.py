@@ -28,7 +28,7 @@ from speedrun.record.findings import Examination, Findings
 from speedrun.record.reader import load, read_files
 from speedrun.train.request import RunConfig
 
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parent.parent.parent
 
 #: What any process needs. No compilation cache: foreign code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
