@@ -45,11 +45,11 @@ SCIENCE_LINES = 1_205
 MORE_SCIENCE = {"record89": 586}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
 #: export the programs that the record carries, for its devices and for a CPU.
-CLOSURE_LINES = 5_115
+CLOSURE_LINES = 5_040
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
-HOUSE_LINES = 36384
+HOUSE_LINES = 36293
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60
