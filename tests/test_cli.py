@@ -20,7 +20,7 @@ from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import run
 from speedrun.cli.options import Command
 
-RECORD = "records/smoke-cpu/2026-11-21-first"
+RECORD = "records/smoke-cpu/2026-11-25-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 

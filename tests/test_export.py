@@ -21,7 +21,7 @@ from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
 
 ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from speedrun.science.params import Params, Table
 from speedrun.train.program import Program
 
 ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 #: Smaller than the recipe, and as long.
 OVERRIDES = {name: value for name, value in SMALL.items() if name != "stages.0.num_steps"}
 GOLDEN = Path(__file__).parent / "golden" / "gpt2_transformers.npz"

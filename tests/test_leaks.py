@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from speedrun.board import leaks
 
 ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 NOBODY = leaks.own_shapes({}, host="localhost")
 HEX40 = "0123456789abcdef0123456789abcdef01234567"
 

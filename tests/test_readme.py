@@ -10,7 +10,7 @@ from pages import ROOT, blocks, checkout, commands, execute, read_options
 from speedrun.base import console, runlog
 
 README = (ROOT / "README.md").read_text()
-SHOWN = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
+SHOWN = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 
 
 @pytest.mark.compile

@@ -1188,6 +1188,6 @@ def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data,
     raw = bytearray(shard.read_bytes())
     raw[1024 + 200] ^= 1
     shard.write_bytes(raw)
-    rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-22-one-run")
+    rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-first")
     with pytest.raises(DataError, match=f"{shard.name}: .*; the run read one with sha256"):
         rerun.check_data(tmp_path / "damaged", io.StringIO())

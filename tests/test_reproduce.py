@@ -35,7 +35,7 @@ from speedrun.record.statistics import pooled_sd
 from speedrun.record.validate import validate
 
 ROOT = Path(__file__).parent.parent
-COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
+COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-25-six-seeds"
 
 
 # --- the numbers --------------------------------------------------------------------------------------------

@@ -431,7 +431,7 @@ def test_a_file_of_git_is_found_by_its_commit_only(history):
 
 
 def test_the_reference_of_the_smoke_track_is_the_committed_record():
-    vals = load(Path(__file__).parent.parent / "records/smoke-cpu/2026-11-21-first").runs[0]
+    vals = load(Path(__file__).parent.parent / "records/smoke-cpu/2026-11-25-first").runs[0]
     seen = {0: 0, **{step.step + 1: step.tokens_seen for step in vals.steps}}
     points = [(seen[val.step], val.loss) for val in vals.vals]
     assert [point.tokens for point in CURVES["smoke-cpu"]] == [tokens for tokens, _ in points]
@@ -558,7 +558,7 @@ def test_what_may_not_be_read_is_told_and_the_rest_is_judged(folder, monkeypatch
 
 
 def test_nothing_heavy_is_imported():
-    record = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
+    record = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-six-seeds"
     code = f"""
 import pathlib, sys
 from speedrun.board import record_plot

@@ -31,8 +31,8 @@ from speedrun.model.watch_server import rules
 from speedrun.record.reader import load
 
 ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
-SIX_SEEDS = RECORD.parent / "2026-11-21-six-seeds"
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
+SIX_SEEDS = RECORD.parent / "2026-11-25-six-seeds"
 (LOG,) = RECORD.glob("runs/*/metrics.jsonl")
 RAW = LOG.read_bytes()
 LINES = RAW.decode().splitlines()
@@ -209,7 +209,7 @@ def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
     assert ghost.best(Path("records"), "smoke-cpu@1") is not None
-    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-21-264-steps"
+    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-25-264-steps"
     assert rules(None, "smoke-cpu@1")["ghost"] is None
     for choice, track, problem in (
         ("best", "smoke-cpu@2", "whose target may differ"),
@@ -374,10 +374,10 @@ def test_a_run_is_watched_from_start_to_end(page, tmp_path) -> None:
                 says(page, "silent for", "#status")  # the log is of long ago
         check_numbers(page, RAW)
         says(page, "finished", "#status")
-        says(page, "loss 3.2307 after 41.0 s", "#tiles")
+        says(page, "loss 3.1705 after 36.6 s", "#tiles")
         says(page, f"ghost: {RECORD.name}", "#key")
         events = page.inner_text("#events")
-        said = ("train/8x256", "paused at 14.8 s: validation", "window_blocks 3", "step 100: loss 4.1542")
+        said = ("train/8x256", "paused at 13.3 s: validation", "window_blocks 3", "step 100: loss 4.1498")
         assert not [words for words in said if words not in events]
 
 

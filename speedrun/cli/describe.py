@@ -13,7 +13,7 @@ from speedrun.record.reader import need_record
 
 @cli.new_command(
     "speedrun describe RECORD --title 'smoke in 264 steps' --author ada --change 'sixteen steps fewer'",
-    "speedrun describe RECORD --parent records/smoke-cpu/2026-11-21-first",
+    "speedrun describe RECORD --parent records/smoke-cpu/2026-11-25-first",
     cls=click.Command,
 )
 @click.argument("record", type=cli.PATH)

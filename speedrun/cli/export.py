@@ -20,7 +20,7 @@ MODEL_FORMS = {
 
 
 @cli.new_command(
-    "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
+    "speedrun export records/smoke-cpu/2026-11-25-first --to classic",
     "speedrun export RECORD --to wandb --out curves",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",

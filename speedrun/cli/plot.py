@@ -15,7 +15,7 @@ from speedrun.record.reader import load
 
 
 @cli.new_command(
-    "speedrun plot records/smoke-cpu/2026-11-21-first",
+    "speedrun plot records/smoke-cpu/2026-11-25-first",
     "speedrun plot runs/first --kind all",
     "speedrun plot runs/first runs/second --kind pareto --out runs",
 )

@@ -31,7 +31,7 @@ class _WithReplay(cli.Command):
 
 
 @cli.new_command(
-    "speedrun validate records/smoke-cpu/2026-11-21-first",
+    "speedrun validate records/smoke-cpu/2026-11-25-first",
     "speedrun validate --explain V104",
     cls=_WithReplay,
 )
