@@ -30,7 +30,7 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 
 LIST = "models.json"
-FORMAT = "speedrun.model/1"
+FORMAT = "speedrun.web/1"
 #: Positions of the shortest program; the next have four times as many, up to what the model was scored on.
 SHORTEST = 64
 #: Rows of the longer program for logits.

@@ -32,7 +32,7 @@ from speedrun.science.recipe import Batch, Recipe, settings
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 
-FORMAT = "speedrun.model.page_training/1"
+FORMAT = "speedrun.web.training/1"
 TRACK = "smoke-cpu"
 #: What makes a recipe tiny, of the settings that it has; "size" comes first, where it knows one.
 TINY: dict[str, str | float] = {

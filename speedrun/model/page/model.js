@@ -5,7 +5,7 @@ import { compiled, knows } from "./jaxpr.js";
 import { parse, Unusable } from "./safetensors.js";
 import { Tokenizer } from "./tokenizer.js";
 
-const FORMAT = "speedrun.model/1";
+const FORMAT = "speedrun.web/1";
 /** How many of the most probable tokens are kept of each position. */
 const NUM_TOP = 10;
 

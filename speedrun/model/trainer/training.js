@@ -8,7 +8,7 @@ import { evaluate, knows, rowsByProduct } from "./jaxpr.js";
 import { array, read } from "./model.js";
 import { parse, Unusable } from "./safetensors.js";
 
-const FORMAT = "speedrun.model.page_training/1";
+const FORMAT = "speedrun.web.training/1";
 const norm = (xs) => Math.sqrt(xs.reduce((sum, x) => sum + x * x, 0));
 
 /** The norm of the difference, over the norm of what is expected; 0 if both are zero. */
