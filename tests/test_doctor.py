@@ -17,19 +17,19 @@ from speedrun.base import accelerators, mesh, track
 from speedrun.base.console import clean
 from speedrun.cli.doctor import _print
 from speedrun.data import overview
-from speedrun.machine import check_cuda, check_data, check_gpus, check_software
 from speedrun.machine import check_devices as seen_devices
+from speedrun.machine import check_software
 from speedrun.machine import checkup as examine
 from speedrun.machine import rates as bench
 from speedrun.machine.check_devices import Machine
-from speedrun.machine.finding import Check
+from speedrun.machine.check_software import Check
 
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"
 CPUS = Machine("cpu", "cpu", 8)
 NODE, HALF = (Machine("gpu", H100, number) for number in (8, 4))
-GPU = check_gpus.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
-LOAD = check_gpus.Load(1755, 1980, 65, ())
+GPU = seen_devices.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
+LOAD = seen_devices.Load(1755, 1980, 65, ())
 WHOLE = dict.fromkeys(("jax-cuda13-plugin", "jax-cuda13-pjrt", "jaxlib"), "0.10.2") | {
     "nvidia-cudnn-cu13": "9"
 }
@@ -67,7 +67,7 @@ esac
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch) -> None:
     """No network and no data."""
-    monkeypatch.setattr(check_data.hub, "reach", Mock(side_effect=check_data.hub.HubError("no connection")))
+    monkeypatch.setattr(examine.hub, "reach", Mock(side_effect=examine.hub.HubError("no connection")))
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
 
 
@@ -75,33 +75,33 @@ def offline(tmp_path: Path, monkeypatch) -> None:
 def node(driver: Path, offline: None, monkeypatch) -> None:
     """Eight H100 that JAX sees, too."""
 
-    def seen(found: list[check_gpus.Gpu], *, usable: bool, timed: bool) -> Iterator[Check]:
+    def seen(found: list[seen_devices.Gpu], *, usable: bool, timed: bool) -> Iterator[Check]:
         shown = NODE if usable else CPUS
         yield Check("devices", f"8 x {shown.kind}", ok=True, facts=shown._asdict())
 
     monkeypatch.setattr(examine.check_devices, "checks", seen)
     monkeypatch.setattr(check_software.provenance, "installed", lambda: WHOLE)
-    monkeypatch.setattr(check_cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
+    monkeypatch.setattr(check_software, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
 
 
 # --- nvidia-smi ---------------------------------------------------------------------------------------------
 
 
 def test_the_driver_is_asked(driver: Path):
-    assert check_gpus.found() == 8 * [GPU]
-    assert check_gpus.loads()[7] == check_gpus.Load(1755, 1980, 67, ())
+    assert seen_devices.found() == 8 * [GPU]
+    assert seen_devices.loads()[7] == seen_devices.Load(1755, 1980, 67, ())
     (driver / "name").write_text("NVIDIA GeForce RTX 4090, 535.104.05, 24564, [N/A], [N/A], [N/A]\n")
     (driver / "clocks.sm").write_text("[N/A], [N/A], [Not Supported], [N/A]\n")
-    (gpu,), (load,) = check_gpus.found(), check_gpus.loads()
+    (gpu,), (load,) = seen_devices.found(), seen_devices.loads()
     assert (gpu.pcie_width, gpu.most_pcie_width, gpu.mig) == (None, None, False)
-    assert load == check_gpus.Load(None, None, None, ())
-    assert check_gpus.clocks([load], None).ok
+    assert load == seen_devices.Load(None, None, None, ())
+    assert seen_devices.clocks([load], None).ok
 
 
 @pytest.mark.parametrize("bits", [0, 0x1FF, *(1 << bit for bit in range(9))])
 def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: Path, bits: int):
     (driver / "clocks.sm").write_text(f"1755, 1980, 60, {bits:#018x}\n")
-    (load,) = check_gpus.loads()
+    (load,) = seen_devices.loads()
     assert len(load.reasons) == (bits & 0b0_1111_1010).bit_count()
 
 
@@ -115,12 +115,12 @@ def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: P
     ],
 )
 def test_a_driver_that_gives_no_answer_says_so(does: str, driver: Path, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(check_gpus, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(seen_devices, "_ANSWER_S", 0.2)
     (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
     if not does:
         monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(check_gpus.NoAnswerError, match="nvidia-smi"):
-        check_gpus.loads()
+    with pytest.raises(seen_devices.NoAnswerError, match="nvidia-smi"):
+        seen_devices.loads()
 
 
 # --- CUDA ---------------------------------------------------------------------------------------------------
@@ -137,13 +137,13 @@ def test_a_driver_that_gives_no_answer_says_so(does: str, driver: Path, monkeypa
     ],
 )
 def test_a_driver_is_new_enough_or_there_is_something_to_do(version: str, release: int, advice: str):
-    check = check_cuda.driver(version, release, needed=True)
+    check = check_software.driver(version, release, needed=True)
     assert (check.ok, advice in check.found) == (not advice, True)
 
 
 def test_the_installer_chooses_by_the_same_driver():
     text = (ROOT / "scripts" / "install.sh").read_text()
-    assert f"driver%%.*}} >= {check_cuda.DRIVERS[13]})); then echo cuda13; else echo cuda12" in text
+    assert f"driver%%.*}} >= {check_software.DRIVERS[13]})); then echo cuda13; else echo cuda12" in text
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_the_installer_chooses_by_the_same_driver():
     ],
 )
 def test_half_an_installation_is_told(changes: dict[str, str | None], names: str, monkeypatch):
-    monkeypatch.setattr(check_cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
+    monkeypatch.setattr(check_software, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
     installed = {name: version for name, version in {**WHOLE, **changes}.items() if version is not None}
-    problem = check_cuda.wheels_problem(installed)
+    problem = check_software.wheels_problem(installed)
     assert names in problem
     assert bool(problem) == bool(names)
 
@@ -175,11 +175,11 @@ def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch):
 
 
 def alike(**changes: Any) -> Check:
-    return check_gpus.identity([GPU, GPU._replace(**changes)])
+    return seen_devices.identity([GPU, GPU._replace(**changes)])
 
 
 def free(throttled_s: float | None = 0.0, **changes: Any) -> Check:
-    return check_gpus.clocks([LOAD, LOAD._replace(**changes)], throttled_s)
+    return seen_devices.clocks([LOAD, LOAD._replace(**changes)], throttled_s)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_every_rate_is_measured_and_no_collective_of_one_device():
 @pytest.mark.parametrize(("free", "writable"), [(10**9, True), (10**12, False)])
 def test_a_full_or_forbidden_disk_is_in_the_way(free: int, writable: bool, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "not" / "yet"))
-    monkeypatch.setattr(check_data.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    monkeypatch.setattr(check_data.os, "access", lambda *_: writable)  # root may write anywhere
-    found = check_data.disk(track.load("main-8xh100"))
+    monkeypatch.setattr(examine.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(examine.os, "access", lambda *_: writable)  # root may write anywhere
+    found = examine.disk(track.load("main-8xh100"))
     assert found.mark == "bad"
     assert f"GB free in {tmp_path}; main-8xh100 needs 4.0 GB" in found.found
 
@@ -256,12 +256,12 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve("owner/name", {}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        assert check_data.reachable() == Check("hub", "answers", ok=True, needed=False)
+        assert examine.reachable() == Check("hub", "answers", ok=True, needed=False)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         closed = f"http://127.0.0.1:{gone.getsockname()[1]}"
     for address in (closed, "http://[::bad"):
         monkeypatch.setenv("HF_ENDPOINT", address)
-        assert check_data.reachable().mark == "note"
+        assert examine.reachable().mark == "note"
 
 
 # --- tracks and advice --------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_this_machine_is_fit(tmp_path: Path):
 def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch):
     """The smoke track, as for the quickstart, needs neither rates nor a network."""
     monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("rates were measured"))
-    monkeypatch.setattr(check_data, "reachable", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(examine, "reachable", lambda: pytest.fail("the network was asked"))
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     found = [check.name for check in examine.checks(track.load("smoke-cpu"), alone=True)]
     assert [name for name in found if name not in ("driver", "lock")] == [
@@ -391,7 +391,7 @@ def test_a_machine_that_is_not_fit(offline: None, monkeypatch):
 
 def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pytest.CaptureFixture[str]):
     (driver / "name").write_text("\x1b[31mevil\x1b[0m, 580.95.05, 81559, 16, 16, Disabled\n")
-    (gpu,) = check_gpus.found()
-    _print(check := check_gpus.identity([gpu]))
+    (gpu,) = seen_devices.found()
+    _print(check := seen_devices.identity([gpu]))
     assert capsys.readouterr().out == f"ok    gpus: {clean(check.found)}\n"
     assert "\x1b" not in clean(check.found)

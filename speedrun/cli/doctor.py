@@ -7,7 +7,7 @@ from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.cli import options as cli
 from speedrun.machine import checkup
-from speedrun.machine.finding import Check
+from speedrun.machine.check_software import Check
 
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 

@@ -15,7 +15,7 @@ from speedrun.base.clock import Stopwatch
 from speedrun.data import synthetic
 from speedrun.data.shards import Shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
-from speedrun.machine.turns import middle
+from speedrun.machine.bench_kernels import middle
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.footprint import flops_per_token

@@ -1,18 +1,162 @@
-"""Check the devices that JAX sees: a collective, their rates against the vendor's, and their clocks under load."""
+"""Check the devices: what the driver says of GPUs, a collective, rates against the vendor's, and clocks under load.
 
+`nvidia-smi` answers for NVIDIA's driver; JAX sees the rest.
+"""
+
+import re
+import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from speedrun.base import accelerators
 from speedrun.base.console import quantity
-from speedrun.machine import check_cuda, check_gpus
-from speedrun.machine.finding import Check
+from speedrun.machine import check_software
+from speedrun.machine.check_software import Check
 from speedrun.record.checks.v4_environment import SLOWEST_OF_VENDOR
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from speedrun.machine.rates import Rates
+
+_ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver
+#: Share of the highest clock, under load. The power cap alone keeps large products well above it.
+_LOW_CLOCK = 0.6
+_HOT_C = 85  #: where clocks begin to fall
+#: An unset or unknown field.
+_NOTHING = re.compile(r"\[?(N/A|Not Supported|Not Active|Unknown Error|Requested functionality.*)\]?")
+#: Bits of `clocks_event_reasons.active` that slow a run down. Large products always run at the power cap (4). Idle (1)
+#: and the display's clock (256) are harmless.
+_REASONS = {
+    0x02: "clocks set by hand",
+    0x08: "hardware slowdown",
+    0x10: "bound to another GPU's clocks",
+    0x20: "heat, by software",
+    0x40: "heat, by hardware",
+    0x80: "power brake",
+}
+
+
+class NoAnswerError(Exception):
+    """Why `nvidia-smi` gave no answer."""
+
+
+class Gpu(NamedTuple):
+    """One GPU."""
+
+    name: str
+    driver: str
+    memory_bytes: int
+    pcie_width: int | None  #: lanes in use
+    most_pcie_width: int | None  #: lanes there are
+    mig: bool  #: divided into instances
+
+
+class Load(NamedTuple):
+    """State of one GPU under load."""
+
+    clock_mhz: int | None
+    most_clock_mhz: int | None
+    temperature_c: int | None
+    reasons: tuple[str, ...]  #: the active ones of `_REASONS`
+
+
+# --- what the driver answers -----------------------------------------------------------------------------------
+
+
+def _ask(*args: str) -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *args], capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_S
+        )
+    except OSError:
+        raise NoAnswerError("there is no nvidia-smi") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"nvidia-smi gave no answer in {_ANSWER_S:.0f} s") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise NoAnswerError(f"nvidia-smi fails: {said[:160]}")
+    return done.stdout
+
+
+def _query(*fields: str) -> Iterator[list[str | None]]:
+    """Yield one row per GPU, with None for unknown fields."""
+    answer = _ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    for line in filter(None, answer.splitlines()):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != len(fields):
+            raise NoAnswerError(f"nvidia-smi answers {line[:80]!r}")
+        yield [None if _NOTHING.fullmatch(word) else word for word in words]
+
+
+def _int(word: str | None) -> int | None:
+    if word is None:
+        return None
+    try:
+        return int(word, 0)  # reasons are hexadecimal
+    except ValueError:
+        raise NoAnswerError(f"nvidia-smi answers {word[:80]!r} for a number") from None
+
+
+def found() -> list[Gpu]:
+    """Return all GPUs; raise NoAnswerError if `nvidia-smi` is not installed, fails or hangs."""
+    fields = ("name", "driver_version", "memory.total", "pcie.link.width.current", "pcie.link.width.max")
+    return [
+        Gpu(name or "", driver or "", (_int(mib) or 0) * 2**20, _int(width), _int(most), mig == "Enabled")
+        for name, driver, mib, width, most, mig in _query(*fields, "mig.mode.current")
+    ]
+
+
+def loads() -> list[Load]:
+    """Return the current state of all GPUs; raise NoAnswerError as `found`, or if a field is unknown."""
+    fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "clocks_event_reasons.active")
+    return [
+        Load(_int(clock), _int(top), _int(hot), tuple(_REASONS[b] for b in _REASONS if b & (_int(bits) or 0)))
+        for clock, top, hot, bits in _query(*fields)
+    ]
+
+
+# --- whether that is sound -------------------------------------------------------------------------------------
+
+
+def identity(gpus: list[Gpu]) -> Check:
+    """Check for several kinds of GPU, MIG instances, and missing PCIe lanes."""
+    kinds = Counter(gpu.name for gpu in gpus)
+    said = [" and ".join(f"{count} x {name}" for name, count in kinds.items())]
+    if len(kinds) > 1:
+        said.append("of several kinds: records want one")
+    if any(gpu.mig for gpu in gpus):
+        said.append("cut into instances (MIG); nvidia-smi -mig 0 makes them whole")
+    for i, gpu in enumerate(gpus):
+        if gpu.pcie_width and gpu.most_pcie_width and gpu.pcie_width < gpu.most_pcie_width:
+            lanes = f"{gpu.pcie_width} of {gpu.most_pcie_width} PCIe lanes"
+            said.append(f"GPU {i} has {lanes}; reseat it, or rent another node")
+    facts = {"num_gpus": len(gpus), "gpu": gpus[0].name}
+    return Check("gpus", "; ".join(said), ok=len(said) == 1, needed=False, facts=facts)
+
+
+def clocks(loads: list[Load], throttled_s: float | None) -> Check:
+    """Check the clocks under load.
+
+    `loads` has every GPU, while all of them multiply. `throttled_s` is meanwhile; None if the driver does not count it.
+    """
+    shares = [one.clock_mhz / one.most_clock_mhz for one in loads if one.clock_mhz and one.most_clock_mhz]
+    heats = [one.temperature_c for one in loads if one.temperature_c is not None]
+    low, hot = min(shares, default=None), max(heats, default=None)
+    found = "unknown" if low is None else f"{low:.0%} of the highest under load"
+    found += "" if hot is None else f", {hot} C"
+    worries = [f"GPU {i}: {', '.join(one.reasons)}" for i, one in enumerate(loads) if one.reasons]
+    if low is not None and low < _LOW_CLOCK:
+        worries.append("low for large products")
+    if hot is not None and hot > _HOT_C:
+        worries.append(f"hotter than {_HOT_C} C")
+    if throttled_s:
+        worries.append(f"held back for {throttled_s:.1f} s")
+    advice = "let it cool (or nvidia-smi -rgc), or rent another node"
+    found += f"; {'; '.join([*worries, advice])}" if worries else ", nothing holds them back"
+    facts = {"least_clock_share": low, "most_temperature_c": hot, "throttled_s": throttled_s}
+    return Check("clocks", found, ok=not worries, needed=False, facts=facts)
 
 
 class Machine(NamedTuple):
@@ -23,7 +167,7 @@ class Machine(NamedTuple):
     num_devices: int
 
 
-def checks(found: list[check_gpus.Gpu], *, usable: bool, timed: bool = True) -> Iterator[Check]:
+def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Check]:
     """Check the devices; if `timed`, also a collective over all of them, and their rates.
 
     Raises:
@@ -43,7 +187,7 @@ def checks(found: list[check_gpus.Gpu], *, usable: bool, timed: bool = True) -> 
     yield Check("devices", said, ok=True, facts=machine._asdict())
     seen = 0 if simulated else over.size
     if usable and seen < len(found):
-        yield check_cuda.unseen(len(found), seen)
+        yield check_software.unseen(len(found), seen)
     if found and simulated:
         said = f"not measured: {len(found)} GPUs are here, and JAX uses none of them; see above"
         yield Check("rates", said, ok=False, needed=False)
@@ -74,11 +218,11 @@ def _measured(over: "Mesh", machine: Machine) -> Iterator[Check]:
     if health.is_simulated(over):
         return
     try:
-        loads = bench.during_products(over, reached.matmul_gflops, check_gpus.loads)
-    except check_gpus.NoAnswerError as error:
+        loaded = bench.during_products(over, reached.matmul_gflops, loads)
+    except NoAnswerError as error:
         yield Check("clocks", f"not known: {error}", ok=False, needed=False)
     else:
-        yield check_gpus.clocks(loads, health.throttled_s(over, before_s))
+        yield clocks(loaded, health.throttled_s(over, before_s))
 
 
 def rates(reached: "Rates", machine: Machine, device: accelerators.Device | None) -> Iterator[Check]:
