@@ -5,7 +5,6 @@ import re
 import resource
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from speedrun import __version__, cli, recipes
 from speedrun.base import errors, track
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
-from speedrun.cli import run
+from speedrun.cli import train
 from speedrun.cli.options import Command
 
 RECORD = "records/smoke-cpu/2026-11-25-first"
@@ -190,15 +189,15 @@ def test_bench_times_what_runs_and_says_why_the_rest_does_not(words: str, names:
         assert re.search(r"^definition +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("option", [p for p in run.command.params if p.expose_value], ids=lambda p: p.name)
+@pytest.mark.parametrize("option", [p for p in train.run.params if p.expose_value], ids=lambda p: p.name)
 def test_an_option_reaches_the_processes_that_share_the_run(option: click.Parameter):
     """What a child parses is what its parent parsed."""
     special = {"deadlines": "step=60", "recipe": "smoke", "local_processes": "2"}
     value = "7" if isinstance(option.type, click.IntRange) else special.get(option.name or "", "-a 'b' =c")
     words = [option.opts[0]] if getattr(option, "is_flag", False) else [option.opts[0], value]
-    parent = run.command.make_context("run", words * (1 + option.multiple))
+    parent = train.run.make_context("run", words * (1 + option.multiple))
     folder = parent.params["resume"] or Path("a folder")
-    child = run.command.make_context("run", run._child_words(parent, folder))
+    child = train.run.make_context("run", train._child_words(parent, folder))
     given = {"local_processes": None} | ({} if parent.params["resume"] else {"out": folder})
     assert child.params == parent.params | given
 
@@ -215,8 +214,7 @@ def raiser(monkeypatch: pytest.MonkeyPatch):
         def command() -> None:
             raise error
 
-        module = types.SimpleNamespace(command=command)
-        monkeypatch.setitem(sys.modules, "speedrun.cli.run", module)
+        monkeypatch.setattr(train, "run", command)
 
     return install
 

@@ -15,7 +15,7 @@ from typed import invoke, program, speedrun
 
 from speedrun.base import accelerators, mesh, track
 from speedrun.base.console import clean
-from speedrun.cli.doctor import _print
+from speedrun.cli.machine import _print
 from speedrun.data import overview
 from speedrun.machine import check_devices as seen_devices
 from speedrun.machine import check_software

@@ -16,7 +16,7 @@ from speedrun.base import console, runlog
 from speedrun.base.errors import StorageError, UsageError
 from speedrun.board import foreign_logs, log_formats
 from speedrun.board.log_formats import FORMS, curve, export
-from speedrun.cli.export import command
+from speedrun.cli.publish import export as command
 from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
 

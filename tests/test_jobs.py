@@ -1,6 +1,5 @@
 """The files of `jobs/`, run with stand-ins: shells and YAML read them, and `speedrun` has what they ask of it."""
 
-import importlib
 import os
 import re
 import shlex
@@ -8,9 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 import yaml
 from typed import program
+
+from speedrun import cli
 
 JOBS = Path(__file__).parent.parent / "jobs"
 NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh", "ssh.sh")
@@ -89,9 +91,10 @@ def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], li
 
 def parsed(call: list[str]) -> dict[str, Any]:
     """What a command makes of its arguments; an error if it has no such option."""
-    command, words = importlib.import_module(f"speedrun.cli.{call[0]}").command, call[1:]
-    if call[0] == "data":
-        command, words = command.commands[words[0]], words[1:]
+    command, words = cli.command, call
+    while isinstance(command, click.Group):
+        _, command, words = command.resolve_command(click.Context(command), words)
+    assert command is not None
     return command.make_context(call[0], words).params
 
 

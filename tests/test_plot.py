@@ -17,7 +17,7 @@ from speedrun.board import drawing
 from speedrun.board.progress_plot import frontier, pareto, results
 from speedrun.board.record_plot import KINDS, plot
 from speedrun.board.standings import Row, judge
-from speedrun.cli.plot import command
+from speedrun.cli.study import plot as command
 from speedrun.record.about import assemble
 from speedrun.record.reader import load
 from speedrun.record.validate import validate

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speedrun.base import accelerators
-from speedrun.cli.batch import command as batch
+from speedrun.cli.train import batch
 from speedrun.record.reader import load
 
 ROOT = Path(__file__).parent.parent

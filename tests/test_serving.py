@@ -20,7 +20,7 @@ from speedrun.base import serving as module
 from speedrun.base import signals
 from speedrun.base.errors import UsageError
 from speedrun.base.serving import HOST, Reply, content_type, file_below, opened, serving
-from speedrun.cli import play
+from speedrun.cli import use
 
 
 def answer(path: str, query: dict[str, str]) -> Reply | None:
@@ -183,7 +183,7 @@ def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch) -> 
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(play, "_trainable", killed)
+    monkeypatch.setattr(use, "_trainable", killed)
     with signals.handled_by(lambda *_: pytest.fail("it is not handled")):
         found = CliRunner().invoke(cli.command, ["play", "--recipe", "smoke"])
     assert (found.exit_code, found.output) == (75, "error: stopped by SIGTERM\n")

@@ -29,8 +29,8 @@ from speedrun.base import console, mesh, provenance, runlog, signals, sourcefile
 from speedrun.base.clock import now
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli import command
-from speedrun.cli.card import following
 from speedrun.cli.options import parse_settings
+from speedrun.cli.train import following
 from speedrun.data import shards
 from speedrun.record.about import assemble
 from speedrun.record.examine import sandbox

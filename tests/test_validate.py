@@ -24,7 +24,7 @@ from test_provenance import git
 
 from speedrun.base import console, runlog, track
 from speedrun.base.errors import UsageError
-from speedrun.cli.validate import command
+from speedrun.cli.check import validate as command
 from speedrun.record import git_history as history_module
 from speedrun.record import reader as record_module
 from speedrun.record.about import HEAD_END, assemble

@@ -1,7 +1,7 @@
 """The command `speedrun`: a table of commands, each imported when it is called, and the handler of errors.
 
-A command is a module `speedrun.cli.<name>` with a click command named `command`. No heavy imports: `speedrun --help`
-must be fast.
+A command is a click command in a module `speedrun.cli.<module>`, where it has its own name. No heavy imports:
+`speedrun --help` must be fast.
 """
 
 import importlib
@@ -18,43 +18,47 @@ from speedrun.base.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Termina
 from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 from speedrun.cli.options import Group
 
+#: Of each command, its module and what it does.
 GROUPS = {
     "Train": {
-        "data": "Fetch, make, list and check shards.",
-        "recipes": "List recipes, or the settings of one.",
-        "run": "Train on a track, under the clock.",
-        "batch": "Declare several runs, run them, and test their mean loss.",
+        "data": ("data", "Fetch, make, list and check shards."),
+        "recipes": ("plan", "List recipes, or the settings of one."),
+        "run": ("train", "Train on a track, under the clock."),
+        "batch": ("train", "Declare several runs, run them, and test their mean loss."),
     },
     "Check": {
-        "validate": "Check a record offline; recompute every claim.",
-        "reproduce": "Run a record again and judge whether its result holds, or two in turns.",
+        "validate": ("check", "Check a record offline; recompute every claim."),
+        "reproduce": ("check", "Run a record again and judge whether its result holds, or two in turns."),
     },
     "Study": {
-        "plot": "Draw the loss and step times of records, or their time against their loss.",
-        "stats": "Report what the runs of a record prove, and how many more a proof needs.",
-        "sweep": "Compare settings or features of a recipe, or a recipe with its ancestors.",
-        "import-log": "Read other people's logs, and report how much equal runs differ.",
+        "plot": ("study", "Draw the loss and step times of records, or their time against their loss."),
+        "stats": ("study", "Report what the runs of a record prove, and how many more a proof needs."),
+        "sweep": ("study", "Compare settings or features of a recipe, or a recipe with its ancestors."),
+        "import-log": ("study", "Read other people's logs, and report how much equal runs differ."),
     },
     "Use": {
-        "watch": "Show runs on a page, while they train or afterwards.",
-        "sample": "Let a trained model write.",
-        "play": "Let exported models write in a browser.",
-        "eval": "Score a trained model on other text.",
+        "watch": ("use", "Show runs on a page, while they train or afterwards."),
+        "sample": ("use", "Let a trained model write."),
+        "play": ("use", "Let exported models write in a browser."),
+        "eval": ("use", "Score a trained model on other text."),
     },
     "Publish": {
-        "describe": "Set title, authors, changes and parent of a record.",
-        "submit": "Validate a record, scan it for secrets, and pack it for a pull request.",
-        "leaderboard": "Build the board of all records, or check that it is up to date.",
-        "export": "Write a record as text logs, CSV or wandb runs; or its model.",
+        "describe": ("publish", "Set title, authors, changes and parent of a record."),
+        "submit": ("publish", "Validate a record, scan it for secrets, and pack it for a pull request."),
+        "leaderboard": ("publish", "Build the board of all records, or check that it is up to date."),
+        "export": ("publish", "Write a record as text logs, CSV or wandb runs; or its model."),
     },
     "Machine": {
-        "doctor": "Report what this machine can run, and what to type next.",
-        "plan": "Estimate memory, time and cost of a recipe without its devices, on one node or many.",
-        "bench": "Time operations against their bounds.",
-        "profile": "Report where the time of a training step goes.",
+        "doctor": ("machine", "Report what this machine can run, and what to type next."),
+        "plan": (
+            "plan",
+            "Estimate memory, time and cost of a recipe without its devices, on one node or many.",
+        ),
+        "bench": ("machine", "Time operations against their bounds."),
+        "profile": ("machine", "Report where the time of a training step goes."),
     },
 }
-COMMANDS = {name: does for group in GROUPS.values() for name, does in group.items()}
+COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
 #: Environment variables that name folders, or that a run records.
 _VARIABLES = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
@@ -64,13 +68,14 @@ class _Commands(Group):
         return list(COMMANDS)
 
     def load(self, ctx: click.Context, name: str) -> click.Command | None:
-        return importlib.import_module(f"speedrun.cli.{name.replace('-', '_')}").command
+        module = importlib.import_module(f"speedrun.cli.{COMMANDS[name][0]}")
+        return getattr(module, name.replace("-", "_"))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), does) for name, does in group.items()])
+                formatter.write_dl([(name.ljust(width), does) for name, (_, does) in group.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):

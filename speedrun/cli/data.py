@@ -53,14 +53,14 @@ def _num_cores() -> int:
 
 
 @cli.new_command("speedrun data get --track main-8xh100", "speedrun data list", cls=cli.Group)
-def command() -> None:
+def data() -> None:
     """Fetch, make, list and check shards."""
 
 
 @cli.new_command(
     "speedrun data get --track main-8xh100 --shards 9",
     "speedrun data get --track webmini --repo kjj0/finewebedu10B-gpt2 --shards 2",
-    of=command,
+    of=data,
 )
 @cli.track_option("main-8xh100")
 @cli.option("--shards N", cli.COUNT, "Training shards. Default: as the track says, or 1.")
@@ -83,7 +83,7 @@ def get(*, track: str, vocabulary: bool, out: Path | None, **given: Any) -> cli.
     "speedrun data prep",
     "speedrun data prep --source texts/ --out data/mine --shard-tokens 1000000",
     "speedrun data prep --source book.txt --tokenizer bytes --out data/book --shard-tokens 100000",
-    of=command,
+    of=data,
     name="prep",
 )
 @_source_option
@@ -113,7 +113,7 @@ def prep_(*, sources: tuple[str, ...], **given: Any) -> cli.Answer:
     return cli.Answer(made.facts(), made.summary())
 
 
-@cli.new_command("speedrun data docs --track docs-cpu", of=command)
+@cli.new_command("speedrun data docs --track docs-cpu", of=data)
 @cli.track_option("docs-cpu")
 @_folder_option
 def docs(*, track: str, out: Path | None) -> cli.Answer:
@@ -121,7 +121,7 @@ def docs(*, track: str, out: Path | None) -> cli.Answer:
     return _made(track, out)
 
 
-@cli.new_command("speedrun data synth --track smoke-cpu", of=command)
+@cli.new_command("speedrun data synth --track smoke-cpu", of=data)
 @cli.track_option()
 @_folder_option
 def synth(*, track: str, out: Path | None) -> cli.Answer:
@@ -146,7 +146,7 @@ def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> cli.
     )
 
 
-@cli.new_command("speedrun data verify --track smoke-cpu --full", of=command)
+@cli.new_command("speedrun data verify --track smoke-cpu --full", of=data)
 @cli.track_option()
 @cli.data_option
 @cli.flag("--full", "Read every byte: digests, ids, documents.")
@@ -161,7 +161,7 @@ def verify(*, track: str, data: Path | None, full: bool) -> cli.Answer:
     return cli.Answer({**facts, "shards": [shard._asdict() for shard in verified]}, lines)
 
 
-@cli.new_command("speedrun data list", "speedrun data list --json", of=command, name="list")
+@cli.new_command("speedrun data list", "speedrun data list --json", of=data, name="list")
 def list_() -> cli.Answer:
     """List what is there of the data of every track."""
     holdings = [overview.holding(tracks.load(name)) for name in tracks.names()]
@@ -169,7 +169,7 @@ def list_() -> cli.Answer:
     return cli.Answer({"tracks": [holding._asdict() for holding in holdings]}, lines)
 
 
-@cli.new_command("speedrun data train-bpe --source texts/ --vocab-size 4096 --out mine.json", of=command)
+@cli.new_command("speedrun data train-bpe --source texts/ --vocab-size 4096 --out mine.json", of=data)
 @_source_option
 @cli.option("--vocab-size N", cli.Integer(258, 2**16), "Ids, with the document token.", required=True)
 @cli.option("--out FILE", cli.PATH, "A .json file.", required=True)

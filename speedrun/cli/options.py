@@ -7,12 +7,16 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from speedrun.base import clock
 from speedrun.base.errors import SpeedrunError, UsageError, unknown
 from speedrun.base.recipe_files import resolve
+
+if TYPE_CHECKING:
+    from speedrun.train.request import RunConfig
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
@@ -92,6 +96,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 COUNT = Integer(1)
 NATURAL = Integer(0)
 SEED = Integer(0, 2**31 - 1)
+WATCH_PORT = 3280  #: default of the page of `watch`
 
 
 def option(
@@ -178,6 +183,32 @@ def port_option(default: int) -> Decorator:
     return option("--port N", Integer(0, 65_535), text, default)
 
 
+#: `--ghost RECORD`, as the argument `ghost` for `race.find`.
+ghost_option = option(
+    "--ghost RECORD|best",
+    str,
+    "Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the fastest "
+    "qualified record of the track in records/.",
+)
+
+#: `--wandb PROJECT`, as the argument `wandb` for `relay.relayed`.
+wandb_option = option("--wandb PROJECT", str, "Send the log to wandb. This cannot stop the run.")
+
+#: The options that `request_of` reads.
+config_options = combined(
+    track_option(),
+    recipe_option(),
+    option("--devices N", COUNT, "Default: what the track asks for, or all there are."),
+    attention_option,
+    option(
+        "--microbatches N",
+        COUNT,
+        "Parts of a step's batch. Default: 8, or one for each device if there are more.",
+    ),
+    data_option,
+    out_option("A new folder. Default: below runs/, with date, track and a number."),
+)
+
 #: The options that choose the weights of a trained model: for `model.weight_sources`.
 weights_options = combined(
     option("--step N", NATURAL, "Of the checkpoint. Default: the newest."),
@@ -218,3 +249,17 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--set {key} was given twice; keep one")
         settings[key] = value
     return settings
+
+
+def request_of(given: dict[str, Any], overrides: dict[str, str], out: Path, **more: Any) -> "RunConfig":
+    """Return the request that the options of a command say, with `more` of its fields."""
+    from speedrun.train.request import RunConfig
+
+    same = {key: given[key] for key in ("track", "recipe", "data", "microbatches", "attention")}
+    return RunConfig(**same, out=out, overrides=overrides, num_devices=given["devices"], **more)
+
+
+def new_folder(name: str) -> Path:
+    """Return the first of today's folders below `runs/` that does not exist: `runs/<date>-<name>-<n>`."""
+    candidates = (Path("runs") / f"{clock.now().utc[:10]}-{name}-{i}" for i in range(1, 10_000))
+    return next(path for path in candidates if not path.exists())

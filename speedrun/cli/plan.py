@@ -1,4 +1,4 @@
-"""`speedrun plan`: what a recipe needs on devices that need not be here, and how its step scales over nodes."""
+"""What recipes are, and what they need: the commands `recipes` and `plan`, on devices that need not be here."""
 
 from functools import partial
 from pathlib import Path
@@ -9,10 +9,48 @@ import msgspec
 
 from speedrun.base import accelerators as kinds
 from speedrun.base import track as tracks
+from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
+from speedrun.base.output import expected
+from speedrun.base.recipe_files import resolve
 from speedrun.cli import options as cli
 
-_RECORDS = Path("records")
+
+@cli.new_command("speedrun recipes", "speedrun recipes smoke")
+@click.argument("name", type=resolve, required=False)
+def recipes(*, name: str | None) -> cli.Answer:
+    """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
+
+    A recipe that cannot be loaded is left out, with a warning.
+    """
+    from speedrun import recipes
+    from speedrun.science import params
+    from speedrun.science.recipe import IDENTITY, settings
+
+    found: dict[str, object] = {}
+    lines = []
+    if name is not None:
+        found = {key: value for key, value in settings(recipes.load(name)).items() if key not in IDENTITY}
+        lines = [f"{key}={value}" for key, value in found.items()]
+    for each in recipes.names() if name is None else []:
+        try:
+            one = recipes.load(each)
+        except BaseException as error:
+            if (known := expected(error)) is None:
+                raise
+            click.echo(clean(f"warning: recipe {each} cannot be loaded: {known}"), err=True)
+            continue
+        num_params = params.count(one.table(one.config))
+        found[each] = {
+            "summary": one.summary,
+            "parent": one.parent,
+            "num_params": num_params,
+            "num_steps": one.num_steps,
+            "total_tokens": one.total_tokens,
+        }
+        counts = f"{num_params:>12,} parameters  {one.total_tokens:>12,} tokens"
+        lines.append(f"{each:<{max(map(len, recipes.names()))}}  {counts}  {one.summary}")
+    return cli.Answer(found, lines)
 
 
 @cli.new_command(
@@ -37,7 +75,7 @@ _RECORDS = Path("records")
 @cli.option("--dollars X", cli.Number(0), "Price of one device for an hour.")
 @cli.option("--nodes N,N", str, "Instead: how the step scales over so many machines.")
 @cli.option("--network GBIT", cli.Number(0, min_open=True), "With --nodes: the rate of a device.")
-def command(
+def plan(
     *,
     recipe: str | None,
     track: str | None,
@@ -68,7 +106,7 @@ def command(
     from speedrun.plan import estimate as planning
 
     chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
-    error, facts, lines, plan = None, {}, [], None
+    error, facts, lines, planned = None, {}, [], None
     if nodes:
         say = partial(click.echo, err=True)
         scaled = scaling.scaled(chosen, kind, devices or 8, nodes, microbatches, network, say)
@@ -79,11 +117,15 @@ def command(
             click.echo(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic", err=True)
         basis = "arithmetic" if missing or compiled is False else "compiled program"
         num_devices = devices or (rules.rules.num_devices if rules else 8)
-        plan = planning.plan(chosen, kind, num_devices, microbatches, basis)
-        error, facts, lines = planning.refusal(chosen, plan), plan.facts(dollars), plan.lines(dollars)
+        planned = planning.plan(chosen, kind, num_devices, microbatches, basis)
+        error, facts, lines = (
+            planning.refusal(chosen, planned),
+            planned.facts(dollars),
+            planned.lines(dollars),
+        )
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
-        batch = budgets.budget(rules, chosen, num_runs, _RECORDS, plan, dollars=dollars)
+        batch = budgets.budget(rules, chosen, num_runs, Path("records"), planned, dollars=dollars)
         said = budgets.lines(batch, planning.ERROR)
         derived = {"total_s": batch.total_s, "dollars": batch.dollars, "said": said}
         facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | derived}, lines + said

@@ -26,8 +26,6 @@ from speedrun.base.signals import handled_by, stop
 from speedrun.board import ghost as ghosts
 from speedrun.model.watch_feed import Feed
 
-PORT = 3280  #: default, on this machine only
-
 _LEAVE_S = 3.0  #: from the end of the run until the process is killed
 _LAST_S = 1.5  #: for pages to get the last lines
 _PAGE = Path(__file__).resolve().parent / "watch_page"

@@ -1,9 +1,11 @@
-"""`speedrun reproduce`: run a record again, or two in turns, and judge the result. Executes code from the record."""
+"""Whether a record is right: `validate` checks its claims offline, `reproduce` runs it again, or two in turns."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,13 +15,114 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.cli import options as cli
 from speedrun.lab.comparison import compare
-from speedrun.record.examine import reproduce
-from speedrun.record.examine.reproduce import Result
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.layout import encode
 from speedrun.record.logged_run import Run
-from speedrun.record.reader import Record, load_result
+from speedrun.record.reader import Record, load_result, need_record
 from speedrun.record.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
+from speedrun.record.validate import Report, find_check
+from speedrun.record.validate import validate as checked
+
+if TYPE_CHECKING:
+    from speedrun.record.examine.replay import Which
+    from speedrun.record.examine.reproduce import Result
+
+
+_COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
+
+
+class _WithReplay(cli.Command):
+    """Reads a bare `--replay` as `--replay=some`; click would take the record for its value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Spell the option out."""
+        if any(pair == ("--replay", "all") for pair in pairwise(args)) and not Path("all").exists():
+            raise UsageError("--replay all; write --replay=all")
+        return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
+
+
+@cli.new_command(
+    "speedrun validate records/smoke-cpu/2026-11-25-first",
+    "speedrun validate --explain V104",
+    cls=_WithReplay,
+)
+@click.argument("records", metavar="RECORD...", type=cli.PATH, nargs=-1)
+@cli.flag("--strict", "Treat warnings as failures.")
+@cli.option("--explain ID", str, "Say what one check demands, why, and what to do; then stop.")
+@cli.option(
+    "--replay [=all]",
+    click.Choice(["some", "all"]),
+    "Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
+)
+@cli.flag("--relower", "Also check V610: run its source in a sandbox, and see whether it makes its programs.")
+@cli.option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
+@cli.option(
+    "--checkpoints DIR",
+    cli.PATH,
+    "With --replay: checkpoints of one run. A run without them is trained again in full.",
+    multiple=True,
+)
+@cli.flag("-v/--verbose", "Also show checks that passed or were skipped.")
+@cli.unsafe_option
+@cli.data_option
+@click.pass_context
+def validate(
+    ctx: click.Context,
+    *,
+    records: tuple[Path, ...],
+    strict: bool,
+    explain: str | None,
+    replay: "Which | None",
+    relower: bool,
+    nonce: str | None,
+    checkpoints: tuple[Path, ...],
+    data: Path | None,
+    unsafe: bool,
+    verbose: bool,
+) -> cli.Answer:
+    """Check every claim of the records in the folders RECORD.
+
+    Reads only: no network, no accelerator, and nothing of a record's source is executed without --relower. Exits
+    with 0 if all records are good, else with 1.
+    """
+    if explain is not None:
+        return _explain(explain)
+    if not records:
+        raise UsageError("no record given; name the folder that holds its source.txt")
+    reports = {str(need_record(record)): checked(record, strict=strict) for record in records}
+    if replay or relower:
+        from speedrun.record.examine.replay import Options, checked_nonce, examined, relowered
+
+        options = Options(replay or "some", checked_nonce(nonce), checkpoints, data, unsafe)
+        echo = sys.stderr if ctx.params["as_json"] else sys.stdout
+        for asked, judge in ((replay, examined), (relower, relowered)):
+            if asked:
+                reports = {path: judge(Path(path), one, options, echo) for path, one in reports.items()}
+    exit_code = max(report.exit_code for report in reports.values())
+    facts = {path: report.facts() for path, report in reports.items()}
+    lines = []
+    for path, report in reports.items():
+        lines += [clean(path)] if len(reports) > 1 else []
+        lines += _lines(report, verbose=verbose)
+    told = {"exit_code": exit_code, "records": facts} if len(facts) > 1 else facts.popitem()[1]
+    return cli.Answer(told, lines, exit_code)
+
+
+def _explain(id: str) -> cli.Answer:
+    check = find_check(id)
+    told = {name: getattr(check, name) for name in ("id", "severity", "title", "why")}
+    lines = [f"{check.id}  {check.title} ({check.severity})", f"why   {check.why}", f"fix   {check.hint}"]
+    return cli.Answer({**told, "fix": check.hint}, lines)
+
+
+def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
+    for result in report.shown(verbose=verbose):
+        status = click.style(f"{result.status:<8}", fg=_COLOURS[result.status])
+        fix = [f"fix: {result.check.hint}"] if result.status in ("failed", "warning") else []
+        lines = [f"{status} {result.check.id}  {result.check.title}", *result.messages, *fix]
+        yield f"\n{' ' * 15}".join(lines)
+    yield report.verdict + ("" if verbose else " (-v shows all)")
+
 
 _RECORD = "runs/first"
 _NUM_PAIRS = 3
@@ -61,7 +164,7 @@ _NOISE: dict[NoiseFrom, str] = {
 @cli.out_option("For runs and reproduction.json; the same command continues there. Default: below runs/.")
 @cli.flag("--into-record", "Also put reproduction.json into the record.")
 @cli.unsafe_option
-def command(
+def reproduce(
     *,
     record: Path,
     runs: int | None,
@@ -81,21 +184,24 @@ def command(
 
     With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
     """
+    # NumPy comes with it.
+    from speedrun.record.examine import reproduce as again
+
     if rival is not None and (same_seeds or into_record or runs == 1):
         raise UsageError("--against takes 2 runs or more with fresh seeds, here; leave the other options out")
     found = load_result(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
     pair = [(record, folder), *([(rival, folder / "rival")] if rival is not None else [])]
-    sides = [reproduce.prepared(*one, data, sys.stderr, unsafe=unsafe) for one in pair]
+    sides = [again.prepared(*one, data, sys.stderr, unsafe=unsafe) for one in pair]
     if rival is not None:
         _check_alike(*(side.record for side in sides))
     for side in sides:
         click.echo("\n".join(_differences(side.points)), err=True)
     click.echo(protections(unsafe=unsafe), err=True)
     num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
-    plan = reproduce.planned(folder, [side.record for side in sides], num_runs, same_seeds=same_seeds)
-    with locked(folder / reproduce.PLAN):
-        ran = reproduce.run_in_turns(sides, plan.seeds, sys.stderr)
+    plan = again.planned(folder, [side.record for side in sides], num_runs, same_seeds=same_seeds)
+    with locked(folder / again.PLAN):
+        ran = again.run_in_turns(sides, plan.seeds, sys.stderr)
         results = [side.judge(plan, ended, by) for side, ended in zip(sides, ran, strict=True)]
     wrote = [folder / REPRODUCTION]
     if into_record:
@@ -109,7 +215,7 @@ def command(
     return answer._replace(lines=[*answer.lines, *(f"wrote    {clean(str(path))}" for path in wrote)])
 
 
-def _compared(results: Sequence[Result], folder: Path) -> cli.Answer:
+def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
     """Write `comparison.json`, and return the answer about a record and its rival."""
     try:
         found = compare([*zip(*(result.runs for result in results), strict=True)])
@@ -153,7 +259,7 @@ def _differences(points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def _table(result: Result) -> list[str]:
+def _table(result: "Result") -> list[str]:
     """Return the result for people: points, loss and time with intervals, equal bits, and the verdict."""
     record, runs, found, judgement = result
     number = f"{len(runs)} run{'s' * (len(runs) != 1)}"
@@ -186,7 +292,7 @@ def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
     return f"{num_equal} of {num_losses} losses are equal, the largest difference is {largest:.3g}"
 
 
-def _numbers(result: Result) -> list[str]:
+def _numbers(result: "Result") -> list[str]:
     """Return loss and time of both sides, of the runs that stayed finite."""
     record, runs, found, judgement = result
     done = [run for run in runs if run.finished]

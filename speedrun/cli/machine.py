@@ -1,4 +1,7 @@
-"""`speedrun bench`: how far operations are from their bounds on this machine."""
+"""This machine: what it can run (`doctor`), and how far operations and steps are from their bounds on it.
+
+`bench` times them, `profile` traces them.
+"""
 
 import sys
 from contextlib import nullcontext
@@ -6,17 +9,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.machine import bench_rival as rivals
+from speedrun.machine import checkup
+from speedrun.machine.check_software import Check
 
 if TYPE_CHECKING:
+    from speedrun.machine.profile import Profile, Row
+    from speedrun.plan.timeline import Usage
     from speedrun.train.program import Program
 
 
+_COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
+
+
+@cli.new_command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
+@cli.option(
+    "--track NAME",
+    str,
+    "Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.",
+)
+@click.pass_context
+def doctor(ctx: click.Context, *, track: str | None) -> cli.Answer:
+    """Check what this machine can run, and print the next command.
+
+    Exits with 0 if the track can run here (its data may be missing), else with 1.
+    """
+    rules, checks = tracks.load(track or checkup.SMOKE), []
+    for check in checkup.checks(rules, alone=track is not None):
+        checks.append(check)
+        if not ctx.params["as_json"]:
+            _print(check)
+    ready = all(check.ok for check in checks if check.needed)
+    again = "speedrun doctor" + (f" --track {track}" if track else "")
+    repair = f"repair what is marked above, then: {again}"
+    following = checkup.advice(checks, asked=track) if ready else repair
+    report = {
+        "ready": ready,
+        "track": rules.name,
+        "qualifies": [check.name[6:] for check in checks if check.name[:6] == "track " and check.ok],
+        "checks": [{**msgspec.structs.asdict(check), "mark": check.mark} for check in checks],
+        "next": following,
+    }
+    return cli.Answer(report, [f"next: {following}"], 0 if ready else 1)
+
+
+def _print(check: Check) -> None:
+    """Print a check at once, as some take seconds."""
+    mark = click.style(f"{check.mark:<4}", fg=_COLOURS[check.mark])
+    click.echo(f"{mark}  {clean(f'{check.name}: {check.found}')}")
+
+
 @cli.new_command("speedrun bench head", "speedrun bench attention", cls=cli.Group)
-def command() -> None:
+def bench() -> None:
     """Time operations side by side, in one run."""
 
 
@@ -28,7 +78,7 @@ def _answer(found: Any) -> cli.Answer:
 # --- operations ------------------------------------------------------------------------------------------------
 
 
-@cli.new_command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=command)
+@cli.new_command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=bench)
 @cli.option("--tokens N", cli.COUNT, "Rows of the logits.", 1024, name="num_tokens")
 @cli.option("--dim N", cli.COUNT, "Width of the model.", 128, name="model_dim")
 @cli.option("--vocab N", cli.COUNT, "Columns of the logits.", 50304, name="vocab_size")
@@ -42,7 +92,7 @@ def head(**sizes: int) -> cli.Answer:
 @cli.new_command(
     "speedrun bench attention",
     "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
-    of=command,
+    of=bench,
 )
 @cli.option("--tokens N", cli.COUNT, "Sequence length.", 2048, name="num_tokens")
 @cli.option("--heads N", cli.COUNT, "Number of heads.", 4, name="num_heads")
@@ -57,7 +107,7 @@ def attention(**sizes: int) -> cli.Answer:
     return _answer(bench_kernels.attention(**sizes))
 
 
-@cli.new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=command)
+@cli.new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=bench)
 @cli.option("--tokens N", cli.COUNT, "Sequence length.", 2048, name="num_tokens")
 @cli.option("--heads N", cli.COUNT, "Number of heads.", 4, name="num_heads")
 @cli.option("--dim N", cli.Integer(4), "Width of a head.", 32, name="head_dim")
@@ -68,7 +118,7 @@ def norm(**sizes: int) -> cli.Answer:
     return _answer(bench_kernels.norm(**sizes))
 
 
-@cli.new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=command)
+@cli.new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=bench)
 @cli.recipe_option("smoke", "Whose matrices.")
 @cli.option("--devices N", click.Choice(["1", "2", "4", "8"]), "Time the share of one of N.", "1")
 @cli.settings_option
@@ -80,7 +130,7 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> cli.Answer:
     return _answer(bench_kernels.muon(one, int(devices)))
 
 
-@cli.new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=command)
+@cli.new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=bench)
 @cli.option(
     "--data DIR",
     cli.FOLDER,
@@ -96,7 +146,7 @@ def loader(*, data: Path | None) -> cli.Answer:
         return _answer(bench_loader.measure(shards))
 
 
-@cli.new_command("speedrun bench target", of=command)
+@cli.new_command("speedrun bench target", of=bench)
 def target() -> cli.Answer:
     """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
     from speedrun.machine.rates import described
@@ -152,7 +202,7 @@ def _program(
     return Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
 
 
-@cli.new_command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=command)
+@cli.new_command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=bench)
 @program_options
 @cli.option("--steps N", cli.COUNT, "Number of timed steps.", 10)
 @cli.option("--data DIR", cli.FOLDER, "Shards. Default: synthetic ids with the document lengths of FineWeb.")
@@ -168,7 +218,7 @@ def step(*, steps: int, data: Path | None, first_step: int, one_by_one: bool, **
     return _answer(timing.step(program, **when, shards=shards, command_buffers=not one_by_one))
 
 
-@cli.new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=command)
+@cli.new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=bench)
 @click.argument("folder", type=cli.FOLDER)
 @cli.option("--data DIR", cli.FOLDER, "Shards that both read.", required=True)
 @cli.recipe_option("record21", "Ours.")
@@ -196,3 +246,79 @@ def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
     theirs = [str(program), "--shards", str(same["data"]), *which, *shape]
     return _answer(rivals.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))
+
+
+_GAPS = 3  #: shown of each device
+_SHOWN_SHARE = 0.01
+
+
+@cli.new_command(
+    "speedrun profile --recipe smoke",
+    "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
+)
+@program_options
+@cli.option("--steps N", cli.COUNT, "Number of traced steps.", 3)
+@cli.option("--top N", cli.COUNT, "Rows of the table.", 20)
+@cli.option("--out DIR", cli.FOLDER, "Keep the trace, for XProf or Perfetto.")
+def profile(*, steps: int, first_step: int, top: int, out: Path | None, **asked: Any) -> cli.Answer:
+    """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives.
+
+    Bytes are those of the compiled program, without caching.
+    """
+    program = asked_program(first_step=first_step, **asked)
+    from speedrun.machine import profile as profiles
+
+    found = profiles.profile(program, num_steps=steps, first_step=first_step, folder=out)
+    rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
+    facts = {**found._asdict(), "rows": rows, "devices": usage, "shares": found.shares}
+    device = f"{program.num_devices} x {program.mesh.devices.flat[0].device_kind}"
+    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.shares.items() if share >= _SHOWN_SHARE)
+    lines = [
+        f"step    {found.step_ms:.2f} ms, {steps} steps of {program.recipe.name} on {device}",
+        *map(_device, found.devices),
+        f"kinds   {shares}",
+        *_table(found, top),
+        *([] if out is None else [f"trace   {out}"]),
+    ]
+    return cli.Answer(facts, lines)
+
+
+def _facts(usage: "Usage") -> dict[str, object]:
+    gaps = [gap._asdict() for gap in usage.gaps[:_GAPS]]
+    return {**usage._asdict(), "idle_ns": usage.idle_ns, "gaps": gaps}
+
+
+def _device(usage: "Usage") -> str:
+    parts = {
+        "computes": usage.compute_ns,
+        "sends": usage.collective_ns,
+        "hidden behind computing": usage.hidden_ns,
+        "idle": usage.idle_ns,
+    }
+    shares = ", ".join(f"{name} {ns / usage.span_ns:.1%}" for name, ns in parts.items())
+    gaps = [
+        f"\n        idle {gap.length_ns / 1e6:.3f} ms after {gap.after}, before {gap.before}"
+        for gap in usage.gaps[:_GAPS]
+    ]
+    return f"dev {usage.device:<4}{shares}{''.join(gaps)}"
+
+
+def _table(found: "Profile", top: int) -> list[str]:
+    """Format the longest operations, then all others in one row."""
+    shown, rest = found.rows[:top], found.rows[top:]
+    lines = [
+        f"{'ms':>9} {'share':>6} {'calls':>6} {'GB/s':>6}  {'kind':<24} name, source",
+        *map(_line, shown),
+    ]
+    if rest:
+        ms, share = sum(row.ms for row in rest), sum(row.share for row in rest)
+        lines.append(f"{ms:9.3f} {share:6.1%} {'':>6} {'':>6}  {len(rest)} others")
+    return lines
+
+
+def _line(row: "Row") -> str:
+    rate = "" if row.gb_per_s is None else f"{row.gb_per_s:.0f}"
+    kind = row.kind if len(row.kind) <= 24 else f"{row.kind[:23]}~"
+    return (
+        f"{row.ms:9.3f} {row.share:6.1%} {row.calls:6.1f} {rate:>6}  {kind:<24} {row.name} {row.source[-70:]}"
+    )

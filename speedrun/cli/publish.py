@@ -1,0 +1,218 @@
+"""What people see of a record: its description, its pull request, the board, and its files for other tools."""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from msgspec.structs import replace
+
+from speedrun.base.console import clean
+from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.wholefile import write_whole
+from speedrun.board import figures, log_formats, pages, submission
+from speedrun.board.leaks import Leak
+from speedrun.board.progress_plot import pictures
+from speedrun.board.standings import BOARD, Board, read
+from speedrun.cli import options as cli
+from speedrun.record.about import assemble
+from speedrun.record.layout import encode
+from speedrun.record.reader import load, need_record
+from speedrun.record.validate import examine
+
+
+@cli.new_command(
+    "speedrun describe RECORD --title 'smoke in 264 steps' --author ada --change 'sixteen steps fewer'",
+    "speedrun describe RECORD --parent records/smoke-cpu/2026-11-25-first",
+    cls=click.Command,
+)
+@click.argument("record", type=cli.PATH)
+@cli.option("--title TEXT", str, "What it is, in a few words.")
+@cli.option("--author NAME", str, "A name or handle.", name="authors", multiple=True)
+@cli.option("--change TEXT", str, "A change from the parent, in one sentence.", name="changes", multiple=True)
+@cli.option("--parent RECORD", cli.PATH, "The record it was made from.")
+def describe(*, record: Path, parent: Path | None, **given: Any) -> None:
+    """Write title, authors, changes and parent of RECORD into its about.json and the head of its README.
+
+    Fields that are not given stay as they are. README.md below its head is yours to write.
+    """
+    need_record(record)
+    if parent is not None and not (parent / "source.txt").is_file():
+        raise UsageError(f"{parent} is not a record; give --parent a folder that holds source.txt")
+    if parent is not None and parent.resolve() == record.resolve():
+        raise UsageError(f"{parent} is the record itself; give --parent the record that it was made from")
+    if parent is None and not any(given.values()):
+        raise UsageError("nothing to change; give --title, --author, --change or --parent")
+    place = None if parent is None else "/".join(parent.resolve().parts[-2:])
+    told: dict[str, Any] = {name: value or None for name, value in given.items()}
+    assemble(record, **told, parent_record=place)
+    click.echo(f"record  {record}")
+
+
+@cli.new_command("speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head")
+@click.argument("record", type=cli.PATH)
+@cli.out_option("Where to write. Default: the folder that holds the record.")
+@cli.option("--name WORDS", str, "What changed, in a few words, for the folder's name. Default: the title.")
+@cli.flag("--dry-run", "Show everything and write nothing.")
+@cli.flag("--missed", "Submit a record that missed its target.")
+def submit(*, record: Path, out: Path | None, name: str | None, dry_run: bool, missed: bool) -> cli.Answer:
+    """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
+
+    Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 and writes
+    nothing if a check fails or warns, if the record missed its target and --missed is not given, or if a file seems to
+    hold a secret.
+    """
+    need_record(record)
+    loaded = load(record)
+    report = examine(loaded, strict=True)
+    submission.require_acceptable(loaded, report, missed=missed)
+    out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
+    submission.require_outside(record, out)
+    ready, archive = submission.prepare(loaded, report, name=submission.name_of(loaded, name), out=out)
+    found = [_line(finding) for finding in ready.findings]
+    if secrets := sum(finding.secret for finding in ready.findings):
+        # A log cannot be edited, so the secret itself must be revoked.
+        error = (
+            f"{record} seems to hold secrets ({secrets}), so nothing was written; revoke them where they were issued, "
+            "then remove them from what people wrote, or run again without them"
+        )
+        return cli.Answer({"error": error, "exit_code": 1, "findings": ready.findings}, found, error=error)
+    if not dry_run:
+        submission.write(ready, archive)
+    passed, skipped = len(report.having("ok")), len(report.having("skipped"))
+    done = "  (not written)" if dry_run else ""
+    lines = [
+        f"checks  {passed} passed, {skipped} not applicable; no secrets found",
+        *found,
+        f"archive {ready.archive}  {ready.archive_bytes:,} bytes, sha256 {ready.archive_sha256}{done}",
+        f"text    {ready.text_path}{done}",
+        "\nTo send it, type in the root of a checkout:\n",
+        *(f"    {line}" for line in ready.commands),
+        "\nOr open the pull request in a browser with that text. Then tick the promises that you make.",
+    ]
+    return cli.Answer({**msgspec.to_builtins(ready), "written": not dry_run}, lines)
+
+
+def _line(finding: Leak) -> str:
+    """Name file, line and kind, never the secret."""
+    status = "secret " if finding.secret else "warning"
+    return f"{status} {clean(finding.path)}:{finding.line}  {clean(finding.kind)}"
+
+
+_records_option = cli.option("--records DIR", cli.PATH, "Folder of <track>/<record>/.", Path("records"))
+_OTHERS = "What others published or claim is in italics: unranked, not verified by us."
+
+
+@cli.new_command("speedrun leaderboard build", "speedrun leaderboard check", cls=cli.Group)
+def leaderboard() -> None:
+    """Build the board from records, or check that it is up to date."""
+
+
+@cli.new_command(
+    "speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=leaderboard
+)
+@_records_option
+def build(*, records: Path) -> cli.Answer:
+    """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
+
+    They go into the folder of records. If it is called records, README.md beside it gets the board between its marks. A
+    record that cannot be judged is left out and named, and the exit code is 1.
+    """
+    board = read(records)
+    for path, content in _files(board, records).items():
+        write_whole(path, content)
+    # Not in `_files`, which `check` compares: pictures differ between versions of matplotlib.
+    write_whole(records / "leaderboard.html", pages.page(board, pictures(board)).encode())
+    rows = [f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}" for row in board.rows]
+    places = [f"board   {records / 'LEADERBOARD.md'}", f"page    {records / 'leaderboard.html'}"]
+    for one in board.left_out:
+        click.echo(clean(f"left out {one.path}: {one.why}"), err=True)
+    error = f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"
+    return cli.Answer(board, [*rows, *places], error=error if board.left_out else None)
+
+
+@cli.new_command("speedrun leaderboard check", of=leaderboard, cls=click.Command)
+@_records_option
+def check(*, records: Path) -> None:
+    """Exit with 1 if the board is out of date."""
+    files = _files(read(records), records).items()
+    stale = [path for path, content in files if not path.is_file() or path.read_bytes() != content]
+    if stale:
+        raise SpeedrunError(f"{', '.join(map(str, stale))}: out of date; run 'speedrun leaderboard build'")
+    click.echo("board   up to date")
+
+
+def _files(board: Board, records: Path) -> dict[Path, bytes]:
+    """Return every generated file by its path, but the page in HTML."""
+    table = pages.markdown(board, records=".")
+    files = {
+        records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
+        records / BOARD: encode(board),
+    }
+    readme = records.absolute().parent / "README.md"
+    if records.absolute().name != "records" or not readme.exists():
+        return files
+    known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
+    block = pages.markdown(replace(board, published=known), records=records.name)
+    page = readme.read_text(encoding="utf-8")
+    try:
+        new = figures.filled(page, {figures.BOARD: f"\n\n{block}\n"})
+    except UsageError as error:
+        raise UsageError(f"{readme}: {error}") from None
+    return files | {readme: new.encode()} if figures.END in page else files
+
+
+#: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.
+MODEL_FORMS = {
+    "safetensors": "speedrun.model.exported",
+    "transformers": "speedrun.model.transformers_gpt2",
+    "web": "speedrun.model.page_folder",
+}
+
+
+@cli.new_command(
+    "speedrun export records/smoke-cpu/2026-11-25-first --to classic",
+    "speedrun export RECORD --to wandb --out curves",
+    "speedrun export runs/docs --to safetensors --out docs-model",
+    "speedrun export runs/docs --to web --out docs-web",
+)
+@click.argument("record", type=cli.PATH)
+@cli.option(
+    "--to",
+    click.Choice([*log_formats.FORMS, *MODEL_FORMS]),
+    f"The format: {', '.join(log_formats.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
+    name="form",
+    required=True,
+)
+@cli.out_option("New folder. Default: RECORD's name and the format.")
+@cli.weights_options
+@cli.option(
+    "--dtype",
+    click.Choice(["float32", "float16"]),
+    "How web stores large arrays; the page computes in float32. Default: float32.",
+)
+def export(*, record: Path, form: str, out: Path | None, dtype: str | None, **given: Any) -> cli.Answer:
+    """Write the curves of RECORD as text logs, CSV or offline wandb runs, or its model.
+
+    A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
+    nothing is sent. The record is not changed.
+    """
+    folder = out or Path(f"{record.resolve().name}-{form}")
+    folder = folder if folder.name else folder.resolve()
+    if dtype is not None and form != "web":
+        raise UsageError(f"--dtype has no effect on {form}; leave it out")
+    if form in MODEL_FORMS:
+        from speedrun.model import exported, weight_sources
+
+        stored, trained = {} if dtype is None else {"dtype": dtype}, weight_sources.load(record, **given)
+        exported.check_out(trained, folder)
+        paths = importlib.import_module(MODEL_FORMS[form]).write(trained, folder, **stored)
+    else:
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(f"--{name} has no effect on curves; leave it out, or choose a model's form")
+        paths = log_formats.export(load(record), form, folder)
+    names = [str(path) for path in paths]
+    return cli.Answer({"files": names}, names)

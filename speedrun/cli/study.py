@@ -1,0 +1,269 @@
+"""What runs show: pictures (`plot`), proofs (`stats`), comparisons of variants (`sweep`), other people's logs."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from speedrun.base import children
+from speedrun.base import track as tracks
+from speedrun.base.console import clean
+from speedrun.base.errors import UsageError
+from speedrun.board import foreign_logs, record_plot
+from speedrun.board.progress_plot import pareto, results
+from speedrun.board.standings import LeftOut, Row, judge
+from speedrun.cli import options as cli
+from speedrun.lab import noise, proof, search_space
+from speedrun.lab.report import table
+from speedrun.lab.trials import Kind, Request
+from speedrun.record.reader import load
+from speedrun.record.statistics import Interval
+
+
+@cli.new_command(
+    "speedrun plot records/smoke-cpu/2026-11-25-first",
+    "speedrun plot runs/first --kind all",
+    "speedrun plot runs/first runs/second --kind pareto --out runs",
+)
+@click.argument("records", type=cli.PATH, metavar="RECORD...", nargs=-1, required=True)
+@cli.option(
+    "--kind",
+    click.Choice([*record_plot.KINDS, "all", "pareto"]),
+    "Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against mean "
+    "train time of several records in one picture.",
+    "loss",
+)
+@cli.option(
+    "--out DIR",
+    cli.PATH,
+    "Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
+)
+def plot(*, records: tuple[Path, ...], kind: str, out: Path | None) -> cli.Answer:
+    """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
+    if kind == "pareto":
+        found = pareto(_rows(records), out or Path())
+    else:
+        kinds: list[record_plot.Kind] = [known for known in record_plot.KINDS if kind in (known, "all")]
+        found = [path for record in records for path in record_plot.plot(record, kinds)]
+    paths = [str(path) for path in found]
+    return cli.Answer({"plots": paths}, paths)
+
+
+def _rows(records: Sequence[Path]) -> list[Row]:
+    """Return the results of the records that have one, with a warning for the others.
+
+    Raises:
+        UsageError: if none has.
+    """
+    rows = {record: judge(load(record), record.resolve().name) for record in records}
+    shown = results(row for row in rows.values() if isinstance(row, Row))
+    for record, row in rows.items():
+        if row not in shown:
+            why = row.why if isinstance(row, LeftOut) else f"{row.standing}: {', '.join(row.failed)}"
+            click.echo(clean(f"warning: {record} is left out, {why}"), err=True)
+    if not shown:
+        raise UsageError("no record with a result; 'speedrun validate RECORD' says why")
+    return shown
+
+
+_RULES = {"t": "Student's t", "z": "z with the track's known noise"}
+
+
+@cli.new_command("speedrun stats runs/first", "speedrun stats RECORD --against PARENT --json")
+@click.argument("record", type=cli.PATH)
+@cli.option("--target LOSS", cli.Number(0), "Instead of the track's.")
+@cli.option("--against RECORD", cli.PATH, "Test whether its loss is the same.")
+def stats(*, record: Path, target: float | None, against: Path | None) -> cli.Answer:
+    """Test the mean loss of the finished runs of RECORD against the target.
+
+    A declared batch is tested at its declared looks. Other runs are tested as well, but prove nothing for the board.
+    Exits with 0 if the target is proven, with 1 if not.
+    """
+    found = proof.stats(record, target=target, parent=against)
+    return cli.Answer(found, _lines(found, against), 0 if found.passed else 1)
+
+
+def _lines(found: proof.Stats, against: Path | None) -> list[str]:
+    declared = "declared" if found.declared else "not declared: no proof for the board"
+    test = "one run has no p; declare several: speedrun batch --runs N"
+    if found.p is not None:
+        verdict = "proven" if found.passed else "not proven"
+        test = f"p = {_number(found.p)}, need less than {found.alpha:g}: {verdict}"
+    lines = [
+        f"runs    {found.num_runs} finished on {found.track} ({declared})",
+        f"loss    {_interval(found.loss, found.losses, 5)} nats | sd {_number(found.sd)}",
+        f"time    {_interval(found.train_time_s, found.train_times_s, 2)} s of training",
+        f"wall    {_interval(found.cold_wall_s, found.cold_walls_s, 2)} s, cold",
+        f"test    mean below {found.target:g} by {_RULES[found.rule]}: {test}",
+    ]
+    if found.runs_needed:
+        lines.append(f"power   {found.runs_needed} runs with this mean and noise pass 9 times of 10")
+    elif found.sd is None and found.rule == "t":
+        lines.append("power   noise needs at least two runs")
+    elif not found.passed:
+        lines.append("power   no number of runs proves this mean")
+    if same := found.equivalent:
+        verdict = "equivalent" if same.passed else "not shown to be equivalent"
+        lines.append(
+            f"same    {same.difference:+.5f} against {against}; p = {same.p:.2g} that they differ by {same.margin:g} "
+            f"or more: {verdict}"
+        )
+    return lines
+
+
+def _interval(interval: Interval | None, values: tuple[float, ...], digits: int) -> str:
+    if interval is None:
+        return f"{values[0]:.{digits}f}"
+    return f"{interval.mean:.{digits}f} +- {interval.half_width:.{digits}f}"
+
+
+def _number(number: float | None) -> str:
+    return "none" if number is None else f"{number:.5g}"
+
+
+@cli.new_command(
+    "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
+    "speedrun sweep --set optimizer.muon_lr=0.01..0.2 --trials 8 --runs 2 --confirm 6",
+    "speedrun sweep --features all --runs 4",
+    "speedrun sweep --features value-embeddings,cooldown --runs 2 --set stages.0.num_steps=140",
+    "speedrun sweep --track docs-cpu --ladder --runs 3 --set config.vocab_size=4096 --set config.head_size=4096",
+    "speedrun sweep --resume runs/2026-11-21-smoke-cpu-sweep-1",
+)
+@cli.option(
+    "--set KEY=VALUE,...",
+    str,
+    "Values to try; LOW..HIGH with --trials. A single value holds for every arm.",
+    name="settings",
+    multiple=True,
+)
+@cli.option("--trials K", cli.COUNT, "K random combinations instead of the grid.")
+@cli.option("--seed N", cli.NATURAL, "Of the random combinations.", 0)
+@cli.option(
+    "--features NAME,...",
+    str,
+    "Instead, switch off one feature at a time: 'all', or names of speedrun/lab/features.py.",
+)
+@cli.flag("--ladder", "Instead, compare the recipe and its ancestors, each with its parent.")
+@cli.option("--runs N", cli.COUNT, "Runs of each arm, all with the same N seeds.")
+@cli.option(
+    "--confirm N",
+    cli.NATURAL,
+    "Fresh seeds for the best arm and the one it is compared with. Default: as many as --runs.",
+)
+@cli.config_options
+@cli.option("--resume DIR", cli.PATH, "Run what is missing.")
+@click.pass_context
+def sweep(ctx: click.Context, *, data: Path | None, resume: Path | None, **given: Any) -> cli.Answer:
+    """Run a recipe as it is and in other variants, all with the same seeds; report which are better.
+
+    The variants have other settings (--set), lack a feature (--features), or are ancestors (--ladder). Loss and time
+    are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again with fresh
+    seeds. This is research: nothing of it is ranked.
+    """
+    # NumPy comes with them.
+    from speedrun.data import generated
+    from speedrun.lab.run_experiment import Runner
+
+    if resume is None:
+        request = _request({**given, "data": data})
+        generated.ensure(tracks.load(given["track"]), data, partial(click.echo, err=True))
+        if code := children.run_module("speedrun.lab.design", request):
+            ctx.exit(children.shell_code(code))
+        folder = request.config.out
+    else:
+        cli.only_with_resume(ctx, "data")
+        folder = resume
+    done = Runner(folder, data, lambda line: click.echo(clean(line), err=True)).run()
+    plots = [str(path) for path in done.plots]
+    facts = {"experiment": str(folder), "summary": done.summary, "plots": plots}
+    return cli.Answer(facts, map(clean, [*table(done.summary), *(f"plot    {path}" for path in plots[-1:])]))
+
+
+def _request(given: dict[str, Any]) -> Request:
+    """Return the experiment that the options say."""
+    features, ladder, trials = given["features"], given["ladder"], given["trials"]
+    settings = {
+        key: search_space.parse(key, text) for key, text in cli.parse_settings(given["settings"]).items()
+    }
+    fixed = {key: one[0] for key, one in settings.items() if isinstance(one, tuple) and len(one) == 1}
+    free = {key: values for key, values in settings.items() if key not in fixed}
+    if (features is not None) + ladder + bool(free or trials) > 1:
+        raise UsageError("--features, --ladder and several values in --set exclude each other; keep one")
+    if given["runs"] is None:
+        raise UsageError("number of runs missing; pass --runs N; noise needs at least two runs")
+    kind: Kind = "ladder" if ladder else "features"
+    variants: list[dict[str, str]] = []
+    if features is None and not ladder:
+        if not free:
+            raise UsageError("nothing to sweep; pass --features, --ladder or --set optimizer.muon_lr=0.1,0.2")
+        kind = "sweep"
+        variants = (
+            search_space.grid(free) if trials is None else search_space.draw(free, trials, given["seed"])
+        )
+    return Request(
+        config=cli.request_of(given, fixed, given["out"] or cli.new_folder(f"{given['track']}-sweep")),
+        kind=kind,
+        num_runs=given["runs"],
+        num_confirming=given["runs"] if given["confirm"] is None else given["confirm"],
+        features=tuple(name for name in (features or "").split(",") if name not in ("", "all")),
+        variants=tuple(variants),
+    )
+
+
+_MOST_SHOWN = 5  #: problems of a file
+
+
+@cli.new_command(
+    "speedrun import-log logs/*.txt --json",
+    "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
+    "speedrun import-log runs.csv.gz --steps 1770",
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=cli.PATH)
+@cli.option("--match TEXT", str, "Only runs with TEXT in their name.", name="texts", multiple=True)
+@cli.option("--steps N", cli.COUNT, "Only runs that planned this number of steps.")
+@cli.option("--mean LOW HIGH", (float, float), "Only groups with a mean loss in this range.")
+def import_log(
+    *, files: tuple[Path, ...], texts: tuple[str, ...], steps: int | None, mean: tuple[float, float] | None
+) -> cli.Answer:
+    """Read the logs of other people's runs, and show how much equal runs differ.
+
+    A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
+    log,step,num_steps,val_loss,train_time_ms; either may be compressed by gzip. Runs of one folder that end at the
+    same step form a group; copies of a run count once. Imported runs have no seed and no chain of hashes, so they are
+    never ranked. Nothing in a FILE is executed.
+    """
+    names = foreign_logs.names(files)
+    contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
+    runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
+    chosen = noise.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
+    groups = tuple(noise.groups(chosen))
+    if mean is not None:
+        groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
+    spread = noise.noise(groups)
+    facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
+    lines = [line for one in contexts for line in _of_file(one)] + [*map(_of_group, groups)]
+    if spread is not None:
+        lines.append(
+            f"noise   sd {spread.pooled_sd:.5f} (95 %: {spread.low:.5f} to {spread.high:.5f}), pooled over "
+            f"{spread.num_groups} groups with {spread.num_runs:,} of {len(chosen):,} runs; median "
+            f"{spread.median_sd:.5f}"
+        )
+    return cli.Answer(facts, lines)
+
+
+def _of_file(one: foreign_logs.Context) -> list[str]:
+    lines = [f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems"]
+    lines += [f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]]
+    if one.num_problems > _MOST_SHOWN:
+        lines.append(f"        and {one.num_problems - _MOST_SHOWN:,} more")
+    return lines
+
+
+def _of_group(group: noise.Group) -> str:
+    steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
+    sd = "none" if group.sd is None else f"{group.sd:.4f}"
+    step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
+    where = clean(group.folder) or "no folder"
+    return f"group   {where}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}  sd {sd}{step}"
