@@ -28,13 +28,12 @@ from typed import as_words, invoke, speedrun
 from speedrun import recipes
 from speedrun.base import children, provenance, runlog, track
 from speedrun.base.errors import UsageError
-from speedrun.lab import design, effects, features, search_space
+from speedrun.lab import design, effects, features, trials
 from speedrun.lab import run_experiment as running
 from speedrun.lab import trials as experiment
 from speedrun.lab.features import FEATURES
-from speedrun.lab.forest_plot import forest
-from speedrun.lab.search_space import Range
-from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
+from speedrun.lab.report import forest
+from speedrun.lab.trials import BASELINE, Arm, Experiment, Range, Request
 from speedrun.record import layout
 from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import read_files
@@ -208,34 +207,34 @@ def test_every_arm_runs_every_seed_in_blocks_that_turn_around():
     ],
 )
 def test_a_setting_has_one_value_several_or_a_range(text, values):
-    assert search_space.parse("key", text) == values
+    assert trials.parse("key", text) == values
 
 
 @pytest.mark.parametrize("text", ["0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf"])
 def test_a_range_needs_two_numbers_above_zero(text):
     with pytest.raises(UsageError, match=r"need LOW\.\.HIGH"):
-        search_space.parse("key", text)
+        trials.parse("key", text)
 
 
 def test_a_grid_is_every_combination():
     every = [{"a": a, "b": b} for a in "12" for b in "xyz"]
-    assert search_space.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
+    assert trials.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
     with pytest.raises(UsageError, match="add --trials"):
-        search_space.grid({"a": Range("1", "2")})
+        trials.grid({"a": Range("1", "2")})
     with pytest.raises(UsageError, match="at most 200"):
-        search_space.grid({name: tuple("1234567") for name in "abc"})
+        trials.grid({name: tuple("1234567") for name in "abc"})
 
 
 def test_random_choices_follow_from_the_seed_and_none_comes_twice():
     choices = {"a": tuple("12345"), "lr": Range("0.001", "1"), "steps": Range("3", "5")}
-    found = search_space.draw(choices, 30, seed=1)
-    assert found == search_space.draw(choices, 30, seed=1) != search_space.draw(choices, 30, seed=2)
+    found = trials.draw(choices, 30, seed=1)
+    assert found == trials.draw(choices, 30, seed=1) != trials.draw(choices, 30, seed=2)
     assert len({tuple(one.items()) for one in found}) == 30
     assert {one["steps"] for one in found} == set("345")
     logs = [math.log10(float(one["lr"])) for one in found]
     assert -3 <= min(logs) <= -2
     assert -2 < statistics.median(logs) < -1, "as much below a thirtieth as above"
-    assert len(search_space.draw({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
+    assert len(trials.draw({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
 
 
 # --- the statistics of arms --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typed import invoke
 from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs
 from speedrun.board.foreign_logs import Context, Point
-from speedrun.lab import noise
+from speedrun.lab import proof
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
@@ -219,7 +219,7 @@ def test_the_runs_of_a_file_are_limited():
 
 def test_equal_single_losses_are_not_copies():
     runs = read("log,step,val_loss\na,9,3.1\nb,9,3.1\nc,9,3.2\n").runs
-    (group,) = noise.groups(noise.distinct(runs))
+    (group,) = proof.groups(proof.distinct(runs))
     assert group.losses == (3.1, 3.1, 3.2)
 
 
@@ -248,8 +248,8 @@ def test_the_public_noise(public_runs):
     """Groups near the target: 0.0013 is the noise of 2026's recipes; before that it was larger."""
     sd = {}
     for year in ("2024", "2025", "2026"):
-        runs = noise.distinct(run for run in public_runs if f"track_1_short/{year}" in run.name)
-        found = noise.noise([group for group in noise.groups(runs) if 3.27 < group.mean < 3.29])
+        runs = proof.distinct(run for run in public_runs if f"track_1_short/{year}" in run.name)
+        found = proof.noise([group for group in proof.groups(runs) if 3.27 < group.mean < 3.29])
         assert found is not None
         sd[year] = found.pooled_sd
     assert sd == pytest.approx({"2024": 0.00284, "2025": 0.00152, "2026": 0.00133}, abs=6e-6)

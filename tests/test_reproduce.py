@@ -22,7 +22,7 @@ from typed import invoke, speedrun
 from speedrun import cli
 from speedrun.base import provenance, runlog, track
 from speedrun.base.errors import NonFiniteError, SpeedrunError
-from speedrun.lab.comparison import compare
+from speedrun.lab.proof import compare
 from speedrun.record import reproduction
 from speedrun.record.about import assemble
 from speedrun.record.examine import reproduce, sandbox

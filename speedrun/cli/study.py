@@ -15,7 +15,7 @@ from speedrun.board import foreign_logs, record_plot
 from speedrun.board.progress_plot import pareto, results
 from speedrun.board.standings import LeftOut, Row, judge
 from speedrun.cli import options as cli
-from speedrun.lab import noise, proof, search_space
+from speedrun.lab import proof, trials
 from speedrun.lab.report import table
 from speedrun.lab.trials import Kind, Request
 from speedrun.record.reader import load
@@ -183,13 +183,11 @@ def sweep(ctx: click.Context, *, data: Path | None, resume: Path | None, **given
 
 def _request(given: dict[str, Any]) -> Request:
     """Return the experiment that the options say."""
-    features, ladder, trials = given["features"], given["ladder"], given["trials"]
-    settings = {
-        key: search_space.parse(key, text) for key, text in cli.parse_settings(given["settings"]).items()
-    }
+    features, ladder, draws = given["features"], given["ladder"], given["trials"]
+    settings = {key: trials.parse(key, text) for key, text in cli.parse_settings(given["settings"]).items()}
     fixed = {key: one[0] for key, one in settings.items() if isinstance(one, tuple) and len(one) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
-    if (features is not None) + ladder + bool(free or trials) > 1:
+    if (features is not None) + ladder + bool(free or draws) > 1:
         raise UsageError("--features, --ladder and several values in --set exclude each other; keep one")
     if given["runs"] is None:
         raise UsageError("number of runs missing; pass --runs N; noise needs at least two runs")
@@ -199,9 +197,7 @@ def _request(given: dict[str, Any]) -> Request:
         if not free:
             raise UsageError("nothing to sweep; pass --features, --ladder or --set optimizer.muon_lr=0.1,0.2")
         kind = "sweep"
-        variants = (
-            search_space.grid(free) if trials is None else search_space.draw(free, trials, given["seed"])
-        )
+        variants = trials.grid(free) if draws is None else trials.draw(free, draws, given["seed"])
     return Request(
         config=cli.request_of(given, fixed, given["out"] or cli.new_folder(f"{given['track']}-sweep")),
         kind=kind,
@@ -237,11 +233,11 @@ def import_log(
     names = foreign_logs.names(files)
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
     runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
-    chosen = noise.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
-    groups = tuple(noise.groups(chosen))
+    chosen = proof.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
+    groups = tuple(proof.groups(chosen))
     if mean is not None:
         groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
-    spread = noise.noise(groups)
+    spread = proof.noise(groups)
     facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
     lines = [line for one in contexts for line in _of_file(one)] + [*map(_of_group, groups)]
     if spread is not None:
@@ -261,7 +257,7 @@ def _of_file(one: foreign_logs.Context) -> list[str]:
     return lines
 
 
-def _of_group(group: noise.Group) -> str:
+def _of_group(group: proof.Group) -> str:
     steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
     sd = "none" if group.sd is None else f"{group.sd:.4f}"
     step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"

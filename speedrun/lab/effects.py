@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from speedrun.lab.comparison import seconds_per_nat
+from speedrun.lab.proof import seconds_per_nat
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
 from speedrun.record.statistics import Interval, mean_interval
 
@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
     train_times_s: tuple[float, ...]
     against_train_times_s: tuple[float, ...]
     num_non_finite: int  #: runs of the arm
-    s_per_nat: float | None  #: its source is `comparison.RATE_FROM`
+    s_per_nat: float | None  #: its source is `proof.RATE_FROM`
     loss: Effect | None
     log_time: Effect | None  #: of the logarithms
     together_s: Effect | None  #: equivalent seconds: time, and loss as time

@@ -1,16 +1,20 @@
-"""What the runs of a record prove about its loss, and how many runs a proof would take."""
+"""What runs prove: those of a record about its loss, two records in turns, and equal runs in other people's logs."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 import msgspec
 
 from speedrun.base.errors import UsageError
+from speedrun.board.foreign_logs import ContextRun, can_identify
 from speedrun.record import statistics
 from speedrun.record.batch import standing
+from speedrun.record.logged_run import Run
 from speedrun.record.reader import load_result
-from speedrun.record.statistics import Interval
+from speedrun.record.statistics import Interval, pooled_sd
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -84,3 +88,139 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
         runs_needed=needed,
         equivalent=None if parent is None else statistics.equivalent(others, losses),
     )
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A group of equal runs."""
+
+    folder: str
+    step: int  #: of the last validation
+    num_steps: int | None
+    losses: tuple[float, ...]  #: at that step
+    mean: float
+    sd: float | None  #: None for one run
+    step_ms: float | None  #: mean time of a step, up to the last validation; None without times
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """The sd over all groups of two or more runs."""
+
+    num_runs: int
+    num_groups: int
+    freedom: int  #: degrees of freedom
+    pooled_sd: float
+    median_sd: float
+    low: float  #: of the 95 % interval of the pooled sd, for normal losses
+    high: float
+
+
+def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
+    """Return runs with a final loss, without copies of a log in other folders."""
+    found, seen = [], set()
+    for run in runs:
+        if run.final_loss is None or (can_identify(run.validations) and run.validations in seen):
+            continue
+        seen.add(run.validations)
+        found.append(run)
+    return found
+
+
+def groups(runs: Iterable[ContextRun]) -> list[Group]:
+    """Group equal runs, in the order of the first run of each."""
+    equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
+    for run in runs:
+        if run.final_loss is not None:
+            equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
+    return [_group(*key, members) for key, members in equal.items()]
+
+
+def _group(folder: str, step: int, num_steps: int | None, runs: list[ContextRun]) -> Group:
+    losses = tuple(run.final_loss for run in runs if run.final_loss is not None)
+    times_s = [run.train_time_s for run in runs if run.train_time_s is not None]
+    step_ms = fmean(times_s) / step * 1e3 if step and len(times_s) == len(runs) else None
+    sd = stdev(losses) if len(losses) > 1 else None
+    return Group(folder, step, num_steps, losses, fmean(losses), sd, step_ms)
+
+
+def noise(found: Sequence[Group]) -> Noise | None:
+    """Return the sd of runs around the means of their groups; None if no group has two runs.
+
+    The interval is that of a variance: freedom * sd^2 / chi^2 at both ends.
+    """
+    from scipy import special
+
+    several = [group for group in found if group.sd is not None]
+    if not several:
+        return None
+    pooled = pooled_sd([group.losses for group in several])
+    freedom = sum(len(group.losses) - 1 for group in several)
+    low, high = (pooled * math.sqrt(freedom / special.chdtri(freedom, tail)) for tail in (0.025, 0.975))
+    return Noise(
+        num_runs=sum(len(group.losses) for group in several),
+        num_groups=len(several),
+        freedom=freedom,
+        pooled_sd=pooled,
+        median_sd=median(group.sd for group in several if group.sd is not None),
+        low=float(low),
+        high=float(high),
+    )
+
+
+#: The published exchange of steps for loss at record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several
+#: lengths with a schedule of their own. The slope at the end of one run is three times as steep, because the rate is
+#: falling there. It would charge "faster but worse" too little.
+NATS_PER_LENGTH = 0.0045 / (100 / 1770)
+RATE_FROM = "published: 0.0045 nats for 100 of record 21's 1,770 steps, taken as a share of the run"
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """B against A, from pairs of runs. Times are ranked train times, seconds."""
+
+    seeds: tuple[int, ...]  #: one for each pair
+    first_s: tuple[float, ...]
+    second_s: tuple[float, ...]
+    first_loss: tuple[float, ...]
+    second_loss: tuple[float, ...]
+    time_ratio: Interval  #: B / A, 95 %
+    loss_difference: Interval  #: B - A, 95 %
+    s_per_nat: float  #: price of a nat: seconds of a longer run
+    rate_from: str  #: source of that price
+    equivalent_s: float  #: B - A, with the loss counted as time; below zero: B is better
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the interval of the time ratio excludes 1."""
+        return self.time_ratio.high < 1 or self.time_ratio.low > 1
+
+
+def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
+    """Compare pairs of runs of one seed, as far as both finished.
+
+    Raises:
+        ValueError: for fewer than two pairs, or a time that is not above zero.
+    """
+    done = [(a, b) for a, b in pairs if a.finished and b.finished]
+    first, second = [a for a, _ in done], [b for _, b in done]
+    first_s, second_s = [run.train_time_s for run in first], [run.train_time_s for run in second]
+    first_loss, second_loss = [run.val_loss for run in first], [run.val_loss for run in second]
+    difference = statistics.mean_interval([b - a for a, b in zip(first_loss, second_loss, strict=True)])
+    if difference is None:
+        raise ValueError(f"got {len(first)} pairs; need two or more")
+    s_per_nat = seconds_per_nat(first)
+    return Comparison(
+        seeds=tuple(run.start.seed for run in first),
+        first_s=tuple(first_s),
+        second_s=tuple(second_s),
+        first_loss=tuple(first_loss),
+        second_loss=tuple(second_loss),
+        time_ratio=statistics.ratio_interval(first_s, second_s),
+        loss_difference=difference,
+        s_per_nat=s_per_nat,
+        rate_from=RATE_FROM,
+        equivalent_s=fmean(second_s) - fmean(first_s) + difference.mean * s_per_nat,
+    )
+
+
+def seconds_per_nat(runs: Sequence[Run]) -> float:
+    """Return the price of a nat: how much longer runs like these would have to be, seconds."""
+    return fmean(run.train_time_s for run in runs) / NATS_PER_LENGTH

@@ -16,8 +16,7 @@ from speedrun.board.record_plot import plot
 from speedrun.data import generated
 from speedrun.lab import race, trials
 from speedrun.lab.effects import Summary, summary, winner
-from speedrun.lab.forest_plot import forest
-from speedrun.lab.report import TITLES, count
+from speedrun.lab.report import TITLES, count, forest
 from speedrun.lab.trials import EXPERIMENT, Runs, Trial
 from speedrun.record import layout
 from speedrun.record.about import assemble
