@@ -28,7 +28,7 @@ from speedrun.record.about import assemble
 from speedrun.record.examine import reproduce, sandbox
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import encode, sha256
-from speedrun.record.logged_run import READS_OLDER, Run, read_run
+from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import decode, load, read_files
 from speedrun.record.reproduction import Difference, Reproduction, judged, point, verdict
 from speedrun.record.statistics import pooled_sd
@@ -457,11 +457,3 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
     found = json.loads(done.stdout)
     assert (found["num_same_bits"], found["loss_difference"]["mean"]) == (1, 0.0), done.stderr
     assert found["verdict"] != "loss mismatch"
-
-
-def test_a_source_that_writes_an_older_format_is_not_run(tmp_path):
-    """As those of the committed records, until they are made again."""
-    result = invoke("reproduce", str(COMMITTED), "--runs", "1", "--out", str(tmp_path / "out"))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"older format of logs; nothing was executed; commit {READS_OLDER} has" in result.stderr
-    assert not (tmp_path / "out").exists()

@@ -95,7 +95,7 @@ def test_each_line_comes_once_and_whole(tmp_path, is_copied: bool) -> None:
 def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
     path, page = log_in(tmp_path, RAW), Feed([tmp_path])
     parsed(page.news())
-    other = RAW.replace(b"smoke-0-ac10", b"smoke-0-ffff")
+    other = RAW.replace(LOG.parent.name.encode(), b"smoke-0-ffff")
     for raw in (other, other[:5000], b"", RAW):
         path.write_bytes(raw)
         events = parsed(page.news())

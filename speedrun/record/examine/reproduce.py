@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
-from speedrun.base import clock, lock, provenance, runlog
+from speedrun.base import clock, lock, provenance
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
@@ -17,7 +17,7 @@ from speedrun.base.wholefile import make_folder, read_regular, write_whole
 from speedrun.record.batch import seeds_from
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import Strict, encode
-from speedrun.record.logged_run import READS_OLDER, Run
+from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, load, load_result
 from speedrun.record.reproduction import (
     REPRODUCTION,
@@ -31,7 +31,6 @@ from speedrun.record.reproduction import (
 from speedrun.record.validate import examine
 
 PLAN = "plan.json"
-_LOG = "speedrun/base/runlog.py"
 
 
 class Plan(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction-plan/2"):
@@ -147,18 +146,13 @@ def prepared(record: Path, folder: Path, data: Path | None, echo: TextIO, *, uns
         unsafe: run it without a sandbox if there is none.
 
     Raises:
-        UsageError: if it is no whole record with a finished run, or its source would run for nothing.
+        UsageError: if it is no whole record with a finished run that took time.
         DataError: if a shard is missing or another.
     """
     found = load_result(record)
     if any(run.train_time_s <= 0 for run in found.finished):
         raise UsageError(f"{record}: a finished run took no time; need one that did, to compare with")
     rerun = Rerun(record, unsafe=unsafe)
-    if f"\nFORMAT = {runlog.FORMAT}\n" not in found.source_files.get(_LOG, ""):
-        raise UsageError(
-            f"{record}: its source writes an older format of logs; nothing was executed; commit {READS_OLDER} has "
-            "a speedrun that reads them, and runs it again"
-        )
     return Repetition(folder, found, rerun, rerun.check_data(data, echo), tuple(_points(found)))
 
 
