@@ -18,7 +18,7 @@ from speedrun.base.errors import UsageError
 ROOT = Path(__file__).parent.parent.parent
 #: The folder of recipes, in the package and in a source text.
 RECIPES = "speedrun/recipes"
-#: Environment variable: further folders of recipes, separated as in PATH. `plugins.resolve` adds to it.
+#: Environment variable: further folders of recipes, separated as in PATH. `recipe_files.resolve` adds to it.
 RECIPES_VARIABLE = "SPEEDRUN_RECIPES"
 
 #: Texts of recipes, by path, as this process imported them; the files may have changed since.

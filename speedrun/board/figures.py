@@ -79,7 +79,7 @@ class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """What `speedrun plan` says of a recipe."""
 
     recipe: str
-    kind: str  #: a key of `devices.DEVICES`
+    kind: str  #: a key of `accelerators.DEVICES`
     num_devices: int
     total_s: float  #: of all steps
     step_ms: float  #: in the mean

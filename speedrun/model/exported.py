@@ -231,7 +231,7 @@ def read(folder: Path) -> Facts:
 
 
 def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
-    """Load the model of a folder; see `sources.load`.
+    """Load the model of a folder; see `weight_sources.load`.
 
     Raises:
         UsageError: if its recipe or track is unknown or another one here.

@@ -1,8 +1,8 @@
 """*Try the recipe*: a tiny preset of a recipe that trains in a page, and the trace of JAX's own training step.
 
-The page gets two programs (`program.py`): the loss of packed parameters, which jax-js differentiates, and the update
-of the recipe's optimiser. So its gradients come from another differentiation than JAX's. The trace is of the training
-step that `speedrun run` takes, on one device in float32, on the same batches.
+The page gets two programs (`page_program.py`): the loss of packed parameters, which jax-js differentiates, and the
+update of the recipe's optimiser. So its gradients come from another differentiation than JAX's. The trace is of the
+training step that `speedrun run` takes, on one device in float32, on the same batches.
 """
 
 from collections.abc import Callable, Iterator

@@ -157,7 +157,7 @@ def overrides_of(config: Config) -> dict[str, str]:
 def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Trained:
     """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
 
-    See `sources.load`; `origin` says where the weights come from.
+    See `weight_sources.load`; `origin` says where the weights come from.
 
     Raises:
         UsageError: if the model computes something else, or no track has its vocabulary.
