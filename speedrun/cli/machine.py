@@ -15,11 +15,9 @@ from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
-from speedrun.machine import bench_rival as rivals
-from speedrun.machine import checkup
-from speedrun.machine.check_software import Check
 
 if TYPE_CHECKING:
+    from speedrun.machine.check_software import Check
     from speedrun.machine.profile import Profile, Row
     from speedrun.plan.timeline import Usage
     from speedrun.train.program import Program
@@ -40,6 +38,8 @@ def doctor(ctx: click.Context, *, track: str | None) -> cli.Answer:
 
     Exits with 0 if the track can run here (its data may be missing), else with 1.
     """
+    from speedrun.machine import checkup
+
     rules, checks = tracks.load(track or checkup.SMOKE), []
     for check in checkup.checks(rules, alone=track is not None):
         checks.append(check)
@@ -59,7 +59,7 @@ def doctor(ctx: click.Context, *, track: str | None) -> cli.Answer:
     return cli.Answer(report, [f"next: {following}"], 0 if ready else 1)
 
 
-def _print(check: Check) -> None:
+def _print(check: "Check") -> None:
     """Print a check at once, as some take seconds."""
     mark = click.style(f"{check.mark:<4}", fg=_COLOURS[check.mark])
     click.echo(f"{mark}  {clean(f'{check.name}: {check.found}')}")
@@ -235,6 +235,7 @@ def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...
     each step: {"step": i, "time_s": seconds since the first began, "loss": nats}.
     """
     from speedrun import recipes
+    from speedrun.machine import bench_rival as rivals
 
     program = rivals.executable(folder)
     chosen = recipes.load(same["recipe"]).override(cli.parse_settings(settings))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from speedrun.model.decode import Decoder, Draw
     from speedrun.model.text_ids import Text
 
-
 _RUNS = Path("runs")
 
 
