@@ -75,6 +75,13 @@ def imports(module: str) -> Iterator[str]:
 
 
 EDGES = [(here, there) for here in PATHS for there in imports(here)]
+#: Modules that a text names: what `python -m` or `import_module` starts.
+NAMED = [
+    (here, node.value)
+    for here, tree in TREES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Constant) and node.value in {*PATHS} - {"speedrun"}
+]
 
 
 def room(module: str) -> str:
@@ -90,8 +97,8 @@ def test_every_room_has_a_floor_and_every_module_a_room() -> None:
 
 def test_a_room_imports_only_from_lower_floors() -> None:
     wrong = [
-        f"{here} imports {there}"
-        for here, there in EDGES
+        f"{here} imports or names {there}"
+        for here, there in (*EDGES, *NAMED)
         if room(here) in FLOORS
         and room(here) != room(there)
         and FLOORS[room(here)] <= FLOORS.get(room(there), FLOORS["api"])
