@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from record_forge import (
     CONFIG,
+    PROGRAMS,
     RECIPE,
     SOFTWARE,
     VAL_TOKENS,
@@ -189,17 +190,27 @@ def assembled(build: Build) -> Build:
     return build_both
 
 
-def programs(raw: bytes | None, digest: str) -> Build:
-    """Runs that name an archive of programs; `raw` is what lies there."""
-
-    exported = inserted(runlog.Exported(digest, 4, 0.1), runlog.Plan, 0, 1)
+def programs(raw: bytes | None, *edits: Edit) -> Build:
+    """Runs with an edited log; `raw` is all that lies in the place of their archive of four bytes."""
 
     def build(folder: Path) -> None:
-        forge(folder, edit_log=exported)
+        logged(change(runlog.Exported, sha256=sha256(b"mine"), num_bytes=4), *edits)(folder)
+        for honest in folder.glob("programs-*"):
+            honest.unlink()
         if raw is not None:
-            (folder / name_of(digest)).write_bytes(raw)
+            (folder / name_of(sha256(b"mine"))).write_bytes(raw)
 
     return build
+
+
+def without_programs(log: Moments) -> Moments:
+    return [moment for moment in log if not isinstance(moment.event, runlog.Exported)]
+
+
+def other_programs(folder: Path) -> None:
+    """Of one run of a batch; both archives are there."""
+    in_one_run(change(runlog.Exported, sha256=sha256(b"others"), num_bytes=6))(folder)
+    (folder / name_of(sha256(b"others"))).write_bytes(b"others")
 
 
 def linked(folder: Path) -> None:
@@ -408,6 +419,11 @@ def AT_SEED_1(log: Moments) -> Moments:
     return change(runlog.Step, train_time_s=lambda _: next(times))(log)
 
 
+def copied_from_the_fifth_step(log: Moments) -> Moments:
+    own = iter([m.event.loss for m in log if isinstance(m.event, runlog.Step)])
+    return change(runlog.Step, loss=lambda step: next(own) if step.step < 4 else 4.5 - 0.1 * step.step)(log)
+
+
 OLD = {**SOFTWARE, "jax": "0.9"}
 NO_JAXLIB = {name: version for name, version in SOFTWARE.items() if name != "jaxlib"}
 OWN_BATCH = change(runlog.RunEnd, first_batch_sha256="c" * 64)
@@ -449,8 +465,14 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V002", "a line was edited", assembled(edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5'))),
     ("V003", "source was edited", edited("source.txt", b"SIZE = 1", b"SIZE = 2")),
     ("V003", "source has a stray line", added("source.txt", b"more = 1\n")),
-    ("V003", "other programs", programs(b"others", "a" * 64)),
-    ("V003", "no programs", programs(None, sha256(b"mine"))),
+    ("V003", "other programs", programs(b"others")),
+    ("V003", "no programs", programs(None)),
+    ("V003", "no source", made(edit_source=lambda _: {})),
+    ("V003", "no event of programs", programs(None, without_programs)),
+    ("V003", "two archives", logged(inserted(runlog.Exported(sha256(PROGRAMS), 8, 0.1), runlog.Plan, 0, 1))),
+    ("V003", "an empty archive, missing", programs(None, change(runlog.Exported, sha256=sha256(b""), num_bytes=0))),
+    ("V003", "an archive of another size", logged(change(runlog.Exported, num_bytes=9))),
+    ("V003", "other programs in one run", other_programs),
     ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", in_one_run(other_config({**CONFIG, "stages": [11]}))),
@@ -524,6 +546,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
     ("V304", "one run under two seeds", COPIED),
+    ("V304", "a copy with four losses edited", logged(copied_from_the_fifth_step)),
     ("V304", "same start", logged(STARTED_ALIKE)),
     ("V304", "same weights", ending(final_hash="d" * 16)),
     ("V304", "same times", made(edit_log=lambda log: AT_SEED_1(log))),
@@ -618,6 +641,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V505", "a table beside the parameters", logged(change(runlog.Plan, state_bytes_per_device=2**22))),
     ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),
     ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),
+    ("V506", "no shape is told, so flops may be any", logged(change(runlog.Plan, shapes={}, flops_per_token=1.0))),
     ("V506", "a shape is not told", logged(change(runlog.Plan, shapes={"table": (1000, 900)}))),
     ("V506", "another model in one run", in_one_run(change(runlog.Plan, shapes={"table": (1000, 1000)}))),
     ("V506", "arithmetic of nothing", logged(change(runlog.Plan, shapes=MATRICES, flops_per_token=1.0))),

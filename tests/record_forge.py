@@ -18,7 +18,7 @@ import msgspec
 from speedrun.base import provenance, runlog, track
 from speedrun.base.runlog import DataRead, ShardRange
 from speedrun.base.sourcefile import join_source
-from speedrun.record import git_history, layout
+from speedrun.record import archive, git_history, layout
 from speedrun.record.about import assemble
 from speedrun.record.checks.v3_claims import CURVES, Point
 from speedrun.record.layout import Declaration, Look, Recipe, TrackRef
@@ -34,6 +34,8 @@ RECIPE = "speedrun/recipes/tiny.py"
 #: A recipe of one line, and the harness that would run it: read by the checks, never run.
 SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.run"], []))}
 LOCK = "run.lock"
+#: What lies in the place of an archive: no check but a replay reads it.
+PROGRAMS = b"programs"
 LOCK_RAW = git_history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
 SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
@@ -273,6 +275,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
         ),
         runlog.Preflight("cpu", "cpu", 8, SOFTWARE, {"XLA_FLAGS": ""}, 50.0, *committed),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
+        runlog.Exported(layout.sha256(PROGRAMS), len(PROGRAMS), 0.1),
         runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2_000_000, 2**21, shapes=shapes),
         runlog.Compile("train/0", 0.3),
         runlog.Compile("eval", 0.1),
@@ -294,6 +297,12 @@ def chain(log: Moments) -> list[runlog.Line]:
         lines.append(runlog.Line(number, mono_ns, utc, prev, event))
         prev = runlog.digest(lines[-1].encode())
     return lines
+
+
+def write_code(root: Path, spec: Spec) -> None:
+    """Writes source and programs into a record."""
+    (root / "source.txt").write_text(source_text(spec.edit_source))
+    (root / archive.name_of(layout.sha256(PROGRAMS))).write_bytes(PROGRAMS)
 
 
 def write_run(root: Path, spec: Spec) -> Path:
@@ -332,7 +341,7 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
 def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
     """A record folder in which nothing has run yet."""
     root.mkdir(exist_ok=True)
-    (root / "source.txt").write_text(source_text(spec.edit_source))
+    write_code(root, spec)
     (root / layout.BATCH).write_bytes(layout.encode(promise))
     return root
 
@@ -358,7 +367,7 @@ def forge(
 def alone(root: Path, spec: Spec) -> None:
     """Writes a record of one run, without a declaration."""
     root.mkdir()
-    (root / "source.txt").write_text(source_text(spec.edit_source))
+    write_code(root, spec)
     write_run(root, spec)
     assemble(root)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forgeries import BROKE, programs, promised
-from record_forge import Spec, change, declaration, declare, forge, write_run
+from forgeries import BROKE, promised
+from record_forge import PROGRAMS, Spec, change, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
@@ -24,7 +24,7 @@ from speedrun.lab.run_batch import num_runs
 from speedrun.record import batch, statistics
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
-from speedrun.record.layout import Look
+from speedrun.record.layout import Look, sha256
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
@@ -156,12 +156,10 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, s
 
 def test_programs_that_no_log_names_are_removed(folder):
     """Their run was killed between writing them and saying so."""
-    digest = "ab" * 32
-    programs(None, digest)(folder)
-    (folder / name_of(digest)).write_bytes(b"named")
+    forge(folder)
     (folder / "programs-0123456789abcdef.xz").write_bytes(b"of nobody")
     assert salvage(folder) == []
-    assert [path.name for path in folder.glob("*.xz")] == [name_of(digest)]
+    assert [path.name for path in folder.glob("*.xz")] == [name_of(sha256(PROGRAMS))]
 
 
 def test_an_end_without_its_line_break_keeps_its_result(folder):

@@ -1093,19 +1093,6 @@ def test_source_that_makes_other_programs_is_refused(trained, smoke_data, monkey
     assert (result.check.id, result.status) == ("V610", status)
 
 
-def test_a_run_without_programs_is_neither_examined_nor_lowered(record):
-    """Nor do others speak for it: here none has any."""
-    report = validate(record.root)
-    report = dataclasses.replace(
-        report, results=tuple(one for one in report.results if one.status != "failed")
-    )
-    unsafe = Options("some", NONCE, unsafe=True)
-    with pytest.raises(UsageError, match="carries no programs, so it cannot be examined"):
-        examined(record.root, report, unsafe, io.StringIO())
-    result = relowered(record.root, report, unsafe, io.StringIO()).results[-1]
-    assert (result.status, result.messages) == ("skipped", (f"{record.runs[0].folder} carries no programs",))
-
-
 def test_source_sees_no_validation_text(smoke_data, tmp_path):
     """Neither in its shard nor in a file that lies beside it."""
     rules, data = track.load("smoke-cpu").data, Path(shutil.copytree(smoke_data, tmp_path / "data"))

@@ -557,6 +557,12 @@ def test_what_may_not_be_read_is_told_and_the_rest_is_judged(folder, monkeypatch
     assert "runs/tiny-1-00a1/: cannot be read: No such file or directory" in found(folder)["V008"]
 
 
+def test_files_behind_the_most_that_are_read_are_refused(folder, monkeypatch):
+    forge(folder)
+    monkeypatch.setattr("speedrun.record.reader.MAX_FILES", 4)
+    assert "a record holds at most 4 files" in found(folder)["V008"][-1]
+
+
 def test_nothing_heavy_is_imported():
     record = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-six-seeds"
     code = f"""

@@ -19,8 +19,6 @@ from speedrun.record.layout import LOG
 #: Events that a finished run has exactly once.
 _ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
-#: The commit that reads records of the first format, which kept a run's facts in a file beside its log.
-READS_OLDER = "e330e64"
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
@@ -205,9 +203,7 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
         try:
             lines.append(_read_line(raw_line))
         except FormatError as error:
-            older = number == 1 and b'"ev":"run_start"' in raw_line and b'"format":' not in raw_line
-            why = f"an older speedrun wrote it; commit {READS_OLDER} reads it" if older else error
-            raise FormatError(f"line {number}: {why}") from None
+            raise FormatError(f"line {number}: {error}") from None
     run = Run(tuple(log), tuple(lines), folder)
     if problem := grammar_problem(run):
         raise FormatError(problem)

@@ -4,7 +4,6 @@ Only files with known names are opened, none above its size cap, none through a 
 Everything else is listed with the reason why it was refused.
 """
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -230,7 +229,10 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     raw: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     left_bytes = MAX_BYTES
-    for path, entry in itertools.islice(_walk(root, "", refused), MAX_FILES):
+    for number, (path, entry) in enumerate(_walk(root, "", refused)):
+        if number == MAX_FILES:
+            refused[path] = f"a record holds at most {MAX_FILES:,} files"
+            break
         try:
             size_bytes = entry.stat(follow_symlinks=False).st_size
             if why := _objection(path, entry, size_bytes, left_bytes):

@@ -49,20 +49,26 @@ def chain(record: Record) -> Iterator[str]:
     hint="restore source.txt and programs-*.xz, which the run wrote before its clock started",
 )
 def hashes(record: Record) -> Iterator[str]:
-    """Compare the digests of text and programs."""
+    """Compare the digests of text and programs, of which every finished run names one archive, and all the same."""
     if SOURCE in record.refused:
         raise Skip(f"{SOURCE} was not read: see V008")
     try:
-        split_source(record.raw.get(SOURCE, b"").decode())
+        if not split_source(record.raw.get(SOURCE, b"").decode()):
+            yield f"{SOURCE}: missing, or without a file; need what the runs ran"
     except ValueError as error:
         yield f"{SOURCE}: {error}"
     for run in record.runs:
         if run.start.source_sha256 != record.source_sha256:
             yield f"{run.folder}: ran other sources than {SOURCE}"
-    digests = {made.sha256 for run in record.runs for made in run.of(runlog.Exported)}
-    named = {archive.name_of(sha256): sha256 for sha256 in digests}
-    for name, sha256 in named.items():
-        if layout.sha256(record.raw.get(name, b"")) != sha256:
+    for run in record.finished:
+        if (count := len(run.of(runlog.Exported))) != 1:
+            yield f"{run.folder}: names {count} archives of programs, need one"
+    named = {archive.name_of(made.sha256): made for run in record.runs for made in run.of(runlog.Exported)}
+    if len(named) > 1:
+        yield f"runs name different programs: {', '.join(sorted(named))}"
+    for name, made in named.items():
+        raw = record.raw.get(name)
+        if raw is None or (layout.sha256(raw), len(raw)) != (made.sha256, made.num_bytes):
             yield f"{name}: missing, or not the programs that a run names"
     strangers = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
     yield from (f"{name}: no run names it" for name in strangers)

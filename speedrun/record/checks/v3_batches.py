@@ -83,13 +83,13 @@ def all_there(record: Record) -> Iterator[str]:
 )
 def distinct(record: Record) -> Iterator[str]:
     """Seeds, initial and final states, losses and times all differ."""
-    first: dict[tuple[str, object], str] = {}
+    earlier: list[tuple[str, dict[str, object]]] = []
     for run in record.finished:
         starting = tuple(event.state_hash for event in run.of(runlog.WarmupStart))
-        for what, fact in {**_facts(run), "starting state": starting}.items():
-            other = first.setdefault((what, fact), run.folder)
-            if fact and other != run.folder:
-                yield f"{run.folder}: same {what} as {other}"
+        facts = {**_facts(run), "starting state": starting}
+        for folder, theirs in earlier:
+            yield from (f"{run.folder}: same {what} as {folder}" for what in _shared(facts, theirs))
+        earlier.append((run.folder, facts))
 
 
 @check(
@@ -212,8 +212,7 @@ def nowhere_else(record: Record) -> Iterator[str]:
     for run in record.finished:
         facts = _facts(run)
         for place, begun, theirs in others:
-            same = [what for what in facts if facts[what] and facts[what] == theirs[what]]
-            if not same:
+            if not (same := _shared(facts, theirs)):
                 continue
             first = git_history.added_first(root.parent.parent, (mine, place))
             if first != mine and (first is not None or begun <= run.begun):
@@ -222,14 +221,25 @@ def nowhere_else(record: Record) -> Iterator[str]:
 
 def _facts(run: Run) -> dict[str, object]:
     """Return what no two finished runs share; a few losses can be equal by chance."""
-    start, losses = run.start, tuple(step.loss for step in run.steps)
+    start, losses = run.start, frozenset((step.step, step.loss) for step in run.steps)
     return {
         "name": start.run_id,
         "seed, source and config": (start.seed, start.source_sha256, start.config_sha256),
         "list of losses": losses if len(losses) >= _FEWEST else None,
-        "list of times": tuple(round(seconds * 1e9) for seconds in run.step_s),
+        "list of times": frozenset(enumerate(round(seconds * 1e9) for seconds in run.step_s)),
         "final state": run.final_hash,
     }
+
+
+def _shared(mine: dict[str, object], theirs: dict[str, object]) -> list[str]:
+    """Return the names of equal facts; of lists, half of the entries are enough: a copy with a few edits is a copy."""
+
+    def is_same(a: object, b: object) -> bool:
+        if isinstance(a, frozenset) and isinstance(b, frozenset):
+            return 2 * len(a & b) >= max(1, len(a), len(b))
+        return bool(a) and a == b
+
+    return [what for what in mine if is_same(mine[what], theirs[what])]
 
 
 @lru_cache(maxsize=1024)

@@ -151,7 +151,7 @@ _FEWEST_BYTES = 2
 def parameters(run: Run, record: Record) -> Iterator[str]:
     """Compare the number with the recorded shapes, other runs, the size of the state, and the flops."""
     (plan,) = run.of(runlog.Plan)
-    if plan.shapes and (count := sum(map(prod, plan.shapes.values()))) != plan.num_params:
+    if (count := sum(map(prod, plan.shapes.values()))) != plan.num_params:
         yield f"says {plan.num_params:,} parameters, its shapes sum to {count:,}"
     (first,) = record.finished[0].of(runlog.Plan)
     if (plan.num_params, plan.shapes) != (first.num_params, first.shapes):

@@ -108,7 +108,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
         echo: where progress goes.
 
     Raises:
-        UsageError: if a check failed, no run finished, a run carries no programs, or there is no sandbox.
+        UsageError: if a check failed, no run finished, or there is no sandbox.
         SpeedrunError: if an examination ends with an error.
     """
     record = _sound(folder, report)
@@ -116,16 +116,11 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
     reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
-    archives = [
-        record.raw[archive.name_of(made.sha256)] for one in reruns for made in one.old.of(runlog.Exported)
-    ]
-    if len(archives) < len(reruns):
-        raise UsageError(f"{folder}: a run carries no programs, so it cannot be examined; run it again")
+    raw = record.raw[archive.name_of(record.lead.of(runlog.Exported)[0].sha256)]  # V003: that of all runs
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
     print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
-    pairs = zip(reruns, archives, strict=True)
-    found = [_examined(rerun, raw, given.get(rerun.old.folder), options, echo) for rerun, raw in pairs]
+    found = [_examined(rerun, raw, given.get(rerun.old.folder), options, echo) for rerun in reruns]
     return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
 
 
@@ -141,35 +136,26 @@ def _sound(folder: Path, report: Report) -> Record:
 
 
 def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
-    """Return the report with the result of V610 added: lower the source again, once for each archive of programs.
-
-    Args:
-        folder: the record.
-        report: of the other checks; if one failed, nothing is executed.
-        options: `data` and `unsafe` count.
-        echo: where progress goes.
+    """Return the report with the result of V610 added: lower the source again. Arguments are those of `examined`.
 
     Raises:
         UsageError: if a check failed, no run finished, or there is no sandbox.
         SpeedrunError: if the source ends with an error.
     """
     record = _sound(folder, report)
-    runs = {made.sha256: run for run in record.finished for made in run.of(runlog.Exported)}
+    run, (made,) = record.lead, record.lead.of(runlog.Exported)
 
     def jax(software: dict[str, str]) -> str:
         return " and ".join(f"{name} {software.get(name)}" for name in ("jax", "jaxlib"))
 
     def find(_record: Record) -> Iterator[str]:
-        if without := [run.folder for run in record.finished if not run.of(runlog.Exported)]:
-            raise Skip(f"{without[0]} carries no programs")
-        for sha256, run in runs.items():
-            if (theirs := jax(run.preflight.software)) != (ours := jax(provenance.software())):
-                raise Skip(f"lowered by {theirs}; here is {ours}, which may lower otherwise")
-            rerun = Rerun(folder, run.folder, unsafe=options.unsafe)
-            print(f"lowering the source of {run.folder} again", file=echo, flush=True)
-            found = layout.sha256(rerun.lowered(rerun.check_data(options.data, echo), echo))
-            if found != sha256:
-                yield f"{run.folder}: its source makes {archive.name_of(found)}, the run {archive.name_of(sha256)}"
+        if (theirs := jax(run.preflight.software)) != (ours := jax(provenance.software())):
+            raise Skip(f"lowered by {theirs}; here is {ours}, which may lower otherwise")
+        rerun = Rerun(folder, run.folder, unsafe=options.unsafe)
+        print(f"lowering the source of {run.folder} again", file=echo, flush=True)
+        found = layout.sha256(rerun.lowered(rerun.check_data(options.data, echo), echo))
+        if found != made.sha256:
+            yield f"{run.folder}: its source makes {archive.name_of(found)}, not {archive.name_of(made.sha256)}"
 
     print(sandbox.protections(unsafe=options.unsafe), file=echo, flush=True)
     return Report((*report.results, ask(replace(LOWERED, find=find), record)), report.strict)
