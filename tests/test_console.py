@@ -44,8 +44,8 @@ def test_the_numbers_are_the_logs(lines):
     assert "100.0 ms/step" in text
     assert "1.00 ktok/s" in text
     assert "val 3.2500  (clock stopped" in text
-    assert "result  finished | val 3.2500 | train 1.00 s | cold wall 9.0 s" in text
-    assert "wall 9.0 s = start 4.9, compile 0.5, warm-up 0.2, step 1.0, evaluation 2.4" in text
+    assert "result  finished | val 3.2500 | train 1.00 s | cold wall 9.2 s" in text
+    assert "wall 9.2 s = start 5.1, compile 0.5, warm-up 0.2, step 1.0, evaluation 2.4" in text
     assert "data wait 1.0%" in text
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 from forgeries import BROKE
-from record_forge import CONFIG, Spec, change, digest, install_track, source_text, write_run
+from record_forge import CONFIG, Spec, change, digest, install_track, source_text, write_code, write_run
 from scipy import stats
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
@@ -384,7 +384,7 @@ def performed(tmp_path, monkeypatch):
     def trained(config: RunConfig, *_: object, **__: object) -> tuple[int, str]:
         out, seed = config.out, config.seed
         out.mkdir(parents=True)
-        (out / "source.txt").write_text(source_text())
+        write_code(out, Spec())
         arm = out.parent.name[3:]
         asked.append((arm, seed))
         code = codes.pop(0) if codes else 0
