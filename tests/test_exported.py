@@ -148,7 +148,7 @@ def agree(trained: Trained, golden: Golden) -> None:
 
     def compute(params: Params, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = program.forward(params, tokens_BT, trained.inputs)
-        return program.logits(params, x_BTD.reshape(-1, x_BTD.shape[-1]))
+        return program.logits(params, x_BTD.reshape(-1, x_BTD.shape[-1]), trained.inputs)
 
     found_NV = jax.jit(compute)(trained.params, golden.tokens_BT)
     np.testing.assert_allclose(found_NV.reshape(golden.logits_BTV.shape), golden.logits_BTV, atol=2e-4)

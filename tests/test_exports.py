@@ -64,7 +64,7 @@ def test_a_gpu_run_is_examined_on_a_cpu(packed, name):
     state, _ = here.train_step_for(shape.static)(state, *batch, here.schedule)
     for one, other in zip(leaves, jax.tree.leaves(state), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert found.shape(found.lowered.hidden[recipe.num_steps])[1] == recipe.eval_seq_len
+    assert found.shape(found.scorer("hidden", recipe.num_steps))[1] == recipe.eval_seq_len
 
 
 def test_record_21_carries_both_of_its_forms_in_little_room(packed):

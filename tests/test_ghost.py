@@ -9,12 +9,11 @@ from record_forge import Spec, chain, change, forge, moments
 from typed import invoke
 
 from speedrun.base import runlog, track
-from speedrun.base.console import render
+from speedrun.base.console import Printer, render
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
-from speedrun.lab import race
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_beyond_its_end_there_is_no_ghost(folder):
 def test_the_ghost_is_on_the_step_lines_and_in_no_log(folder):
     lines, stream = chain(moments(Spec())), io.StringIO()
     rival = ghost.read(forge(folder / "record"), "forged@1")
-    with race.live(stream, rival) as live:
+    with Printer(stream, rival) as live:
         assert not stream.getvalue(), "what refuses the run comes first"
         for line in lines:
             live(line)
@@ -99,13 +98,13 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
     forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
     assert invoke("leaderboard", "build").exit_code == 0
-    rival = race.find("best", "forged@1")
+    rival = ghost.chosen("best", "forged@1")
     assert rival is not None
     assert rival.record == Path("records/forged/fast")
-    assert race.find(None, "forged@1") is None
+    assert ghost.chosen(None, "forged@1") is None
     assert ghost.best(Path("records"), "forged@2") is None
     assert ghost.best(folder, "forged@1") is None, "there is no board"
-    chosen = race.find("records/forged/slow", "forged@1")
+    chosen = ghost.chosen("records/forged/slow", "forged@1")
     assert chosen is not None
     assert "(2 runs, 2.00 s)" in chosen.legend
     assert capsys.readouterr().err == ""
@@ -140,7 +139,7 @@ def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
     record = broken(forge(folder / "record", seeds=(1,)), what)
     with pytest.raises(UsageError):
         ghost.read(record, "forged@1")
-    assert race.find(str(record), "forged@1") is None
+    assert ghost.chosen(str(record), "forged@1") is None
     said = capsys.readouterr().err
     assert said.startswith("warning: no ghost: ")
     assert (said.count("\n"), said.strip().isprintable()) == (1, True)
@@ -149,5 +148,5 @@ def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
 def test_a_bad_board_is_one_warning(folder, capsys):
     (folder / "records").mkdir()
     (folder / "records" / "leaderboard.json").write_text("{\x1b")
-    assert race.find("best", "forged@1") is None
+    assert ghost.chosen("best", "forged@1") is None
     assert capsys.readouterr().err.startswith("warning: no ghost: records/leaderboard.json: ")

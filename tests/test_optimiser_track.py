@@ -79,7 +79,7 @@ def test_a_track_fixes_every_input_that_its_model_reads(name: str) -> None:
     ids = jax.ShapeDtypeStruct((1, 64), np.int32)
 
     def loss(params, ids):
-        batch = Batch(ids, ids, {})
+        batch = Batch(ids, ids, {}, ids[:, 0])
         return recipe.loss(params, batch, inputs, recipe.config, program.kernels, recipe.forward)
 
     jax.eval_shape(loss, params, ids)

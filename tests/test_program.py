@@ -1,7 +1,9 @@
 """What judges a run: the scorer against its definition in float64, and what a program may not contain."""
 
 import dataclasses
+import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from small_run import SMALL
 from speedrun.base import mesh, track
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.data import shard_folder
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step, TrainState
 from speedrun.train import loop, run, scorer
@@ -136,6 +140,29 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
         fixed = program.eval_step_for((("window_blocks", blocks),))(*given, jnp.int32(0))
         assert scores[-1] == pytest.approx(float(fixed.sum()), rel=1e-6)
     assert abs(scores[0] - scores[1]) > 1e-4 * scores[0]
+
+
+def test_logits_have_the_inputs_of_their_validation(tiny: Recipe):
+    """The definition: all logits are 0, but that of id 0 is the window, and every target is 0."""
+
+    def logits(_: Params, x_ND: jax.Array, inputs: Inputs, cfg: Any) -> jax.Array:
+        return jnp.zeros((len(x_ND), cfg.vocab_size)).at[:, 0].set(inputs["window_blocks"])
+
+    program = Program(dataclasses.replace(tiny, logits=logits), mesh.make_mesh(1))
+    state, zeros_BT = (
+        program.init(jax.random.key(0)),
+        np.zeros((tiny.eval_sequences, tiny.eval_seq_len), np.int32),
+    )
+    ids = [mesh.place(zeros_BT, program.mesh)] * 2
+    for step in (0, tiny.num_steps):
+        z = float(tiny.inputs_at(step)["window_blocks"])
+        expected = zeros_BT.size * (math.log(math.exp(z) + tiny.config.vocab_size - 1) - z)
+        for program_at, at in (
+            (program.eval_step, step),
+            (program.eval_step_for((("window_blocks", int(z)),)), 3),
+        ):
+            found = program_at(state.params, *ids, program.schedule, jnp.int32(at))
+            assert float(found.sum()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_state_is_divided_within_a_node_and_repeated_on_each(tiny: Recipe):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -457,17 +457,19 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
 def examiner(monkeypatch) -> Callable[..., Any]:
     """An examiner of a toy model, and of nothing else."""
 
-    def made(hidden, logits, draws: int = 5, early: Any = None) -> Any:
+    def made(hidden, logits, draws: int = 5, early: Any = MappingProxyType({})) -> Any:
         ids: Any = validation_ids()
         one: Any = object.__new__(_Examiner)
         programs: dict[str, Any] = {
-            "hidden": lambda step, ids_BT: (hidden(np.asarray(ids_BT)),),
-            "early": lambda step, ids_BT: ((early or hidden)(np.asarray(ids_BT)),),
-            "logits": lambda x_KD: (logits(np.asarray(x_KD)),),
+            "hidden-9": lambda step, ids_BT: (hidden(np.asarray(ids_BT)),),
+            "hidden-0": lambda step, ids_BT: (early.get("hidden", hidden)(np.asarray(ids_BT)),),
+            "logits-9": lambda step, x_KD: (logits(np.asarray(x_KD)),),
+            "logits-0": lambda step, x_KD: (early.get("logits", logits)(np.asarray(x_KD)),),
         }
-        shapes = {"hidden": (BATCH, LENGTH), "early": (BATCH, LENGTH), "logits": (CHUNK, 4)}
+        shapes = {"hidden-9": (BATCH, LENGTH), "logits-9": (CHUNK, 4)}
         one.programs = SimpleNamespace(
-            lowered=SimpleNamespace(hidden={0: "early", 9: "hidden"}),
+            lowered=SimpleNamespace(scored={0: "0", 9: "9"}),
+            scorer="{}-{}".format,
             constants=(),
             compiled=programs.__getitem__,
             shape=shapes.__getitem__,
@@ -502,7 +504,9 @@ def test_what_lowers_the_loss_is_found(examiner, name):
 
 
 def test_an_earlier_validation_that_leaks_is_found(examiner):
-    assert known_by(examiner(hidden, logits, early=tells)).later > 1
+    assert known_by(examiner(hidden, logits, early={"hidden": tells})).later > 1
+    finds = lambda x: logits(np.column_stack([x[:, :3], successors(x)]))  # noqa: E731
+    assert known_by(examiner(hidden, logits, early={"logits": finds})).rows > 0
 
 
 def test_a_sequence_learns_nothing_from_others(examiner):
@@ -789,7 +793,7 @@ def test_programs_of_other_steps_than_the_log_has_are_told(trained, tmp_path, ch
 def test_each_validation_is_scored_with_the_window_of_its_own_step(trained, tmp_path):
     """A window that grows: the first validation sees less than the last, as in the run."""
     examiner = _Examiner(examination(trained, tmp_path))
-    assert examiner.programs.lowered.hidden == {0: "hidden-0", 12: "hidden-0"}
+    assert examiner.programs.lowered.scored == {0: "0", 12: "0"}
     leaves, _ = examiner._restored(12)
     params = examiner._params(leaves)
     assert abs(examiner._loss(params, 0) - examiner._loss(params)) > 1e-6
@@ -807,14 +811,14 @@ def test_programs_name_no_folder_of_this_machine(trained):
     """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
     found = unpack(programs_in(trained.out).read_bytes())
     assert list(found.platforms) == ["cpu"]
-    assert {"init", "train-0", "logits"} < found.platforms["cpu"].programs.keys()
+    assert {"init", "train-0", "logits-0"} < found.platforms["cpu"].programs.keys()
     for raw in found.platforms["cpu"].programs.values():
         assert b".py" not in raw
         assert b"site-packages" not in raw
 
 
-_NAMES = ("init", "constants", "train", "hidden", "logits")
-LOWERED = Lowered(("train",), {1: "hidden"}, dict.fromkeys(_NAMES, b""))
+_NAMES = ("init", "constants", "train", "hidden-0", "logits-0")
+LOWERED = Lowered(("train",), {1: "0"}, dict.fromkeys(_NAMES, b""))
 ARCHIVE = Archive(("step",), 0, (0,), {"cpu": LOWERED})
 
 

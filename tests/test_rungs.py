@@ -363,7 +363,7 @@ def test_table_and_head_of_gpt2_are_one():
     params = random_params(recipe)
     x_ND = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
     arrays = {name: jnp.asarray(x) for name, x in params.items()}
-    got = recipe.logits(arrays, jnp.asarray(x_ND), recipe.config)
+    got = recipe.logits(arrays, jnp.asarray(x_ND), Inputs({}, {}), recipe.config)
     np.testing.assert_allclose(got, x_ND @ params["embed"].T, rtol=1e-4, atol=1e-5)
 
 
@@ -374,7 +374,7 @@ def test_the_loss_of_shortcuts_is_that_of_capped_logits():
     z_BTV = hidden(recipe, params, ids_BT).astype(np.float64) @ params["head"].T
     capped_BTV = 2 * np.tanh(z_BTV / 2)
     target_BT = np.take_along_axis(capped_BTV, targets_BT[..., None], 2)[..., 0]
-    batch = Batch(jnp.asarray(ids_BT), jnp.asarray(targets_BT), {})
+    batch = Batch(jnp.asarray(ids_BT), jnp.asarray(targets_BT), {}, jnp.arange(2))
     arrays = {name: jnp.asarray(x) for name, x in params.items()}
     rest = Inputs({}, {}), recipe.config, Kernels("cpu", ""), recipe.forward
     got = jax.jit(lambda params, batch: recipe.loss(params, batch, *rest))(arrays, batch)

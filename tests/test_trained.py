@@ -255,7 +255,7 @@ def definition(small: tuple[Recipe, Params, Inputs], prompt: np.ndarray, num_tok
     @jax.jit
     def next_token(tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
         x_BTD = recipe.forward(params, tokens_BT, inputs, recipe.config, Kernels("cpu", ""))
-        return jnp.argmax(recipe.logits(params, x_BTD[0], recipe.config)[last, :60])
+        return jnp.argmax(recipe.logits(params, x_BTD[0], inputs, recipe.config)[last, :60])
 
     text = [*map(int, prompt)]
     for _ in range(num_tokens):
@@ -314,9 +314,9 @@ def test_a_text_depends_on_seed_and_place_and_not_on_chunks_or_companions(small)
 def test_ids_that_the_data_lacks_are_never_written(small) -> None:
     recipe, params, inputs = small
 
-    def logits(p: Params, x_ND: jax.Array, cfg: object) -> jax.Array:
+    def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: object) -> jax.Array:
         """Those that the model knows beyond the data are by far the most probable."""
-        return recipe.logits(p, x_ND, cfg).at[:, 60:].set(1e6)
+        return recipe.logits(p, x_ND, inputs, cfg).at[:, 60:].set(1e6)
 
     decoder = decoder_of((dataclasses.replace(recipe, logits=logits), params, inputs))
     found_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw())[1]
@@ -388,7 +388,7 @@ def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
     def log_p(params: Params, tokens_BT: jax.Array) -> jax.Array:
         kernels = Kernels("cpu", "", "definition")
         x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, kernels)
-        return jax.nn.log_softmax(recipe.logits(params, x_BTD[0], recipe.config))
+        return jax.nn.log_softmax(recipe.logits(params, x_BTD[0], trained.inputs, recipe.config))
 
     return np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
 

@@ -251,7 +251,7 @@ def test_logits_are_those_of_jax(name: str, num_tokens: int, page: Page, models:
     ids[[0, 17]] = 0  # two documents
     padded = np.pad(ids, (0, 256 - num_tokens))[None].astype(np.int32)
     x_BTD = recipe.forward(params, jnp.asarray(padded), inputs, recipe.config, Kernels("cpu", ""))
-    expected = np.asarray(recipe.logits(params, x_BTD[0, :num_tokens], recipe.config))[:, :256]
+    expected = np.asarray(recipe.logits(params, x_BTD[0, :num_tokens], inputs, recipe.config))[:, :256]
     found = _numbers(page.evaluate(PREDICT, [name, ids.tolist()])).reshape(expected.shape)
     assert np.abs(found - expected).max() < 1e-4
 

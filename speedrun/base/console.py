@@ -4,8 +4,8 @@
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from typing import Self, TextIO
+from collections.abc import Iterable, Sequence
+from typing import Protocol, Self, TextIO
 
 from msgspec import DecodeError
 
@@ -198,6 +198,19 @@ def render(lines: Iterable[Line]) -> str:
     return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
 
 
+class Rival(Protocol):
+    """What a run races."""
+
+    @property
+    def legend(self) -> str:
+        """What it says about steps, in a line when the run starts."""
+        ...
+
+    def __call__(self, step: runlog.Step, /) -> str:
+        """Return what is appended to the line of a step."""
+        ...
+
+
 class Printer:
     """Prints the log as it is written.
 
@@ -207,18 +220,16 @@ class Printer:
     def __init__(
         self,
         stream: TextIO,
-        ghost: Callable[[runlog.Step], str] | None = None,
-        legend: str = "",
+        ghost: Rival | None = None,
         *,
         verbose: bool = False,
     ) -> None:
         """Print to `stream`.
 
-        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
-        printed when the run starts. `verbose` adds the kernels and the reasons for their choice, which the log always
-        has.
+        What a `ghost` says is not logged. `verbose` adds the kernels and the reasons for their choice, which the log
+        always has.
         """
-        self._stream, self._ghost, self._legend, self._verbose = stream, ghost, legend, verbose
+        self._stream, self._ghost, self._verbose = stream, ghost, verbose
         self._text, self._num_steps, self._is_live = TextLog(), 0, False
         #: Since the line of the newest step was written, if it is there.
         self._status: Stopwatch | None = None
@@ -228,8 +239,8 @@ class Printer:
         shown, step = self._text(line), line.event
         if isinstance(step, runlog.RunStart):
             self._num_steps = step.num_steps
-            if self._legend:
-                self.say(self._legend)
+            if self._ghost is not None:
+                self.say(self._ghost.legend)
         if shown is not None and not self._verbose:
             shown = "\n".join(one for one in shown.split("\n") if not one.startswith(_KERNEL))
         is_step = isinstance(step, runlog.Step)

@@ -7,12 +7,14 @@ where data come in one order, as on every track, both read the same text there, 
 Everything is read before the run. A step costs microseconds, and nothing of this enters a log.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
 from speedrun.board.standings import read_built
@@ -20,6 +22,7 @@ from speedrun.record.logged_run import Run
 from speedrun.record.reader import load
 
 _STRETCH = 0.05  #: of the ghost's tokens
+_RECORDS = Path("records")
 
 
 class Curve:
@@ -136,3 +139,16 @@ def best(records: Path, track: str) -> Path | None:
     rows = [row for row in (board.of(track) if board else ()) if row.standing == "qualified"]
     timed = [(row.train_time_s, row.path) for row in rows if row.train_time_s is not None]
     return records / min(timed)[1] if timed else None
+
+
+def chosen(choice: str | None, track: str) -> Ghost | None:
+    """Return the chosen ghost; where it cannot be read, warn and return None, because a run needs no ghost.
+
+    `choice` is the folder of a record, or 'best': the fastest qualified record of the track in `records/`.
+    """
+    try:
+        folder = best(_RECORDS, track) if choice == "best" else choice and Path(choice)
+        return read(folder, track) if folder else None
+    except UsageError as error:
+        sys.stderr.write(clean(f"warning: no ghost: {error}") + "\n")
+        return None

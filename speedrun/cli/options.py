@@ -183,7 +183,7 @@ def port_option(default: int) -> Decorator:
     return option("--port N", Integer(0, 65_535), text, default)
 
 
-#: `--ghost RECORD`, as the argument `ghost` for `race.find`.
+#: `--ghost RECORD`, as the argument `ghost` for `ghost.chosen`.
 ghost_option = option(
     "--ghost RECORD|best",
     str,

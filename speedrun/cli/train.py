@@ -237,7 +237,7 @@ def batch(ctx: click.Context, *, resume: Path | None, **given: Any) -> cli.Answe
         folder = given["out"] or cli.new_folder(given["track"])
         promise = _promise(given, folder)
         generated.ensure(tracks.load(given["track"]), given["data"], partial(click.echo, err=True))
-        if code := children.run_module("speedrun.lab.declare", promise):
+        if code := children.run_module("speedrun.lab.run_batch", promise):
             ctx.exit(children.shell_code(code))
     else:
         cli.only_with_resume(ctx, "data", "title", "ghost", "wandb")

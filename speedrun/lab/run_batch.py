@@ -1,4 +1,7 @@
-"""Runs a declared batch. Each run is a child process, so that this process holds no device."""
+"""Declares a batch, and runs it. Each run is a child process, so that this process holds no device.
+
+python -m speedrun.lab.run_batch PROMISE.json      declares: checks everything, then writes `batch.json`
+"""
 
 import math
 import sys
@@ -10,23 +13,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedrun.base import children
+from speedrun.base import children, clock, lock, signals
 from speedrun.base import track as tracks
+from speedrun.base.console import Printer
 from speedrun.base.errors import NonFiniteError, UsageError
+from speedrun.base.output import reported
 from speedrun.base.track import Track
-from speedrun.base.wholefile import read_regular
+from speedrun.base.wholefile import make_folder, read_regular
+from speedrun.board import ghost as ghosts
 from speedrun.board.record_plot import plot
 from speedrun.data import generated
-from speedrun.lab import race
 from speedrun.record import layout, statistics
 from speedrun.record.about import assemble
-from speedrun.record.batch import Standing, standing
+from speedrun.record.batch import Standing, seeds_from, standing
+from speedrun.record.batch import looks as looks_of
 from speedrun.record.logged_run import FormatError
 from speedrun.record.reader import decode, load
 from speedrun.record.salvage import salvage
 from speedrun.record.summary import Summary
 from speedrun.train import child_run
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, decoded
 
 
 def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
@@ -56,6 +62,43 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     then: int | None = None  #: total number of runs at a second look
     seeds: tuple[int, ...] = ()  #: empty: derived from source and config
     expected_loss: float | None = None
+
+
+def declare(promise: Promise) -> layout.Declaration:
+    """Write `batch.json` and `source.txt` into a new folder.
+
+    Raises:
+        SpeedrunError: if `prepare` refuses the config; for seeds that are too few, repeated or out of range.
+    """
+    from speedrun.train.preflight import prepare  # JAX comes with it
+
+    ready = prepare(promise.config)
+    looks = looks_of(promise.num_runs, promise.then, ready.track.target.sigma)
+    num_runs, config_sha256 = looks[-1].num_runs, layout.config_sha256(ready.described)
+    seeds = promise.seeds or seeds_from(ready.source_sha256, config_sha256, num_runs)
+    if len(set(seeds)) != num_runs or len(seeds) != num_runs:
+        raise UsageError(f"got {len(set(seeds))} different seeds; need {num_runs}, one for each run")
+    if not all(0 <= seed < 2**31 for seed in seeds):
+        raise UsageError(f"got seeds {min(seeds)} to {max(seeds)}; need 0 to {2**31 - 1}")
+    declaration = layout.Declaration(
+        track=layout.TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
+        recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
+        config_sha256=config_sha256,
+        source_sha256=ready.source_sha256,
+        num_devices=ready.program.num_devices,
+        microbatches=ready.program.microbatches,
+        attention=ready.program.attention,
+        num_steps=ready.recipe.num_steps,
+        seeds=seeds,
+        seeds_chosen=bool(promise.seeds),
+        looks=looks,
+        expected_loss=promise.expected_loss,
+        created_utc=clock.now().utc,
+    )
+    out = promise.config.out
+    with lock.lock_record(out):
+        make_folder(out, {"source.txt": ready.source.encode(), layout.BATCH: layout.encode(declaration)})
+    return declaration
 
 
 class Outcome(NamedTuple):
@@ -96,7 +139,7 @@ class Batch:
         self._sha256 = layout.sha256(raw)
         self._told: set[str] = set()  # runs that were killed
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
-        self._ghost = race.find(self.ghost, self._rules.id)
+        self._ghost = ghosts.chosen(self.ghost, self._rules.id)
 
     def run(self) -> Outcome:
         """Run the missing seeds, and write the record after each.
@@ -111,7 +154,7 @@ class Batch:
                 generated.ensure(self._rules, self.data, self.say)
             while now.missing:
                 seed = now.missing[0]
-                with race.live(sys.stderr if self.to_stderr else sys.stdout, self._ghost) as printer:
+                with Printer(sys.stderr if self.to_stderr else sys.stdout, self._ghost) as printer:
                     code, _ = child_run.trained(self._request(seed), printer, keep_open=(lock,))
                 now = self._standing()
                 if seed in now.missing or code not in (0, NonFiniteError.exit_code):
@@ -165,3 +208,8 @@ def progress(declared: layout.Declaration, now: Standing) -> str:
         verdict = "proven" if now.test.passed else "not proven"
         parts.append(f"p = {now.test.p:.2g}, need less than {now.test.alpha:g}: {verdict}")
     return " | ".join(parts)
+
+
+if __name__ == "__main__":
+    with reported(), signals.handled_by(signals.stop):
+        declare(decoded(Path(sys.argv[1]).read_bytes(), Promise))

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from speedrun.base import children, provenance
 from speedrun.base import track as tracks
-from speedrun.base.console import duration
+from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.board.record_plot import plot
 from speedrun.data import generated
-from speedrun.lab import race, trials
+from speedrun.lab import trials
 from speedrun.lab.effects import Summary, summary, winner
 from speedrun.lab.report import TITLES, count, forest
 from speedrun.lab.trials import EXPERIMENT, Runs, Trial
@@ -98,7 +98,7 @@ class Runner:
             )
             out = trials.new_folder(self.folder, self._plan, trial)
             generated.ensure(tracks.load(self._track), self.data, self.say)
-            with race.live(sys.stderr) as printer:
+            with Printer(sys.stderr) as printer:
                 code, _ = child_run.trained(self._request(trial, out), printer, keep_open=(lock,))
             runs |= trials.completed(self.folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))

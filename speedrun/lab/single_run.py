@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from speedrun.base import processes
 from speedrun.base import track as tracks
+from speedrun.base.console import Printer
 from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.board import ghost as ghosts
 from speedrun.board.record_plot import plot
 from speedrun.board.wandb_relay import relayed
 from speedrun.data import generated, overview, shard_folder
-from speedrun.lab import race
 from speedrun.model import samples, weight_sources
 from speedrun.model.watch_server import watched
 from speedrun.record.about import assemble
@@ -150,9 +151,9 @@ def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bo
     if not processes.is_first():
         train(config)
         return
-    rival = race.find(ghost, tracks.load(config.track).id)
+    rival = ghosts.chosen(ghost, tracks.load(config.track).id)
     stream = sys.stderr if to_stderr else sys.stdout
-    with race.live(stream, rival, verbose=verbose) as reader:
+    with Printer(stream, rival, verbose=verbose) as reader:
         train(config, reader)
 
 

@@ -91,7 +91,7 @@ class Decoder:
         self._forward = lambda params, tokens_BT: recipe.forward(
             params, tokens_BT, inputs, recipe.config, kernels
         )
-        self._logits = lambda params, x_ND: recipe.logits(params, x_ND, recipe.config)[:, :vocab_size]
+        self._logits = lambda params, x_ND: recipe.logits(params, x_ND, inputs, recipe.config)[:, :vocab_size]
         self._is_new = True  #: whether what is kept was not compared since the last start
         # Rounding: a row alone and one of many are summed in other orders.
         dtypes = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -87,7 +87,7 @@ def of_model(
         return x_BTD.reshape(tokens_BT.size, -1)
 
     def logits(params: Params, x_ND: jax.Array) -> jax.Array:
-        return recipe.logits(params, x_ND, config)[:, :vocab_size]
+        return recipe.logits(params, x_ND, inputs, config)[:, :vocab_size]
 
     tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths]
     (_, width) = jax.eval_shape(states, params, tokens[0]).shape

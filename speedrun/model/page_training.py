@@ -126,7 +126,8 @@ def _gradients(one: Program) -> Callable[..., Params]:
     @partial(jax.shard_map, mesh=one.mesh, in_specs=specs, out_specs=one.layout.specs)
     def gradients(state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params) -> Params:
         inputs = one.step.plan.at(state.step, schedule, one.static_at(0))
-        return one.step.loss_and_grads(state.params, Batch(tokens_BT, targets_BT, state.carry), inputs)[1]
+        batch = Batch(tokens_BT, targets_BT, state.carry, jnp.arange(len(tokens_BT)))
+        return one.step.loss_and_grads(state.params, batch, inputs)[1]
 
     return gradients
 
@@ -192,7 +193,8 @@ def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -
     recipe = one.recipe
 
     def loss(_: Any, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, row: Params) -> jax.Array:
-        params, batch = one.layout.unpack(packed), Batch(tokens_BT, targets_BT, {})
+        params = one.layout.unpack(packed)
+        batch = Batch(tokens_BT, targets_BT, {}, jnp.arange(len(tokens_BT)))
         inputs, kernels = _inputs(one, row), DecodingKernels()
         return recipe.loss(params, batch, inputs, recipe.config, kernels, recipe.forward).objective
 

@@ -156,7 +156,8 @@ def _traced(program: Program, stage: Stage, static: Static, capability: tuple[in
     carry = jax.tree.map(lambda x: x[None], recipe.carry(recipe.config))
     inputs = plan.at(steps_of(program, stage)[0], plan.schedule, static)
     rest = inputs, recipe.config, noting, recipe.forward
-    jax.eval_shape(lambda p, ids: recipe.loss(p, Batch(ids, ids, carry), *rest), params, ids_BT)
+    index_B = jnp.zeros(1, jnp.int32)
+    jax.eval_shape(lambda p, ids: recipe.loss(p, Batch(ids, ids, carry, index_B), *rest), params, ids_BT)
     return noting
 
 

@@ -4,7 +4,7 @@
     constants  nothing -> the constants that the recipe computes
     train      leaves, constants, tokens_BT, targets_BT -> leaves, loss; one for each shape
     hidden     parameters, constants, step, tokens_BT -> hidden state before the head [B, T, D]; one for each `Static`
-    logits     parameters, x_ND -> [N, V]
+    logits     parameters, constants, step, x_ND -> [N, V]; one for each `Static`
 
 Each is serialised by `jax.export`: for the CPU, without kernels, so that any machine can examine it, and for GPUs where
 they ran. The file is xz over MessagePack, and equal for equal programs: the runs of a batch share one.
@@ -26,7 +26,8 @@ class Lowered(Strict, frozen=True):
     """The programs of a run for one platform, and in which order it calls them."""
 
     steps: tuple[str, ...]  #: name of the program of each step
-    hidden: dict[int, str]  #: name of the forward pass of each validation, by its step, the last included
+    #: What follows "hidden-" and "logits-" in the names for each validation, by its step, the last included.
+    scored: dict[int, str]
     programs: dict[str, bytes]
 
 

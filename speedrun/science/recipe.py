@@ -63,6 +63,7 @@ class Batch(NamedTuple):
     tokens_BT: jax.Array  #: i32
     targets_BT: jax.Array  #: i32, the token after each
     carry: Params  #: [B, ...], `Loss.carry` of the step before
+    index_B: jax.Array  #: i32, the number of each among the sequences of the step, over all devices
 
 
 class Loss(NamedTuple):
@@ -108,14 +109,12 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     summary: str
     parent: str | None
     revision: int  #: incremented when the pinned trace changes
-    config: (
-        ConfigT  #: dataclass of the model; has vocab_size, and document_token if the model reads documents
-    )
+    #: Dataclass of the model; has vocab_size, and document_token if the model reads documents.
+    config: ConfigT
     table: Callable[[ConfigT], Table]
     forward: Forward[ConfigT]
-    logits: Callable[
-        [Params, jax.Array, ConfigT], jax.Array
-    ]  #: (params, x_ND, config) -> [N, V], for the scorer
+    #: (params, x_ND, inputs, config) -> [N, V], row by row, for the scorer
+    logits: Callable[[Params, jax.Array, Inputs, ConfigT], jax.Array]
     loss: Callable[[Params, Batch, Inputs, ConfigT, Kernels, Forward], Loss]  #: gets the recipe's `forward`
     optimizer: OptimizerT
     schedule: ScheduleT
@@ -124,9 +123,8 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     eval_seq_len: Count
     compute_dtype: Dtype
     carry: Callable[[ConfigT], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
-    constants: Callable[[ConfigT, Vocabulary], Constants] = (
-        no_constants  #: inputs that are equal at all steps
-    )
+    #: Inputs that are equal at all steps.
+    constants: Callable[[ConfigT, Vocabulary], Constants] = no_constants
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):

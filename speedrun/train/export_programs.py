@@ -59,12 +59,12 @@ def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lower
     steps = {shape: f"train-{i}" for i, shape in enumerate(dict.fromkeys(shapes))}
     validated = [*filter(track.validates_at, range(num_steps)), num_steps]
     static = {step: plan.static_at(step, integers=False) for step in validated}
-    forward = {one: f"hidden-{i}" for i, one in enumerate(dict.fromkeys(static.values()))}
+    kinds = {one: str(i) for i, one in enumerate(dict.fromkeys(static.values()))}
     lower = partial(export.export, platforms=[platform], disabled_checks=_ANY_CALL)
-    made = {**_training(program, state, steps, lower), **_scoring(program, state.params, forward, lower)}
+    made = {**_training(program, state, steps, lower), **_scoring(program, state.params, kinds, lower)}
     return Lowered(
         steps=tuple(steps[shape] for shape in shapes),
-        hidden={step: forward[one] for step, one in static.items()},
+        scored={step: kinds[one] for step, one in static.items()},
         programs={name: bytes(one.serialize()) for name, one in made.items()},
     )
 
@@ -127,7 +127,7 @@ def _split(args: tuple[Any, ...], *sizes: int) -> tuple[tuple[Any, ...], ...]:
 def _scoring(
     program: Program, params: Params, names: dict[Static, str], lower: Any
 ) -> dict[str, export.Exported]:
-    """Lower the programs that score, for one device: a forward pass for each of the names, and the head."""
+    """Lower the programs that score, for one device: a forward pass and the head for each of the names."""
     recipe, plan, num_computed = program.recipe, program.step.plan, len(program.computed)
     if program.attention in FIXED_WINDOW_FORMS:
         program = replace(program, attention="auto")  # the window is that of a step
@@ -143,24 +143,18 @@ def _scoring(
             for name, x in params.items()
         }
 
-    def hidden(static: Static, *args: jax.Array) -> jax.Array:
-        leaves, computed, (step, ids_BT) = _split(args, len(packed), num_computed)
+    def run(function: Any, static: Static, *args: jax.Array) -> jax.Array:
+        leaves, computed, (step, x) = _split(args, len(packed), num_computed)
         schedule = plan.schedule | dict(zip(program.computed, computed, strict=True))
-        return program.forward(
-            view(leaves), ids_BT, plan.at(step, jax.tree.map(jnp.asarray, schedule), static)
-        )
-
-    def logits(*args: jax.Array) -> jax.Array:
-        return program.logits(view(args[:-1]), args[-1])
+        return function(view(leaves), x, plan.at(step, jax.tree.map(jnp.asarray, schedule), static))
 
     seq_len = recipe.eval_seq_len
     ids_BT = jax.ShapeDtypeStruct((max(1, _FORWARD_TOKENS // seq_len), seq_len), np.int32)
-    leaves = jax.tree.leaves(packed)
-    args = *leaves, *_computed(program), jax.ShapeDtypeStruct((), np.int32), ids_BT
-    forward = {name: jax.jit(partial(hidden, static)) for static, name in names.items()}
-    x_BTD = jax.eval_shape(next(iter(forward.values())), *args)
-    x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
-    return {
-        **{name: lower(one)(*args) for name, one in forward.items()},
-        "logits": lower(jax.jit(logits))(*leaves, x_ND),
-    }
+    args, found = (*jax.tree.leaves(packed), *_computed(program), jax.ShapeDtypeStruct((), np.int32)), {}
+    for static, name in names.items():
+        hidden, logits = (jax.jit(partial(run, f, static)) for f in (program.forward, program.logits))
+        found[f"hidden-{name}"] = lower(hidden)(*args, ids_BT)
+        (x_BTD,) = found[f"hidden-{name}"].out_avals
+        x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
+        found[f"logits-{name}"] = lower(logits)(*args, x_ND)
+    return found

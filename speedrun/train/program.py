@@ -215,9 +215,9 @@ class Program:
         """Return the recipe's final hidden states: [B, T, D]."""
         return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)
 
-    def logits(self, params: Params, x_ND: jax.Array) -> jax.Array:
+    def logits(self, params: Params, x_ND: jax.Array, inputs: Inputs) -> jax.Array:
         """Return the recipe's logits of hidden states: [N, V]."""
-        return self.recipe.logits(params, x_ND, self.recipe.config)
+        return self.recipe.logits(params, x_ND, inputs, self.recipe.config)
 
     def eval_step_for(self, static: Static) -> Any:
         """`eval_step` with other inputs compiled in than those of the first step."""
@@ -232,7 +232,7 @@ class Program:
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
                 tokens_T, targets_T = sequence_T
                 (x_TD,) = self.forward(params, tokens_T[None], inputs)
-                logits = partial(self.logits, params)
+                logits = partial(self.logits, params, inputs=inputs)
                 return scorer.nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))

@@ -133,9 +133,9 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return hidden(p, tokens_BT, inputs, cfg, kernels, None)[0]
 
 
-def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: Config) -> jax.Array:
     """Return capped logits: f32 [N, V]."""
-    del cfg
+    del inputs, cfg
     return cross_entropy.logits(x_ND, p["head"], cap=CAP)
 
 

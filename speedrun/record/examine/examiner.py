@@ -71,9 +71,9 @@ class _Examiner:
         self.foreign = request.platform != jax.default_backend()
         if self.foreign and request.checkpoints is None:
             raise UsageError(f"it ran on a {request.platform}; need its final state here; pass --checkpoints")
-        steps, hidden = self.programs.lowered.steps, self.programs.lowered.hidden
-        if len(steps) != self.end or not validated <= hidden.keys():
-            got = f"{len(steps):,} steps and {len(hidden)} validations"
+        steps, scored = self.programs.lowered.steps, self.programs.lowered.scored
+        if len(steps) != self.end or not validated <= scored.keys():
+            got = f"{len(steps):,} steps and {len(scored)} validations"
             raise UsageError(
                 f"its programs are of {got}, the log and the track of {self.end:,} and {len(validated)}"
             )
@@ -107,7 +107,7 @@ class _Examiner:
             num_params=self.programs.num_params,
             state_bytes_per_device=self.programs.state_bytes_per_device,
             batch_tokens=tuple(math.prod(self.programs.shape(name)) for name in self.programs.lowered.steps),
-            columns=self.programs.exported("logits").out_avals[0].shape[1],
+            columns=self.programs.columns,
             num_ids=self.track.data.vocab_size,
             rows=known.rows,
             leak=known.later,
@@ -190,30 +190,34 @@ class _Examiner:
     @property
     def _shape_BT(self) -> tuple[int, ...]:
         """Shape of the ids that a forward pass takes."""
-        return self.programs.shape(self.programs.lowered.hidden[self.end])
+        return self.programs.shape(self.programs.scorer("hidden", self.end))
 
     def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
         """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
-        step = self.end if at is None else at
-        forward = self.programs.compiled(self.programs.lowered.hidden[step])
-        (x_BTD,) = forward(*params, *self.programs.constants, jnp.int32(step), jnp.asarray(ids_BT, jnp.int32))
-        return x_BTD
+        return self._scoring("hidden", params, jnp.asarray(ids_BT, jnp.int32), at)
 
-    def log_probs(self, params: list[jax.Array], x_KD: np.ndarray) -> jax.Array:
+    def log_probs(self, params: list[jax.Array], x_KD: np.ndarray, at: int | None = None) -> jax.Array:
         """Return log softmax over all columns of the logits of a chunk, by the definition: f32 [K, V]."""
-        (z_KV,) = self.programs.compiled("logits")(*params, jnp.asarray(x_KD))
-        return _log_softmax(z_KV)
+        return _log_softmax(self._scoring("logits", params, jnp.asarray(x_KD), at))
+
+    def _scoring(self, part: str, params: list[jax.Array], x: jax.Array, at: int | None) -> jax.Array:
+        step = self.end if at is None else at
+        run = self.programs.compiled(self.programs.scorer(part, step))
+        (found,) = run(*params, *self.programs.constants, jnp.int32(step), x)
+        return found
 
     @property
     def _chunk(self) -> int:
         """Rows that the head takes."""
-        return self.programs.shape("logits")[0]
+        return self.programs.shape(self.programs.scorer("logits", self.end))[0]
 
-    def costs(self, params: list[jax.Array], x_ND: np.ndarray, targets_N: np.ndarray) -> np.ndarray:
+    def costs(
+        self, params: list[jax.Array], x_ND: np.ndarray, targets_N: np.ndarray, at: int | None = None
+    ) -> np.ndarray:
         """Return the negative log likelihood of each target in nats, a large number if there is none: f64 [N]."""
         found_N = np.empty(len(targets_N))
         for rows_K in causality.parts(len(targets_N), self._chunk, self._draw):
-            log_probs_KV = self.log_probs(params, x_ND[rows_K])
+            log_probs_KV = self.log_probs(params, x_ND[rows_K], at)
             picked_K1 = jnp.asarray(targets_N[rows_K, None])
             found_N[rows_K] = -np.asarray(jnp.take_along_axis(log_probs_KV, picked_K1, axis=1)[:, 0])
         return _number(found_N)
@@ -226,7 +230,7 @@ class _Examiner:
         found_R, batch = np.empty(len(text.tokens_BT)), self._shape_BT[0]
         for rows_B in causality.parts(len(found_R), batch, self._draw) if len(found_R) else ():
             x_ND = np.concatenate(np.asarray(self.outputs(params, text.tokens_BT[rows_B], at_step)))
-            costs_N = self.costs(params, x_ND, text.targets_BT[rows_B].reshape(-1))
+            costs_N = self.costs(params, x_ND, text.targets_BT[rows_B].reshape(-1), at_step)
             found_R[rows_B] = costs_N.reshape(batch, -1).mean(axis=1)
         return found_R
 
@@ -268,12 +272,12 @@ class _Examiner:
         # Or it could show later tokens of other text, and predict it as well as what it memorised.
         if others is not None:
             parts.append((others, num_others, self.end))
-        if earlier := sorted(self.programs.lowered.hidden.keys() - {self.end}):
+        if earlier := sorted(self.programs.lowered.scored.keys() - {self.end}):
             parts.append((scored, num_others, int(self._draw.choice(earlier))))
         found, data, batch = causality.NOTHING, self.track.data, self._shape_BT[0]
         for text, number, step in parts:
             outputs = partial(self.outputs, params, at=step)
-            model = causality.Model(outputs, partial(self.log_probs, params), self._chunk)
+            model = causality.Model(outputs, partial(self.log_probs, params, at=step), self._chunk)
             rows = causality.Text(text.tokens_BT, data.vocab_size, data.document_token)
             found = causality.known(model, rows, number, batch, self._draw, found)
         return found

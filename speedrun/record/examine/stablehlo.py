@@ -44,7 +44,8 @@ def unpack(raw: bytes) -> Archive:
     except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
     for one in found.platforms.values():
-        held = {*one.steps, *one.hidden.values(), "init", "constants", "logits"} <= one.programs.keys()
+        scored = {f"{part}-{name}" for name in one.scored.values() for part in ("hidden", "logits")}
+        held = {*one.steps, *scored, "init", "constants"} <= one.programs.keys()
         if not (
             held and 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
         ):
@@ -154,6 +155,16 @@ class Programs:
             for value in sorted(found)
         ]
         return len(lzma.compress(b"\n".join(raw)))
+
+    def scorer(self, part: str, step: int) -> str:
+        """Return the name of the program that computes "hidden" or "logits" in the validation at a step."""
+        return f"{part}-{self.lowered.scored[step]}"
+
+    @property
+    def columns(self) -> int:
+        """The fewest columns of any logits."""
+        names = {self.scorer("logits", step) for step in self.lowered.scored}
+        return min(self.exported(name).out_avals[0].shape[1] for name in names)
 
     def text(self, name: str) -> str:
         """Return a program as text."""

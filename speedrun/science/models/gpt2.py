@@ -157,9 +157,9 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return norm(x_BTD, "final_norm")
 
 
-def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: Config) -> jax.Array:
     """Return the logits of final hidden states: f32 [N, V]."""
-    del cfg
+    del inputs, cfg
     return cross_entropy.logits(x_ND, p["embed"], cap=math.inf)
 
 

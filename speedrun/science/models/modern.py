@@ -68,9 +68,9 @@ def mlp(x_BTD: jax.Array, p: Params, block: str) -> jax.Array:
     return squared_relu_mlp(nn.rms_norm(x_BTD), p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
 
 
-def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: Config) -> jax.Array:
     """Return the logits of final hidden states: f32 [N, V]."""
-    del cfg
+    del inputs, cfg
     return cross_entropy.logits(x_ND, p["head"], cap=math.inf)
 
 

@@ -70,7 +70,7 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return nn.rms_norm(x_BTD)
 
 
-def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, _: Inputs, cfg: Config) -> jax.Array:
     """Return the capped logits of final hidden states: f32 [N, V]."""
     return cross_entropy.logits(x_ND, p["head"], cap=cfg.logit_cap)
 
