@@ -89,9 +89,17 @@ TESTS = {
     ],
     "science/optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
     "science/optim/banks.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
-    "science/optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE, *_GOLDEN],
+    "science/optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE, "test_rungs.py", *_GOLDEN],
     "science/params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py", *_GOLDEN],
-    "science/recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py", _SMALLEST, *_GOLDEN],
+    "science/recipe.py": [
+        *_SETTINGS,
+        *_NUMBERS,
+        "test_program.py",
+        _SMALLEST,
+        "test_recipes.py",
+        "test_contract.py",
+        *_GOLDEN,
+    ],
     "science/step.py": [
         "test_step.py::test_the_first_parameter_with_a_bad_gradient_is_named",
         "test_step.py::test_every_parameter_moves_and_no_two_start_equal",
@@ -110,6 +118,9 @@ TESTS = {
         "test_step.py::test_what_devices_cannot_share_is_refused_with_what_to_type",
         "test_program.py",
         "test_step.py",
+        "test_contract.py",
+        "test_footprint.py",
+        "test_exports.py",
     ],
     "data/stream.py": ["test_stream.py"],
 }
@@ -265,7 +276,7 @@ class Bench:
 
     def _run(self, tests: list[str]) -> str:
         """The first test that fails, "survived" or "timeout"."""
-        options = ["-x", "-q", "-rfE", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        options = ["-x", "-q", "-rfE", "-n", "0", "-p", "no:cacheprovider"]
         options += [f"--deselect=tests/{test}" for test in self.unsound]
         argv = [sys.executable, "-B", "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
         with (self.folder / "output").open("w") as output:

@@ -394,7 +394,8 @@ def reproduced(**fields) -> Build:
 
     def build(folder: Path) -> None:
         record = load(forge(folder))
-        seen = tuple(replace(outcome_of(run), seed=run.start.seed + 5) for run in record.finished)
+        runs = [(outcome_of(run), run.start.seed + 5) for run in record.finished]
+        seen = tuple(replace(one, run_id=f"{seed}", seed=seed, train_time_s=1.001) for one, seed in runs)
         honest = Reproduction(
             record_id=record.id, track="forged@1", by="", created_utc="2026-10-03T00:00:00+00:00",
             software={}, same_seeds=False, points=(), runs=seen,
@@ -451,7 +452,52 @@ FAR_LOOK = {
 THREE_LOOKS = (Look(2, 0.001), Look(3, 0.001), Look(4, 0.001))
 SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
-FEWEST = 187
+
+def both_shards_are_the_second(folder: Path) -> None:
+    listed = change(runlog.DataReady, train_shards=["t_train_2.bin"])
+    made(shards=(shard("t_train_2.bin", 0, 1000),), edit_log=listed)(folder)
+
+
+def planned_late(folder: Path) -> None:
+    """The plan of the first run comes after its clock."""
+    (log,) = forge(folder).glob(LOG)
+    lines = log.read_bytes().splitlines(keepends=True)
+    plan, start = (
+        next(i for i, line in enumerate(lines) if tag in line) for tag in (b'"plan"', b'"clock_start"')
+    )
+    log.write_bytes(b"".join([*lines[:plan], *lines[plan + 1 : start + 1], lines[plan], *lines[start + 1 :]]))
+
+
+def shorter_by(share: float) -> Edit:
+    """All stated train times, not the stamps."""
+    return both(
+        *(change(kind, train_time_s=lambda event: event.train_time_s * (1 - share)) for kind in TIMED)
+    )
+
+
+FASTER_BY_LITTLE = made(step_s=(4.0,) * 10, edit_log=shorter_by(0.0049))
+_XML = b'<?xml version="1.0" encoding="utf-8" standalone="no"?>'
+_SVG = b'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">%s</svg>'
+#: Pictures that run or load something in whatever shows them, and what is no picture.
+ACTIVE = [
+    _SVG % b"<script>alert(1)</script>",
+    _SVG.replace(b"xmlns=", b"onload='alert(1)' xmlns=") % b"",
+    b'<s:svg xmlns:s="http://www.w3.org/2000/svg"><s:script>alert(1)</s:script></s:svg>',
+    (_SVG % b"<script>alert(1)</script>").decode().encode("utf-16"),
+    _XML + b'<!DOCTYPE svg [<!ENTITY e "&#60;script>alert(1)&#60;/script>">]>' + _SVG % b"&e;",
+    b'<?xml-stylesheet href="a.css"?>' + _SVG % b"",
+    _SVG % b"<style>@import 'a.css';</style>",
+    _SVG % b"<style>*{fill:url(http://x)}</style>",
+    _SVG % b"<style>*{fill:u\\72l(x)}</style>",
+    _SVG % b'<g style="fill: url(x#y)"/>',
+    _SVG % b'<use xlink:href="http://x#y"/>',
+    _SVG % b"<path><animate/></path>",
+    _SVG % b"<foreignObject/>",
+    b"<html/>",
+    b"no picture",
+]
+OWN_RUN = Outcome("tiny-1-00a1", 7, "finished", 3.25, 1.0, "", Hardware("cpu", "cpu", 8, 50.0))
+FEWEST = 207
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited(LOG, b'"seed"', b'"speed"')),
     ("V001", "an older format", edited(LOG, b'"format":2,', b"")),
@@ -461,6 +507,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "torn", added("runs/tiny-1-00a1/metrics.jsonl", b'{"i":')),
     ("V001", "the log of another run", lambda folder: next(forge(folder).glob("runs/*1")).rename(folder / "runs/x")),
     ("V001", "a reproduction with numbers beyond all range", reproduced(runs=again("finished", 1.7e308, 1.0))),
+    ("V001", "a seed beyond those that follow from a source", edited(LOG, b'"seed":1,', b'"seed":2147483648,')),
+    ("V001", "a sum in another form", edited(LOG, b'"nll_sum":"0x', b'"nll_sum":"0X')),
+    ("V001", "the plan comes after the clock", planned_late),
     ("V001", "a step is missing", edited(LOG, b'"step":3,"tr', b'"step":4,"tr')),
     ("V002", "a line was edited", assembled(edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5'))),
     ("V003", "source was edited", edited("source.txt", b"SIZE = 1", b"SIZE = 2")),
@@ -488,10 +537,11 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V008", "too big", added("README.md", b" " * 2**20)),
     ("V008", "a file of the first format", added("runs/tiny-1-00a1/run.json", b"{}")),
     ("V008", "turned text", added("README.md", "\u202e".encode())),
-    ("V008", "script", added("plots/loss.svg", b"<svg><script>alert(1)</script></svg>")),
+    *(("V008", f"picture {number}", added("plots/loss.svg", svg)) for number, svg in enumerate(ACTIVE)),
     ("V008", "not an image", added("plots/loss.png", b"MZ")),
     ("V009", "of another record", reproduced(record_id="0" * 64)),
     ("V009", "seeds of nobody", reproduced(same_seeds=True)),
+    ("V009", "a run of the record itself", reproduced(runs=(OWN_RUN,))),
     ("V009", "no numbers", reproduced(runs=again("finished", None, None))),
     ("V009", "a time below zero", reproduced(runs=again("finished", 3.2, -1.0))),
     ("V009", "a run that broke off", reproduced(runs=again("aborted", None, None))),
@@ -504,6 +554,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
      made(shards=(replace(ONE, stop=300), shard("t_train_1.bin", 350, 650), TWO))),
     ("V102", "a later shard from its middle", made(shards=(ONE, replace(TWO, start=9, stop=409)))),
     ("V102", "a first batch of its own", in_one_run(OWN_BATCH)),
+    ("V102", "the rest of a shard left out", made(shards=(replace(ONE, tokens=702), TWO))),
+    ("V102", "a shard that was not in the folder", both_shards_are_the_second),
     ("V103", "trained on it", made(shards=(ONE, shard("t_val_0.bin", 0, 400)))),
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
@@ -518,13 +570,14 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V105", "from elsewhere", logged(reading(ONE, TWO, val=SHIFTED))),
     ("V105", "other ids in one run", in_one_run(OTHER_IDS)),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
-    ("V107", "overlap", made(shards=(ONE, shard("t_train_1.bin", 500, 900)))),
+    ("V107", "overlap", made(shards=(ONE, replace(TWO, stop=200), replace(TWO, start=100, stop=300)))),
     ("V201", "stamp goes back", logged(stamped_earlier(runlog.Plan, 0.3))),
     ("V201", "train time goes back", logged(change(runlog.Step, at=5, train_time_s=0.45))),
     ("V201", "two lines at one moment", logged(stamped_earlier(runlog.Plan, 0.200001))),
     ("V201", "as even as no clock", in_one_run(EVENLY)),
     ("V202", "half the time", logged(*map(halved, TIMED))),
     ("V202", "at the end only", logged(halved(runlog.RunEnd))),
+    ("V202", "half a percent of forty seconds", FASTER_BY_LITTLE),
     ("V204", "outside its pause", logged(val_after_its_pause)),
     ("V204", "a step after the stop", logged(step_moved(runlog.ClockStop, 0))),
     ("V204", "a step in a pause", logged(step_moved(runlog.ClockPause, 1))),

@@ -137,6 +137,14 @@ def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
     assert f"in {num_chunks} chunks" in choice.reason
 
 
+def test_the_passes_of_a_hopper_are_chosen_for_a_chunk():
+    call = HeadCall(98_304, 50_304, jnp.dtype(jnp.bfloat16), "gpu", "9.0", None, as_cap(CAP))
+    choice = choose_head(call)
+    assert "98,304 tokens in 2 chunks; mosaic's passes" in choice.reason
+    # A chunk of so few tokens fits no tile, whatever their number in all.
+    assert "XLA's passes" in choose_head(call._replace(chunk_tokens=96)).reason
+
+
 @pytest.mark.parametrize("cap", [CAP, math.inf])
 def test_where_memory_is_scarce_the_head_takes_more_chunks(cap):
     call = HeadCall(49_152, 50_304, jnp.dtype(jnp.bfloat16), "gpu", "8.9", None, as_cap(cap))

@@ -10,7 +10,15 @@ import pytest
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.science import params
-from speedrun.science.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
+from speedrun.science.params import (
+    Layout,
+    ParamSpec,
+    constant,
+    normal,
+    uniform_fan_in,
+    uniform_within_fan_in,
+    zeros,
+)
 
 TABLE = {
     "embed": ParamSpec((13, 4), ("vocab", "model"), normal, "embed"),
@@ -132,6 +140,8 @@ def test_initialisers_have_the_declared_spread():
     x = uniform_fan_in(key, (3, 100, 400))  # three matrices of 400 columns
     assert float(jnp.std(x)) == pytest.approx(0.5 / math.sqrt(400), rel=0.02)
     assert float(jnp.max(jnp.abs(x))) <= math.sqrt(3) * 0.5 / math.sqrt(400)
+    bound = float(jnp.max(jnp.abs(uniform_within_fan_in(key, (3, 100, 400)))))
+    assert 0.99 * 400**-0.5 < bound <= 400**-0.5
     assert constant(0.5, 0.25)(key, (2,)).tolist() == [0.5, 0.25]
 
 

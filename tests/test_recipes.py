@@ -14,7 +14,7 @@ from speedrun.base.errors import UsageError
 from speedrun.science.kernels.cross_entropy import MAX_CAP
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models import record21
-from speedrun.science.recipe import IDENTITY, Recipe, Stage, settings
+from speedrun.science.recipe import IDENTITY, Recipe, Stage, describe, settings
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 
@@ -216,6 +216,16 @@ def test_the_smallest_model_and_the_smallest_run_may_be_made():
     config = SMALL.override({f"config.{name}": number for name, number in small.items()}).config
     assert (config.num_layers, config.num_heads, config.head_dim) == (2, 1, 4)
     dataclasses.replace(config, head_size=config.vocab_size, mixing=("long",) * 6, value_tables=(-1,) * 6)
+
+
+def test_what_cannot_be_a_model_or_a_run_is_refused():
+    with pytest.raises(ValueError, match="number tables from 0, -1 for none"):
+        dataclasses.replace(SMALL.config, value_tables=(-2,) * SMALL.config.num_layers)
+    for stages in ((), ("all",)):
+        with pytest.raises(ValueError, match="need at least one Stage"):
+            dataclasses.replace(SMALL, stages=stages)
+    with pytest.raises(UsageError, match="a setting is of type object; need numbers, text"):
+        describe(object())
 
 
 def test_stages_follow_each_other():

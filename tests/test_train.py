@@ -139,7 +139,7 @@ def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smok
         _announce("tiny-1-00a1", prepare(given), log)
     lines = list(runlog.read(tmp_path / "log"))
     assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
-    text = "warn  2 devices, smoke-cpu@1 asks for 8: the record will not pass V404\n"
+    text = "warn  2 x cpu, smoke-cpu@1 asks for 8 x cpu: the record will not pass V404\n"
     assert (text in console.render(lines)) == bool(warned)
 
 

@@ -1,5 +1,6 @@
 """One honest record passes; for each check, one forgery that this check alone refuses."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from speedrun.record import reader as record_module
 from speedrun.record.about import HEAD_END, assemble
 from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import nowhere_else, unfollowed
-from speedrun.record.checks.v3_claims import CURVES
+from speedrun.record.checks.v3_claims import CURVES, hardware
 from speedrun.record.checks.v5_source import _inputs
 from speedrun.record.layout import About, Look, encode
 from speedrun.record.logged_run import FormatError
@@ -481,6 +482,16 @@ def test_a_run_that_was_resumed_at_its_end_saw_the_tokens_of_the_run_before(fold
 def test_hardware_is_that_of_the_config(folder):
     told = found(forge(folder, edit_log=forgeries.other_config({**CONFIG, "num_devices": 1})))["V404"][0]
     assert told == "tiny-1-00a1: ran on 8 devices, its config says 1"
+
+
+def test_a_track_for_one_kind_of_device_refuses_others(folder):
+    """An H200 has more memory bandwidth: its times belong to another board."""
+    record = load(forge(folder))
+    assert record.track is not None
+    for kind in ("cpu", "NVIDIA H100 80GB HBM3"):
+        rules = replace(record.track, rules=replace(record.track.rules, device_kind=kind))
+        told = [*hardware.find(dataclasses.replace(record, track=rules))]
+        assert [kind in line for line in told] == [True] * 2 * (kind != "cpu")
 
 
 def test_a_folder_without_runs_cannot_be_assembled(folder):

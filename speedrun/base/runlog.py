@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Literal, Self
+from typing import IO, Annotated, Literal, Self
 
 import msgspec
 
@@ -23,6 +23,7 @@ GENESIS = "0" * 16
 FORMAT = 2
 
 Outcome = Literal["finished", "non-finite", "aborted"]
+Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True):
@@ -58,7 +59,7 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     recipe: str
     recipe_revision: int
     overrides: dict[str, str]  #: settings of `--set`
-    seed: int
+    seed: Seed
     num_steps: int
     source_sha256: str
     config: dict

@@ -57,6 +57,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     untimed_cap_s: float  #: limit for everything before the clock
     ranked: bool  #: else results are shown, not ranked
     rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
+    device_kind: str = ""  #: as its driver names it; empty: any
     state_bytes_per_param: float = 16.0  #: at most; a float32 parameter, two moments and one copy make 16
 
 

@@ -18,6 +18,11 @@ from speedrun.record.layout import LOG
 
 #: Events that a finished run has exactly once.
 _ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
+#: The order of what comes before its first step.
+_ORDER = (
+    *(runlog.RunStart, runlog.Preflight, runlog.DataReady, runlog.Exported, runlog.Plan),
+    *(runlog.WarmupStart, runlog.WarmupEnd, runlog.Resume, runlog.ClockStart),
+)
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
@@ -217,7 +222,9 @@ def _read_line(raw_line: bytes) -> runlog.Line:
         check_moment(line.t_utc)
         check_range(line)
         if isinstance(line.event, runlog.Val):
-            check_range(float.fromhex(line.event.nll_sum))
+            check_range(nll := float.fromhex(line.event.nll_sum))
+            if nll.hex() != line.event.nll_sum:
+                raise FormatError(f"{line.event.nll_sum!r} is another form of {nll.hex()}")
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(str(error)) from None
     if line.encode() != raw_line:
@@ -247,8 +254,9 @@ def grammar_problem(run: Run) -> str | None:
     num_pauses = kinds.count(runlog.ClockPause)
     if clock != [runlog.ClockStart, *(runlog.ClockPause, runlog.ClockResume) * num_pauses, runlog.ClockStop]:
         return "the clock must start, pause and resume in turn, and stop"
-    if kinds[-1] is not runlog.RunEnd:
-        return "the log of a finished run must end with run_end"
+    places = [_ORDER.index(kind) for kind in kinds if kind in _ORDER]
+    if kinds[-1] is not runlog.RunEnd or places != sorted(places):
+        return "the events of a finished run come in their order, and run_end is the last"
     if not run.vals or run.start.num_steps != first + len(run.steps) or not (run.steps or run.resumed):
         want = f"{run.start.num_steps - first} steps and a validation"
         return f"want {want}, got {len(run.steps)} and {len(run.vals)}"

@@ -226,6 +226,9 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     done = [run for run in found.runs if run.outcome == "finished"]
     if not seeds or len(set(seeds)) != len(seeds):
         return "needs runs with distinct seeds"
+    own = {fact for run in record for fact in (run.folder, run.train_time_s)}
+    if any(fact in own for run in found.runs for fact in (run.run_id, run.train_time_s)):
+        return "holds a run of the record itself"
     if found.same_seeds and not known.issuperset(seeds):
         return "claims the seeds of the record, which has others"
     if any(not (run.val_loss and (run.train_time_s or 0) > 0) for run in done):

@@ -114,8 +114,11 @@ def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
             **provenance.code(),
         )
     )
-    if mesh.size != (wanted := track.rules.num_devices or mesh.size):
-        problem = f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
+    here = mesh.size, device.device_kind
+    if here != (wanted := (track.rules.num_devices or here[0], track.rules.device_kind or here[1])):
+        problem = "{} x {}, {} asks for {} x {}: the record will not pass V404".format(
+            *here, track.id, *wanted
+        )
         log.emit(runlog.Warning(problem))
     val = ready.shards.val[0]
     log.emit(

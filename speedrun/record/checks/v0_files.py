@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
 from speedrun.base import console, runlog
 from speedrun.record import archive, layout
@@ -13,7 +14,12 @@ from speedrun.record.source import split_source
 
 #: Control characters but tab and newline, and all that change the direction of text.
 _HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
-_ACTIVE_SVG = re.compile(rb"(?i)<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:")
+#: What a picture is made of, as `board.drawing` writes it.
+_SHAPES = {"svg", "g", "path", "use", "rect", "text", "clipPath", "defs", "style"}
+_SHAPES |= {"metadata", "RDF", "Work", "type", "format"}
+#: Declarations that define what a text means, and styles that load something or hide it.
+_DECLARES = re.compile(r"<[!?](?!--|xml version|DOCTYPE svg PUBLIC)")
+_LOADS = re.compile(r"//|\\|@import|url\((?!#)")
 
 
 @check(
@@ -130,10 +136,32 @@ def plain_files(record: Record) -> Iterator[str]:
     for path, content in record.raw.items():
         if path.endswith((".md", "source.txt")) and _HOSTILE.search(content.decode(errors="replace")):
             yield f"{path}: holds control or bidirectional characters"
-        if path.endswith(".svg") and _ACTIVE_SVG.search(content):
-            yield f"{path}: holds a script or a link"
+        if path.endswith(".svg") and not _is_drawing(content):
+            yield f"{path}: holds more than shapes and their styles, or no SVG in UTF-8"
         if path.endswith(".png") and not content.startswith(b"\x89PNG\r\n\x1a\n"):
             yield f"{path}: is not a PNG image"
+
+
+def _is_drawing(content: bytes) -> bool:
+    """Return whether an SVG can neither run nor load anything, in whatever shows it."""
+    try:
+        text = content.decode()
+        nodes = [] if _DECLARES.search(text) else [*ElementTree.fromstring(text).iter()]
+    except (UnicodeDecodeError, ElementTree.ParseError):
+        return False
+    own = [node.tag.rpartition("}")[2] in _SHAPES for node in nodes]
+    given = [(name.rpartition("}")[2], value) for node in nodes for name, value in node.items()]
+    given += [("style", node.text or "") for node in nodes]
+    return (
+        bool(own)
+        and all(own)
+        and not any(
+            name.startswith("on")
+            or (name == "href" and value[:1] != "#")
+            or (name != "resource" and _LOADS.search(value))
+            for name, value in given
+        )
+    )
 
 
 @check(

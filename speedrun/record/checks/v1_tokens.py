@@ -39,6 +39,9 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     listed = [name for name in data.train_shards if name != data.val_shard]
     if listed != sorted(set(listed)):
         yield "the list of training shards is not sorted by name"
+    first = sorted(name for name in rules.sha256 if fnmatchcase(name, rules.train))
+    if listed[: len(first)] != first[: len(listed)]:
+        yield f"the training shards are {', '.join(listed)}; the track begins with {', '.join(first)}"
     names = [shard.name for shard in run.data.shards if not _is_scored(shard, run)]
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:
@@ -55,9 +58,13 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
         if shard.start > (due := due_at.get(shard.name, 0)):  # V107 reports what is read again
             yield f"{shard.name} is read from token {shard.start:,} on; the next one is {due:,}"
         due_at = {shard.name: shard.stop}
-    first = next((one for one in record.finished if not one.resumed), run)
-    if not run.resumed and run.end.first_batch_sha256 != first.end.first_batch_sha256:
-        yield f"its first batch is not that of {first.folder}; the data must not depend on the seed"
+    most = max((step.batch_tokens for step in run.steps), default=0)
+    for shard, after in pairwise(run.data.shards):
+        if after.name != shard.name and not _cuts(run) and (left := shard.tokens - shard.stop) > most + 1:
+            yield f"{shard.name} is left {left:,} tokens before its end, of which a batch takes {most:,}"
+    whole = next((one for one in record.finished if not one.resumed), run)
+    if not run.resumed and run.end.first_batch_sha256 != whole.end.first_batch_sha256:
+        yield f"its first batch is not that of {whole.folder}; the data must not depend on the seed"
 
 
 @check_run(
@@ -90,9 +97,7 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
 
     Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
     """
-    settings = leaves(run.start.config.get("recipe"))
-    cuts = any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
-    if (cut := sum(shard.skipped for shard in run.data.shards)) and not cuts:
+    if (cut := sum(shard.skipped for shard in run.data.shards)) and not _cuts(run):
         yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
     shards = iter(run.data.shards)
     seen = num_read = run.origin.tokens_seen
@@ -114,6 +119,12 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
         yield "the cursor moved back to an earlier shard"
+
+
+def _cuts(run: Run) -> bool:
+    """Return whether a stage of the recipe cuts documents."""
+    settings = leaves(run.start.config.get("recipe"))
+    return any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
 
 
 def _num_inputs(shard: runlog.ShardRange) -> int:

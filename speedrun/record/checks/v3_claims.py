@@ -139,6 +139,8 @@ def hardware(record: Record) -> Iterator[str]:
             yield f"{run.folder}: ran on {run.preflight.platform}, the track wants {rules.platform}"
         if rules.num_devices not in (0, run.preflight.num_devices):
             yield f"{run.folder}: ran on {run.preflight.num_devices} devices, the track wants {rules.num_devices}"
+        if rules.device_kind not in ("", run.preflight.device_kind):
+            yield f"{run.folder}: ran on {run.preflight.device_kind}, the track wants {rules.device_kind}"
         if (stated := run.start.config.get("num_devices")) != run.preflight.num_devices:
             yield f"{run.folder}: ran on {run.preflight.num_devices} devices, its config says {stated!r}"
     if len({(run.preflight.device_kind, run.preflight.num_devices) for run in runs}) > 1:
