@@ -20,7 +20,7 @@ from small_run import SMALL, log_of, runs_of
 from speedrun import cli, recipes
 from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
-from speedrun.base.lock import lock_record
+from speedrun.base.wholefile import lock_record
 from speedrun.board.record_plot import plot
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run

@@ -16,8 +16,7 @@ from small_run import SMALL
 
 from speedrun.base import track
 from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError
-from speedrun.base.lock import LOCK, lock_folder
-from speedrun.base.wholefile import PARTIAL, make_folder, write_whole
+from speedrun.base.wholefile import LOCK, PARTIAL, lock_folder, make_folder, write_whole
 
 HERE = Path(__file__).parent
 SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))

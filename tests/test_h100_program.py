@@ -97,10 +97,10 @@ def check_traffic(found: Anatomy, program: Program, least_bytes: int, most_summe
 def flops(compiled: Any) -> dict[str, float]:
     """Of the model's products, in GEMMs and fusions, by their unit. Muon's do not grow with the tokens."""
     module, found = hlo.parse(compiled.as_text()), {"fp8": 0.0, "bf16": 0.0, "f32": 0.0}
-    for one, computation, times in module.executed():
-        if "muon" not in (one.attribute(r'op_name="([^"]*)"') or ""):
-            for product in module.products(one, computation):
-                found[product.unit] += times * product.flops
+    for step in module.executed():
+        if "muon" not in step.instruction.source:
+            for product in step.products:
+                found[product.unit] += step.times * product.flops
     return found
 
 

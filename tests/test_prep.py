@@ -25,7 +25,7 @@ from speedrun import cli
 from speedrun.base import track, wholefile
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, UsageError
-from speedrun.base.lock import LOCK, lock_folder
+from speedrun.base.wholefile import LOCK, lock_folder
 from speedrun.data import documents, overview, shard_folder, tokenizer
 from speedrun.data.documents import Dataset, open_source
 from speedrun.data.overview import verify

@@ -73,8 +73,8 @@ ENTRY %main (x: f32[250000]) -> (f32[250000], f32[250000]) {
 def test_a_device_waits_for_what_is_still_on_its_way(network_rate: float):
     device = ROUND._replace(network_rate=network_rate / scaling.LINKS_REACH)
     nothing = cost.Attention(0, 0)
-    replay = scaling.replayed(hlo.parse(SCHEDULE), nothing, device, num_devices=2, num_nodes=2)
-    (computed, waiting), (between, inside) = replay.lines, replay.trips
+    trips, lines = scaling.replayed(hlo.parse(SCHEDULE), nothing, device, num_devices=2, num_nodes=2)
+    (computed, waiting), (between, inside) = lines, trips
     busy_s = 2e-3 + cost.START_S  # 1 MB read and 1 MB written, 1 GB/s
     assert (computed.seconds, computed.bound) == (pytest.approx(busy_s), "memory")
     assert waiting.seconds == pytest.approx(between.waited_s + inside.waited_s)

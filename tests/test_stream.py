@@ -32,7 +32,7 @@ from speedrun.data.stream import (
     validation_batches,
     validation_sha256,
 )
-from speedrun.machine import bench_loader as pace
+from speedrun.machine import bench_step as timing
 from speedrun.science import nn
 
 
@@ -413,7 +413,7 @@ def test_a_shard_that_shrinks_during_a_run_ends_it(folder: Path):
 
 def test_the_benchmark_of_a_loader_with_known_speed(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Reads of 20 ms with steps of 10 ms: half of the time is spent waiting."""
-    monkeypatch.setattr(pace, "_LOOPS_S", 0.1)
+    monkeypatch.setattr(timing, "_LOOPS_S", 0.1)
     real = Shard.read
 
     def slow(shard: Shard, start: int, stop: int) -> np.ndarray:
@@ -421,7 +421,7 @@ def test_the_benchmark_of_a_loader_with_known_speed(folder: Path, monkeypatch: p
         return real(shard, start, stop)
 
     monkeypatch.setattr(Shard, "read", slow)
-    measured = pace.measure(make(folder, 100), (2, 3), step_ms=10, num_steps=5)
+    measured = timing.loader(make(folder, 100), (2, 3), step_ms=10, num_steps=5)
     assert measured.batch_tokens == 6
     assert measured.first_batch_ms >= 20
     assert 0.2 < measured.waited < 1
@@ -431,9 +431,9 @@ def test_the_benchmark_of_a_loader_with_known_speed(folder: Path, monkeypatch: p
 
 def test_the_benchmark_removes_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(pace, "_SYNTHETIC_TOKENS", 5000)
-    monkeypatch.setattr(pace, "measure", partial(pace.measure, shape=(8, 64), step_ms=1, num_steps=2))
-    monkeypatch.setattr(pace, "_LOOPS_S", 0.01)
+    monkeypatch.setattr(timing, "_SYNTHETIC_TOKENS", 5000)
+    monkeypatch.setattr(timing, "loader", partial(timing.loader, shape=(8, 64), step_ms=1, num_steps=2))
+    monkeypatch.setattr(timing, "_LOOPS_S", 0.01)
     told = CliRunner().invoke(cli.command, ["bench", "loader", "--json"])
     assert (told.exit_code, msgspec.json.decode(told.stdout)["batch_tokens"]) == (0, 8 * 64)
     assert list(tmp_path.iterdir()) == []

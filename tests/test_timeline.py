@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedrun.plan.timeline import Event, length, merged, usage
+from speedrun.machine.profile import Event, length, merged, usage
 
 END = 40
 intervals = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))

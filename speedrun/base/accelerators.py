@@ -25,7 +25,6 @@ class Device(NamedTuple):
     num_cores: int  #: streaming multiprocessors
     threads_per_core: int
     shared_bytes_per_core: int
-    shared_bytes_per_block: int  #: largest that a kernel may use
     l2_bytes: int
     clock_ghz: float
 
@@ -43,7 +42,6 @@ _H100 = Device(
     num_cores=132,
     threads_per_core=2048,
     shared_bytes_per_core=233_472,
-    shared_bytes_per_block=232_448,
     l2_bytes=50 * 2**20,
     clock_ghz=1.98,
 )
@@ -60,7 +58,6 @@ _A100 = Device(
     num_cores=108,
     threads_per_core=2048,
     shared_bytes_per_core=167_936,
-    shared_bytes_per_block=166_912,
     l2_bytes=40 * 2**20,
     clock_ghz=1.41,
 )
@@ -78,7 +75,6 @@ _4090 = Device(
     num_cores=128,
     threads_per_core=1536,
     shared_bytes_per_core=102_400,
-    shared_bytes_per_block=101_376,
     l2_bytes=72 * 2**20,
     clock_ghz=2.52,
 )
@@ -137,6 +133,7 @@ def target(device: Device) -> str:
     major, minor = device.compute_capability
     # The tensor cores of Hopper and Blackwell are compiled for sm_90a and sm_100a only.
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    # A block may use the shared memory of a core but for 1 KiB, which CUDA keeps.
     return f"""
 platform_name: "CUDA"
 device_description_str: "{device.name}"
@@ -160,7 +157,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {device.shared_bytes_per_block}
+  shared_memory_per_block_optin: {device.shared_bytes_per_core - 1024}
   shared_memory_per_core: {device.shared_bytes_per_core}
   l2_cache_size: {device.l2_bytes}
   memory_bandwidth: {device.memory_rate:.0f}

@@ -131,7 +131,8 @@ def _shown(file: str, number: int) -> str:
 
 def own_process() -> None:
     """Prepare a process that is ours: its streams never fail, and no recipe ends it as if all was done."""
-    tolerate_closed_streams()
+    sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
+    sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
     # What failed writes of orbax leave complains when it is collected, at times after our error.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     process = os.getpid()
@@ -171,13 +172,8 @@ def unfailing(descriptor: int, encoding: str = "utf-8") -> TextIO:
     return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=by_line)
 
 
-def tolerate_closed_streams() -> None:
-    """Make standard output and standard error `unfailing`: a command must not fail because its reader has left."""
-    sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
-    sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
-
-
 def _unfailing_stream(descriptor: int, stream: TextIO | None, original: TextIO | None) -> TextIO:
+    """Make a standard stream `unfailing`: a command must not fail because its reader has left."""
     if stream is None:  # closed: keep the descriptor's number from other files
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         return unfailing(descriptor)

@@ -11,9 +11,8 @@ from speedrun.base import signals
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
-from speedrun.base.lock import lock_folder
 from speedrun.base.track import Track
-from speedrun.base.wholefile import write_whole
+from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
 from speedrun.cli.progress import Progress, resumable
 from speedrun.data import fetch, generated, overview, prepare, shard_folder, tokenizer

@@ -17,9 +17,8 @@ from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 
 if TYPE_CHECKING:
-    from speedrun.machine.check_software import Check
-    from speedrun.machine.profile import Profile, Row
-    from speedrun.plan.timeline import Usage
+    from speedrun.machine.check_devices import Check
+    from speedrun.machine.profile import Profile, Row, Usage
     from speedrun.train.program import Program
 
 
@@ -138,12 +137,12 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> cli.Answer:
 )
 def loader(*, data: Path | None) -> cli.Answer:
     """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
-    from speedrun.machine import bench_loader
+    from speedrun.machine import bench_step as timing
 
     if data is None:
         click.echo("writes two shards of 100 million tokens, and removes them", err=True)
-    with nullcontext(bench_loader.folder_shards(data)) if data else bench_loader.synthetic_shards() as shards:
-        return _answer(bench_loader.measure(shards))
+    with nullcontext(timing.folder_shards(data)) if data else timing.synthetic_shards() as shards:
+        return _answer(timing.loader(shards))
 
 
 @cli.new_command("speedrun bench target", of=bench)
@@ -210,10 +209,9 @@ def _program(
 def step(*, steps: int, data: Path | None, first_step: int, one_by_one: bool, **asked: Any) -> cli.Answer:
     """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
-    from speedrun.machine import bench_loader
     from speedrun.machine import bench_step as timing
 
-    shards = bench_loader.folder_shards(data, None) if data else ()
+    shards = timing.folder_shards(data, None) if data else ()
     when = {"num_steps": steps, "first_step": first_step}
     return _answer(timing.step(program, **when, shards=shards, command_buffers=not one_by_one))
 

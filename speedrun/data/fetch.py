@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from speedrun.base.errors import DataError, UsageError
-from speedrun.base.lock import lock_folder
 from speedrun.base.track import Data, Hub, Track
-from speedrun.base.wholefile import give_name
+from speedrun.base.wholefile import give_name, lock_folder
 from speedrun.data import hub
 from speedrun.data.overview import count_documents
 from speedrun.data.shard_folder import (

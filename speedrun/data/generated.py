@@ -5,14 +5,14 @@ from pathlib import Path
 
 from speedrun.base.console import memory
 from speedrun.base.errors import UsageError
-from speedrun.base.lock import lock_folder
 from speedrun.base.track import Track
+from speedrun.base.wholefile import lock_folder
 from speedrun.data import python_docs, synthetic
 from speedrun.data.shard_folder import Manifest, data_folder, read_manifest
 
 
 def make(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a track anew. Callers lock the folder (`base.lock`).
+    """Make the shards of a track anew. Callers lock the folder (`base.wholefile`).
 
     Raises:
         UsageError: if the track needs other data, or the folder holds other shards.

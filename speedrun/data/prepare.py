@@ -88,7 +88,7 @@ def prepare(
     num_workers: int = 1,
     report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Prepared:
-    """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`base.lock`).
+    """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`base.wholefile`).
 
     Args:
         source: documents in order.

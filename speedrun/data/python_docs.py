@@ -91,7 +91,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 def make(track: Track, folder: Path) -> Manifest:
     """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards.
 
-    Callers lock the folder (`base.lock`).
+    Callers lock the folder (`base.wholefile`).
 
     Raises:
         UsageError: if the folder holds other shards.

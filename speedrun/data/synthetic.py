@@ -128,7 +128,7 @@ def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`base.lock`).
+    """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`base.wholefile`).
 
     Shards with the digest in the track file are not written again: another program may be reading them.
 

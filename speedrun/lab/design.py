@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 
 from speedrun import recipes
-from speedrun.base import lock, signals
+from speedrun.base import signals
 from speedrun.base import track as tracks
 from speedrun.base.clock import now
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
-from speedrun.base.wholefile import make_folder
+from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.lab import features, trials
 from speedrun.lab.features import FEATURES
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
@@ -64,7 +64,7 @@ def design(request: Request) -> Experiment:
         confirming=confirming,
         created_utc=now().utc,
     )
-    with lock.lock_record(config.out):
+    with lock_record(config.out):
         make_folder(config.out, {trials.EXPERIMENT: trials.encode(found)})
     return found
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedrun.base import children, clock, lock, signals
+from speedrun.base import children, clock, signals
 from speedrun.base import track as tracks
 from speedrun.base.console import Printer
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.output import reported
 from speedrun.base.track import Track
-from speedrun.base.wholefile import make_folder, read_regular
+from speedrun.base.wholefile import lock_record, make_folder, read_regular
 from speedrun.board import ghost as ghosts
 from speedrun.board.record_plot import plot
 from speedrun.data import generated
@@ -96,7 +96,7 @@ def declare(promise: Promise) -> layout.Declaration:
         created_utc=clock.now().utc,
     )
     out = promise.config.out
-    with lock.lock_record(out):
+    with lock_record(out):
         make_folder(out, {"source.txt": ready.source.encode(), layout.BATCH: layout.encode(declaration)})
     return declaration
 

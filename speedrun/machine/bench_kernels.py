@@ -56,13 +56,20 @@ class FormTimings(msgspec.Struct, frozen=True):
 
 
 def compare_forms(
-    forms: Mapping[str, Form],
-    choose: Callable[[str, Any], Choice],
-    call: Any,
-    program: Callable[[Callable[..., Any]], Callable[..., Any]],
-    *args: Any,
+    forms: Mapping[str, Form], choose: Callable[[str, Any], Choice], call: Any, *args: Any, **settings: Any
 ) -> FormTimings:
-    """Time `program(form)` on `args` for each form that can run `call`."""
+    """Time each form that can run `call`, with its gradients.
+
+    A form gets `x`, then `fixed`, then settings. `args` are `fixed`, the gradients of the result, and `x`.
+    """
+
+    def program(form: Callable[..., Any]) -> Callable[..., Any]:
+        def run(fixed: Any, dy: Any, *x: jax.Array) -> Any:
+            y, pull = jax.vjp(lambda *x: form(*x, fixed, **settings), *x)
+            return y, pull(dy)
+
+        return run
+
     left_out = {name: reasons for name, form in forms.items() if (reasons := form.refusals(call))}
     programs = {name: program(choose(name, call).function) for name in forms if name not in left_out}
     auto = choose("auto", call)
@@ -119,14 +126,7 @@ def attention(
     seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
     do, *qkv = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
 
-    def value_and_gradients(form: Callable[..., jax.Array]) -> Callable[..., Any]:
-        def run(do: jax.Array, seen: Any, *qkv: jax.Array) -> Any:
-            o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=_SCALE), *qkv)
-            return o_BTHK, pull(do)
-
-        return run
-
-    return compare_forms(choose.ATTENTION, choose.choose_attention, call, value_and_gradients, do, seen, *qkv)
+    return compare_forms(choose.ATTENTION, choose.choose_attention, call, seen, do, *qkv, scale=_SCALE)
 
 
 def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
@@ -136,14 +136,7 @@ def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
     qk, dqk = jax.random.normal(jax.random.key(0), (2, 2, 1, num_tokens, num_heads, head_dim), dtype)
     angles = nn.rotary_angles(num_tokens, head_dim)
 
-    def value_and_gradients(form: Callable[..., Any]) -> Callable[..., Any]:
-        def run(q_BTHK: jax.Array, k_BTHK: jax.Array, *dy: jax.Array) -> Any:
-            y, pull = jax.vjp(lambda q_BTHK, k_BTHK: form(q_BTHK, k_BTHK, angles), q_BTHK, k_BTHK)
-            return y, pull(dy)
-
-        return run
-
-    return compare_forms(choose.QK_NORM, choose.choose_qk_norm, call, value_and_gradients, *qk, *dqk)
+    return compare_forms(choose.QK_NORM, choose.choose_qk_norm, call, angles, tuple(dqk), *qk)
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
@@ -161,9 +154,7 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
         return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
 
     def summed(form: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.value_and_grad(
-            lambda x_ND, head_VD: form(x_ND, head_VD, targets, cap=_CAP).weighted, (0, 1)
-        )
+        return jax.value_and_grad(lambda *x: form(*x, targets, cap=_CAP).weighted, (0, 1))
 
     ours = {"for CPUs": cross_entropy.weighted_on_cpu}
     if platform == "gpu":
@@ -204,22 +195,21 @@ def muon(program: Program, num_devices: int) -> list[Timing]:
             x_Kmn = (s @ s) @ x_Kmn
         return x_Kmn
 
+    def of_optax(x_Kmn: jax.Array) -> Any:
+        """Return the direction of `optax.contrib`, without momentum."""
+        axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        transform = optax.contrib.scale_by_muon(
+            beta=0.0, nesterov=False, ns_steps=steps, mu_dtype=dtype, weight_dimension_numbers=axes
+        )
+        return transform.update(x_Kmn, transform.init(jnp.zeros_like(x_Kmn)))[0]
+
     forms = {
         "three products": over_stacks(products),
         "ours, stacked": over_stacks(ours),
         "ours, one by one": over_stacks(lambda x_Kmn: [ours(x) for x in x_Kmn]),
-        "optax, stacked": over_stacks(partial(_optax, steps=steps)),
+        "optax, stacked": over_stacks(of_optax),
     }
     return compare(forms, stacks_Kmn)
-
-
-def _optax(x_Kmn: jax.Array, *, steps: int) -> Any:
-    """Return the direction of `optax.contrib` for a stack, without momentum."""
-    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    transform = optax.contrib.scale_by_muon(
-        beta=0.0, nesterov=False, ns_steps=steps, mu_dtype=x_Kmn.dtype, weight_dimension_numbers=axes
-    )
-    return transform.update(x_Kmn, transform.init(jnp.zeros_like(x_Kmn)))[0]
 
 
 def _here() -> tuple[str, str, jnp.dtype]:

@@ -1,8 +1,12 @@
-"""Time the whole training step."""
+"""Time the whole training step, and the loader by itself against the tokens that eight H100 consume."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +16,9 @@ import numpy as np
 from speedrun.base import accelerators
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
+from speedrun.base.errors import DataError
 from speedrun.data import synthetic
-from speedrun.data.shards import Shard
+from speedrun.data.shards import UINT16_IDS, Shard, open_shard, write_shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
 from speedrun.machine.bench_kernels import middle
 from speedrun.science.step import TrainState
@@ -23,6 +28,13 @@ from speedrun.train.program import Program
 
 #: XLA option that launches kernels one by one. A profiler sees a command buffer as one event.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+#: Record 21 takes about 100 ms for a step of 393,216 tokens on eight H100.
+H100_TOKENS_PER_S = 4e6
+
+_NUM_SHARDS = 2
+_SYNTHETIC_TOKENS = 100_000_000  #: in each, as in FineWeb's
+_LOOPS_S = 1.0  #: batches are read for so long
+_MANY_EPOCHS = 2**20
 
 
 class StepTimings(msgspec.Struct, frozen=True):
@@ -98,27 +110,21 @@ def step(
             pending = metrics
         fetch(pending)
     ms, mean_ms = np.diff(arrivals_ms).tolist(), arrivals_ms[-1] / num_steps
-    tokens_per_s = batch[0].size / mean_ms * 1e3
+    tokens_per_s, mesh = batch[0].size / mean_ms * 1e3, program.mesh
+    device = accelerators.named(mesh.devices.flat[0].device_kind)
+    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
     return StepTimings(
         ms=ms,
         mean_ms=mean_ms,
         spread_ms=middle(ms)[1],
         tokens_per_s=tokens_per_s,
-        mfu=_mfu(program, tokens_per_s),
+        mfu=flops_per_s / (device.bf16_flops * mesh.size) if device else None,
         peak_bytes=peak_bytes,
         compile_s=compile_s,
         losses=losses,
         tokens=f"{len(shards)} shards" if shards else "synthetic, document lengths of FineWeb",
         kernels={call: f"{one.name}: {one.reason}" for call, one in program.kernels.choices.items()},
     )
-
-
-def _mfu(program: Program, tokens_per_s: float) -> float | None:
-    """Return the share of the devices' peak rate that the step's FLOPs take; None if the rate is unknown."""
-    mesh = program.mesh
-    device = accelerators.named(mesh.devices.flat[0].device_kind)
-    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
-    return flops_per_s / (device.bf16_flops * mesh.size) if device else None
 
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
@@ -142,3 +148,79 @@ def _imitated(program: Program, first_step: int) -> Batch:
         seed=0,
     )
     return Batch(*(x.reshape(shape.num_sequences, shape.seq_len) for x in (ids[:-1], ids[1:])))
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """The loader by itself on this machine."""
+
+    batch_tokens: int
+    tokens_per_s: float  #: from batch to batch, files in memory
+    times_h100: float  #: that rate, relative to what eight H100 consume
+    first_batch_ms: float  #: from its request, files not in memory
+    step_ms: float  #: of a simulated step
+    waited: float  #: share of the time of simulated steps spent waiting, without the first batch
+
+    def __str__(self) -> str:
+        return (
+            f"rate    {self.tokens_per_s:,.0f} tokens/s | {self.times_h100:.0f} x what 8 H100 consume\n"
+            f"wait    {self.waited:.2%} of steps of {self.step_ms:g} ms and {self.batch_tokens:,} tokens\n"
+            f"first   batch after {self.first_batch_ms:.1f} ms, from the disk"
+        )
+
+
+def loader(
+    shards: Sequence[Shard],
+    shape: tuple[int, int] = (8, 49_152),
+    *,
+    step_ms: float = 100,
+    num_steps: int = 30,
+) -> Pace:
+    """Read batches beside simulated steps, then as fast as possible. By default those of record 21 on eight H100.
+
+    Args:
+        shards: read in order, repeatedly.
+        shape: number and length of the sequences of a batch.
+        step_ms: duration of a simulated step.
+        num_steps: number of simulated steps.
+    """
+    for shard in shards:
+        if hasattr(os, "posix_fadvise"):
+            with shard.path.open(
+                "rb"
+            ) as file:  # out of the page cache, so that the first batch is from the disk
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with Prefetch(TokenStream([*shards] * _MANY_EPOCHS), repeat(shape)) as batches:
+        next(batches)
+        first_s, watch = batches.wait_s, Stopwatch()
+        for _ in range(num_steps):
+            time.sleep(step_ms / 1e3)
+            next(batches)
+        waited = (batches.wait_s - first_s) / watch.seconds
+    stream = TokenStream([*shards] * _MANY_EPOCHS)
+    for shard in shards:
+        shard.path.read_bytes()
+    watch, num_batches = Stopwatch(), 0
+    while (seconds := watch.seconds) < _LOOPS_S:
+        stream.batch(*shape)
+        num_batches += 1
+    rate = num_batches * shape[0] * shape[1] / seconds
+    return Pace(shape[0] * shape[1], rate, rate / H100_TOKENS_PER_S, first_s * 1e3, step_ms, waited)
+
+
+def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
+    """Return the first `most` training shards of a folder; None: all. Raise DataError if there are none."""
+    paths = sorted(folder.glob("*_train_*.bin"))
+    if not paths:
+        raise DataError(f"{folder}: no *_train_*.bin; need shards of tokens; or leave out the folder")
+    return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:most]]
+
+
+@contextmanager
+def synthetic_shards() -> Iterator[list[Shard]]:
+    """Make two full shards, 0.4 GB of temporary files, and remove them afterwards."""
+    ids = np.resize(np.arange(UINT16_IDS, dtype=np.uint16), _SYNTHETIC_TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(_NUM_SHARDS):
+            write_shard(Path(folder) / f"any_train_{i:06d}.bin", ids)
+        yield folder_shards(Path(folder))

@@ -3,22 +3,21 @@
 `nvidia-smi` answers for NVIDIA's driver; JAX sees the rest.
 """
 
+import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
 
 from speedrun.base import accelerators
 from speedrun.base.console import quantity
-from speedrun.machine import check_software
-from speedrun.machine.check_software import Check
 from speedrun.record.checks.v4_environment import SLOWEST_OF_VENDOR
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-    from speedrun.machine.rates import Rates
 
 _ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver
 #: Share of the highest clock, under load. The power cap alone keeps large products well above it.
@@ -36,6 +35,27 @@ _REASONS = {
     0x40: "heat, by hardware",
     0x80: "power brake",
 }
+
+
+Fact = float | int | str | bool | None
+
+#: `ok`, a note, or an obstacle.
+Mark = Literal["ok", "note", "bad"]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What was checked, what was found, and whether that is fine."""
+
+    name: str
+    found: str  #: one line; if not ok, it ends with what to do
+    ok: bool
+    needed: bool = True  #: for the chosen track
+    facts: Mapping[str, Fact] = {}  #: the finding as numbers; names have units
+
+    @property
+    def mark(self) -> Mark:
+        """`ok`; `bad` if it is needed; else `note`."""
+        return "ok" if self.ok else "bad" if self.needed else "note"
 
 
 class NoAnswerError(Exception):
@@ -65,10 +85,12 @@ class Load(NamedTuple):
 # --- what the driver answers -----------------------------------------------------------------------------------
 
 
-def _ask(*args: str) -> str:
+def _query(*fields: str) -> Iterator[list[str | None]]:
+    """Yield one row per GPU, with None for unknown fields."""
+    argv = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            ["nvidia-smi", *args], capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_S
+            argv, capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_S
         )
     except OSError:
         raise NoAnswerError("there is no nvidia-smi") from None
@@ -77,13 +99,7 @@ def _ask(*args: str) -> str:
     if done.returncode:
         said = " ".join((done.stdout + done.stderr).split())
         raise NoAnswerError(f"nvidia-smi fails: {said[:160]}")
-    return done.stdout
-
-
-def _query(*fields: str) -> Iterator[list[str | None]]:
-    """Yield one row per GPU, with None for unknown fields."""
-    answer = _ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    for line in filter(None, answer.splitlines()):
+    for line in filter(None, done.stdout.splitlines()):
         words = [word.strip() for word in line.split(",")]
         if len(words) != len(fields):
             raise NoAnswerError(f"nvidia-smi answers {line[:80]!r}")
@@ -187,13 +203,28 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
     yield Check("devices", said, ok=True, facts=machine._asdict())
     seen = 0 if simulated else over.size
     if usable and seen < len(found):
-        yield check_software.unseen(len(found), seen)
+        yield _unseen(len(found), seen)
     if found and simulated:
         said = f"not measured: {len(found)} GPUs are here, and JAX uses none of them; see above"
         yield Check("rates", said, ok=False, needed=False)
     elif timed:
         yield _collective(over)
         yield from _measured(over, machine)
+
+
+def _unseen(num_gpus: int, num_devices: int) -> Check:
+    """Say why JAX sees fewer GPUs than the driver."""
+    hidden = [
+        f"{name}={os.environ[name]}"
+        for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+        if os.environ.get(name) is not None and "cuda" not in os.environ[name]
+    ]
+    why = (
+        f"unset {', '.join(hidden)}"
+        if hidden
+        else "look at what JAX says: python -c 'import jax; jax.devices()'"
+    )
+    return Check("visible", f"JAX sees {num_devices} of {num_gpus} GPUs; {why}", ok=False, needed=False)
 
 
 def _collective(mesh: "Mesh") -> Check:
@@ -218,36 +249,30 @@ def _measured(over: "Mesh", machine: Machine) -> Iterator[Check]:
     if health.is_simulated(over):
         return
     try:
-        loaded = bench.during_products(over, reached.matmul_gflops, loads)
+        loaded = bench.during_products(over, reached["matmul"], loads)
     except NoAnswerError as error:
         yield Check("clocks", f"not known: {error}", ok=False, needed=False)
     else:
         yield clocks(loaded, health.throttled_s(over, before_s))
 
 
-def rates(reached: "Rates", machine: Machine, device: accelerators.Device | None) -> Iterator[Check]:
+def rates(
+    reached: Mapping[str, float], machine: Machine, device: accelerators.Device | None
+) -> Iterator[Check]:
     """Compare each rate with the vendor's, times the number of devices; `device` is None if those are unknown."""
-    bounds = (None,) * 3 if device is None else (device.bf16_flops, device.memory_rate, device.link_rate)
-    flops, memory, links = (bound and bound * machine.num_devices for bound in bounds)
-    table = {
-        "matmul": (reached.matmul_gflops, "flop/s", flops),
-        "memory": (reached.memory_gb_per_s, "B/s", memory),
-        "all-gather": (reached.all_gather_gb_per_s, "B/s", links),
-        "reduce-scatter": (reached.reduce_scatter_gb_per_s, "B/s", links),
-        "all-reduce": (reached.all_reduce_gb_per_s, "B/s", links),
-        # No bound: it depends on the host's memory and slots more than on the device.
-        "host to device": (reached.host_to_device_gb_per_s, "B/s", None),
-    }
+    of_vendor: dict[
+        str, float
+    ] = {}  # not from host to device: that depends on the host's memory and slots more
+    if device is not None:
+        of_vendor = {"matmul": device.bf16_flops, "memory": device.memory_rate}
+        of_vendor |= dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), device.link_rate)
     together = ", all devices together" if machine.num_devices > 1 else ""
-    for name, (giga, unit, bound) in table.items():
-        if not giga:  # a collective of one device
-            continue
-        rate, slow = 1e9 * giga, False
-        found = quantity(rate, unit + together)
-        facts: dict[str, float] = {name.replace("-", "_").replace(" ", "_") + "_per_s": rate}
-        if bound is not None:
-            facts["share_of_vendor"] = rate / bound
-            found += f" | {rate / bound:.0%} of the vendor's"
-            slow = rate < SLOWEST_OF_VENDOR * bound
+    for name, rate in reached.items():
+        found = quantity(rate, ("flop/s" if name == "matmul" else "B/s") + together)
+        facts, slow = {name.replace("-", "_").replace(" ", "_") + "_per_s": rate}, False
+        if name in of_vendor:
+            share = facts["share_of_vendor"] = rate / (of_vendor[name] * machine.num_devices)
+            found += f" | {share:.0%} of the vendor's"
+            slow = share < SLOWEST_OF_VENDOR
         found += " | slow: end what else runs here, or take another node" if slow else ""
         yield Check(name, found, ok=not slow, needed=False, facts=facts)

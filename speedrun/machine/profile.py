@@ -1,9 +1,9 @@
-"""Profile training steps: join a trace with the compiled program."""
+"""Profile training steps: join a trace with the compiled program; count busy, overlapped and idle time of devices."""
 
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +12,51 @@ import jax
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import NO_COMMAND_BUFFERS, lowered_step
 from speedrun.plan import anatomy, hlo
-from speedrun.plan.timeline import Event, Usage, usage
 from speedrun.train.program import Program
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
+Interval = tuple[float, float]  #: start and end, ns
+
+
+class Event(NamedTuple):
+    """One kernel, or one instruction on a CPU."""
+
+    name: str  #: of the instruction in the compiled program, else of the kernel
+    device: int
+    start_ns: float
+    end_ns: float
+    is_collective: bool
+
+
+class Gap(NamedTuple):
+    """An interval in which a device was idle."""
+
+    device: int
+    start_ns: float
+    end_ns: float
+    after: str  #: the event that ended last
+    before: str  #: the one that came next
+
+    @property
+    def length_ns(self) -> float:
+        """Its duration."""
+        return self.end_ns - self.start_ns
+
+
+class Usage(NamedTuple):
+    """Time of one device, from the start of its first event to the end of its last."""
+
+    device: int
+    span_ns: float
+    compute_ns: float  #: at least one event that is no collective
+    collective_ns: float  #: at least one collective
+    hidden_ns: float  #: both at once
+    gaps: tuple[Gap, ...]  #: longest first
+
+    @property
+    def idle_ns(self) -> float:
+        """Time without any event."""
+        return self.span_ns - self.compute_ns - self.collective_ns + self.hidden_ns
 
 
 class Row(NamedTuple):
@@ -77,7 +118,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
 def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
     """Join the newest trace in a folder with the program."""
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    known = {one.instruction.name: one for one in module.executed()}
+    known = {step.instruction.name: step for step in module.executed()}
     events = [
         event
         for event in _events(jax.profiler.ProfileData.from_file(str(path)), known)
@@ -86,14 +127,13 @@ def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
     if not events:
         raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
-    runs = num_steps * len(devices)
     calls = Counter(event.name for event in events)
     total_ns: defaultdict[str, float] = defaultdict(float)
     for event in events:
         total_ns[event.name] += event.end_ns - event.start_ns
-    whole_ns = sum(total_ns.values())
+    runs, whole_ns = num_steps * len(devices), sum(total_ns.values())
     rows = [
-        _row(name, known.get(name), module, calls[name], ns, runs, ns / whole_ns)
+        _row(name, known.get(name), calls[name], ns, runs, ns / whole_ns)
         for name, ns in sorted(total_ns.items(), key=lambda item: -item[1])
     ]
     step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
@@ -116,23 +156,60 @@ def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:
                     yield Event(name, device, event.start_ns, event.start_ns + event.duration_ns, sends)
 
 
-def _kind(one: hlo.Executed | None) -> str:
-    if one is None:
-        return "kernel"
-    return one.instruction.attribute(r'custom_call_target="([^"]*)"') or one.instruction.kind
+def _kind(step: hlo.Executed | None) -> str:
+    return "kernel" if step is None else step.instruction.target or step.instruction.kind
 
 
-def _row(
-    name: str, one: hlo.Executed | None, module: hlo.Module, calls: int, ns: float, runs: int, share: float
-) -> Row:
-    moved = module.traffic_bytes(one.instruction, one.computation) * calls if one else 0
-    source = (one.instruction.attribute(r'op_name="([^"]*)"') if one else None) or ""
+def _row(name: str, step: hlo.Executed | None, calls: int, ns: float, runs: int, share: float) -> Row:
+    moved = step.traffic_bytes * calls if step else 0
     return Row(
         name=name,
-        kind=_kind(one),
-        source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", source),
+        kind=_kind(step),
+        source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", step.instruction.source if step else ""),
         calls=calls / runs,
         ms=ns / runs / 1e6,
         share=share,
         gb_per_s=moved / ns if moved and ns else None,
+    )
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that touch, in order."""
+    whole: list[Interval] = []
+    for start, end in sorted(intervals):
+        if whole and start <= whole[-1][1]:
+            whole[-1] = whole[-1][0], max(end, whole[-1][1])
+        else:
+            whole.append((start, end))
+    return whole
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the length of the union of intervals."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def usage(events: Iterable[Event]) -> list[Usage]:
+    """Return one entry per device, in the order of their numbers."""
+    by_device: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: (event.device, event.start_ns)):
+        by_device[event.device].append(event)
+    return [_usage(device, same) for device, same in by_device.items()]
+
+
+def _usage(device: int, events: Sequence[Event]) -> Usage:
+    compute = [(one.start_ns, one.end_ns) for one in events if not one.is_collective]
+    collective = [(one.start_ns, one.end_ns) for one in events if one.is_collective]
+    last, gaps = events[0], []
+    for event in events[1:]:
+        if event.start_ns > last.end_ns:
+            gaps.append(Gap(device, last.end_ns, event.start_ns, last.name, event.name))
+        last = max(last, event, key=lambda one: one.end_ns)
+    return Usage(
+        device=device,
+        span_ns=last.end_ns - events[0].start_ns,
+        compute_ns=length(compute),
+        collective_ns=length(collective),
+        hidden_ns=length(compute) + length(collective) - length([*compute, *collective]),
+        gaps=tuple(sorted(gaps, key=lambda gap: -gap.length_ns)),
     )

@@ -1,7 +1,7 @@
 """Measure the rates of a machine: products, memory, collectives, transfers."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +20,21 @@ _LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
 Answer = TypeVar("Answer")
 
 
-class Rates(NamedTuple):
-    """Best rates of all devices at once, summed. GB are 10^9 bytes."""
+def measure(mesh: Mesh) -> dict[str, float]:
+    """Measure the best rates of all devices at once, summed: flop/s of `matmul`, bytes/s of the others; takes seconds.
 
-    matmul_gflops: float
-    memory_gb_per_s: float  #: read and written by a copy
-    all_gather_gb_per_s: float  #: arriving from other devices; 0 with one device
-    reduce_scatter_gb_per_s: float  #: leaving for other devices, likewise
-    all_reduce_gb_per_s: float  #: leaving for other devices in a ring, likewise
-    host_to_device_gb_per_s: float
-
-
-def measure(mesh: Mesh) -> Rates:
-    """Measure all rates; takes seconds."""
-    memory, collectives = _memory_gb_per_s(mesh), _collectives_gb_per_s(mesh)
-    return Rates(matmul_gflops(mesh), memory, *collectives, _host_to_device_gb_per_s(mesh))
+    A copy reads and writes memory. Collectives are left out with one device.
+    """
+    host_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
+    return {
+        "matmul": 1e9 * matmul_gflops(mesh),
+        "memory": _memory_rate(mesh),
+        **_collective_rates(mesh),
+        "host to device": host_NM.nbytes / best_s(lambda: place(host_NM, mesh)),
+    }
 
 
-def _memory_gb_per_s(mesh: Mesh) -> float:
+def _memory_rate(mesh: Mesh) -> float:
     """Time passes that read and write an array larger than any cache, many in one dispatch."""
     x_NM, num_passes = _array(mesh), 8 if is_simulated(mesh) else 128
 
@@ -45,17 +42,19 @@ def _memory_gb_per_s(mesh: Mesh) -> float:
         return jax.lax.fori_loop(0, num_passes, lambda _, y_NM: y_NM * _FACTOR, x_NM)
 
     program = jax.jit(passes, out_shardings=x_NM.sharding)
-    return num_passes * 2 * x_NM.nbytes / best_s(lambda: program(x_NM)) / 1e9
+    return num_passes * 2 * x_NM.nbytes / best_s(lambda: program(x_NM))
 
 
-def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float, float]:
+def _collective_rates(mesh: Mesh) -> dict[str, float]:
     """Time what an FSDP step sends, an all-gather and a reduce-scatter of one array, and an all-reduce.
 
-    In a ring of n devices, each sends 2 (n - 1) / n of the array for an all-reduce.
+    Counted are bytes that arrive from other devices, or leave for them. In a ring of n devices, each sends
+    2 (n - 1) / n of the array for an all-reduce.
     """
     if mesh.size == 1:
-        return 0.0, 0.0, 0.0
-    others_gb, x_NM = (mesh.size - 1) / 1e9, _array(mesh)
+        return {}
+    x_NM = _array(mesh)
+    others_bytes = (mesh.size - 1) * x_NM.nbytes
 
     def over_devices(
         collective: Callable[[jax.Array], jax.Array], out: P
@@ -66,33 +65,27 @@ def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float, float]:
     scatter = over_devices(lambda x_1NM: jax.lax.psum_scatter(x_1NM[0], DATA, tiled=True), P(DATA))
     reduce = over_devices(lambda x_1M: jax.lax.psum(x_1M, DATA), P())
     whole_NNM = gather(x_NM)
-    return (
-        others_gb * x_NM.nbytes / best_s(lambda: gather(x_NM)),
-        others_gb * x_NM.nbytes / best_s(lambda: scatter(whole_NNM)),
-        2 * others_gb * x_NM.nbytes / mesh.size / best_s(lambda: reduce(x_NM)),
-    )
+    return {
+        "all-gather": others_bytes / best_s(lambda: gather(x_NM)),
+        "reduce-scatter": others_bytes / best_s(lambda: scatter(whole_NNM)),
+        "all-reduce": 2 * others_bytes / mesh.size / best_s(lambda: reduce(x_NM)),
+    }
 
 
-def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Answer:
+def during_products(mesh: Mesh, flops_rate: float, ask: Callable[[], Answer]) -> Answer:
     """Call `ask` while all devices multiply, and return its answer. Clocks of an idle GPU mean nothing.
 
-    `gflops` is their rate, which sizes the load to `_LOAD_S`.
+    `flops_rate` is theirs, which sizes the load to `_LOAD_S`.
     """
     x_NMM = random_matrices(mesh)
     size = x_NMM.shape[-1]
-    many = max(1, int(_LOAD_S * gflops * 1e9 / (2 * mesh.size * size**3)))
+    many = max(1, int(_LOAD_S * flops_rate / (2 * mesh.size * size**3)))
     load = jax.jit(lambda x_NMM, many: jax.lax.fori_loop(0, many, lambda _, y_NMM: y_NMM @ x_NMM, x_NMM))
     load(x_NMM, 1).block_until_ready()  # compiled, and warm
     busy = load(x_NMM, many)
     answer = ask()
     busy.block_until_ready()
     return answer
-
-
-def _host_to_device_gb_per_s(mesh: Mesh) -> float:
-    """Time the transfer of one array from host memory, divided over the devices."""
-    x_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
-    return x_NM.nbytes / best_s(lambda: place(x_NM, mesh)) / 1e9
 
 
 def described() -> str:

@@ -72,56 +72,50 @@ def read(text: str, memory: Any = None) -> Anatomy:
     Raises:
         ValueError: for any other text.
     """
-    module = hlo.parse(text)
     calls: Counter[str] = Counter()
     traffic: Counter[str] = Counter()
     arrays: dict[str, int] = {}
+    collectives: list[Collective] = []
     unknown_loops = 0
-    for one, computation, times in module.executed():
-        target = one.attribute(r'custom_call_target="([^"]*)"')
-        if target and not one.opcode.endswith("-done"):
-            calls[target] += times
+    for step in hlo.parse(text).executed():
+        one = step.instruction
+        if one.target and not one.opcode.endswith("-done"):
+            calls[one.target] += step.times
         unknown_loops += one.opcode == "while" and not hlo.trip_count(one)
-        if moved := times * module.traffic_bytes(one, computation):
-            traffic[target or one.kind] += moved
+        if moved := step.times * step.traffic_bytes:
+            traffic[one.target or one.kind] += moved
             arrays |= {str(array): array.num_bytes for array in one.results}
-    collectives = tuple(found for step in module.executed() for _, found in ended(module, step))
-    return Anatomy(memory, collectives, dict(calls), dict(traffic), arrays, unknown_loops)
+        collectives += [found for _, found in ended(step)]
+    return Anatomy(memory, tuple(collectives), dict(calls), dict(traffic), arrays, unknown_loops)
 
 
-def ended(module: hlo.Module, step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
+def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
     """Yield the collectives that an instruction ends, each with the name of the instruction that starts it.
 
     In an asynchronous pair, operands are those of the start and results those of the end. Since jax 0.12 small
     all-reduces may be kernels of XLA: then the collective is inside a fusion.
     """
-    one, computation, times = step
-    if one.kind == "fusion" and not one.opcode.endswith("-done"):
-        inside = module.fused(one) or {}
-        for fused in (x for x in inside.values() if x.kind in COLLECTIVES):
-            waits = not one.opcode.endswith("-start")
-            yield one.name, _collective(fused, fused, inside, times, is_synchronous=waits)
-    elif one.kind in COLLECTIVES and not one.opcode.endswith("-start"):
-        start = computation[one.operands[0]] if one.opcode.endswith("-done") else one
+    one = step.instruction
+    starts, ends = one.opcode.endswith("-start"), one.opcode.endswith("-done")
+    if one.kind == "fusion" and not ends:
+        for fused in (x for x in step.inside.values() if x.kind in COLLECTIVES):
+            yield one.name, _collective(fused, fused, step, is_synchronous=not starts)
+    elif one.kind in COLLECTIVES and not starts:
+        start = step.around[one.operands[0]] if ends else one
         waits = start is one or '"is_sync":true' in start.attributes
-        yield start.name, _collective(one, start, computation, times, is_synchronous=waits)
+        yield start.name, _collective(one, start, step, is_synchronous=waits)
 
 
 def _collective(
-    end: hlo.Instruction,
-    start: hlo.Instruction,
-    computation: hlo.Computation,
-    times: int,
-    *,
-    is_synchronous: bool,
+    end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed, *, is_synchronous: bool
 ) -> Collective:
-    sent = [array for name in start.operands for array in computation[name].arrays]
+    sent = [array for name in start.operands for array in step.around[name].arrays]
     return Collective(
         kind=end.kind,
         dtype="+".join(sorted({array.dtype for array in sent})),
         num_bytes=max(end.num_bytes, sum(array.num_bytes for array in sent)),
         is_synchronous=is_synchronous,
-        times=times,
-        name=start.attribute(r'op_name="([^"]*)"') or start.name,
+        times=step.times,
+        name=start.source or start.name,
         groups=start.groups,
     )

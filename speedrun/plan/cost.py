@@ -254,28 +254,28 @@ def priced(module: hlo.Module, attention: Attention) -> Iterator[tuple[hlo.Execu
 
     Attention is divided evenly over its kernels, which are opaque to XLA.
     """
+    steps = [*module.executed()]
     calls: Counter[bool] = Counter()
-    for step in module.executed():
-        if _is_opaque(step, "attention"):
+    for step in steps:
+        if _is_opaque(step.instruction, "attention"):
             calls[_is_backward(step.instruction)] += step.times
     flops = [flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention)]
-    for step in module.executed():
-        yield step, _work(module, step, flops)
+    for step in steps:
+        yield step, _work(step, flops)
 
 
-def _work(module: hlo.Module, step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
-    one, computation, _ = step
-    num_bytes = module.traffic_bytes(one, computation)
+def _work(step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
+    one, num_bytes = step.instruction, step.traffic_bytes
     if not num_bytes or one.kind in anatomy.COLLECTIVES:
         return None
-    if _is_opaque(step, "attention"):
+    if _is_opaque(one, "attention"):
         return Work("attention", attention_flops[_is_backward(one)], "attention", num_bytes=num_bytes)
-    if _is_opaque(step, "loss_head"):
-        logits = max(array.size for name in one.operands for array in computation[name].arrays)
+    if _is_opaque(one, "loss_head"):
+        logits = max(array.size for name in one.operands for array in step.around[name].arrays)
         return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
-    products = module.products(one, computation)
+    products = step.products
     unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
-    elements = module.elements(one, computation)
+    elements = step.elements
     instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in elements.computed.items())
     return Work(
         kind=_kind(one, unit if products else None),
@@ -288,26 +288,22 @@ def _work(module: hlo.Module, step: hlo.Executed, attention_flops: Sequence[floa
 
 def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
     """Classify by the scopes of `kernels.choose` and the optimiser, else by arithmetic unit."""
-    scopes = one.attribute(r'op_name="([^"]*)"') or ""
-    if "muon" in scopes:
+    if "muon" in one.source:
         return "Muon"
-    if "attention" in scopes:
+    if "attention" in one.source:
         return "attention"
     if unit is not None:
         return gemm(unit)
-    return "head passes" if "loss_head" in scopes else "elementwise"
+    return "head passes" if "loss_head" in one.source else "elementwise"
 
 
-def _is_opaque(step: hlo.Executed, scope: str) -> bool:
+def _is_opaque(one: hlo.Instruction, scope: str) -> bool:
     """Whether this is a kernel of a scope not written by XLA, which shows its operands but not its arithmetic."""
-    one = step.instruction
-    target = one.attribute(r'custom_call_target="([^"]*)"') or ""
-    scopes = one.attribute(r'op_name="([^"]*)"') or ""
-    return one.kind == "custom-call" and not target.startswith("__cublas") and scope in scopes
+    return one.kind == "custom-call" and not one.target.startswith("__cublas") and scope in one.source
 
 
 def _is_backward(one: hlo.Instruction) -> bool:
-    return "transpose(" in (one.attribute(r'op_name="([^"]*)"') or "")
+    return "transpose(" in one.source
 
 
 def gb(num_bytes: float) -> str:

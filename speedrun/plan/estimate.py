@@ -91,13 +91,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     def facts(self, dollars: float | None) -> dict[str, object]:
         """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
-        return msgspec.structs.asdict(self) | {
-            "fits": self.fits,
-            "memory_bytes": self.memory_bytes,
-            "total_s": self.total_s,
-            "device_hours": self.device_hours,
-            "dollars": None if dollars is None else self.device_hours * dollars,
-        }
+        derived = {name: getattr(self, name) for name in ("fits", "memory_bytes", "total_s", "device_hours")}
+        price = None if dollars is None else self.device_hours * dollars
+        return msgspec.structs.asdict(self) | derived | {"dollars": price}
 
     def lines(self, dollars: float | None) -> list[str]:
         """Return the plan as text; `dollars` is the price of a device for an hour."""
@@ -283,14 +279,10 @@ def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
     """Read a step from its compiled program."""
     compiled = compiled_step(program, cost.steps_of(program, stage)[0])
     found, module = anatomy.dissect(compiled), hlo.parse(compiled.as_text())
-
-    def lines_with(attention: Attention) -> tuple[Line, ...]:
-        return scaling.replayed(module, attention, device, program.num_devices, num_nodes=1).lines
-
     return _Found(
         memory_bytes=found.memory.peak_memory_in_bytes,
         traffic_bytes=found.traffic_bytes,
         gathered_bytes=found.sent_bytes("all-gather"),
         scattered_bytes=found.sent_bytes("reduce-scatter"),
-        lines_with=lines_with,
+        lines_with=lambda each: scaling.replayed(module, each, device, program.num_devices, num_nodes=1)[1],
     )

@@ -15,6 +15,13 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-
 _FREE |= {"after-all", "add-dependency", "domain", "partition-id", "replica-id"}
 #: Control flow: what it runs counts instead.
 _FREE |= {"while", "conditional", "call", "async-start", "async-update", "async-done"}
+#: Opcodes that run computations kernel by kernel -> the roles of these.
+_ENTERED = {
+    "while": ("body",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply",),
+    "async-start": ("calls",),
+}
 #: Opcodes that read only the part of their first operand that they return.
 _SLICES = ("slice", "dynamic-slice", "gather")
 #: Opcodes that update their first operand in place -> index of the operand with the update.
@@ -83,8 +90,18 @@ class Instruction(NamedTuple):
 
     def calls(self, *roles: str) -> list[str]:
         """Names of the computations that it runs in one of these roles ("body", "to_apply")."""
-        found = re.findall(rf"\b(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%[\w.-]+)", self.attributes)
-        return [name for text in found for name in _NAME.findall(text)]
+        found = re.findall(r"\b(\w+)=(\{[^}]*\}|%[\w.-]+)", self.attributes)
+        return [name for role, text in found if role in roles for name in _NAME.findall(text)]
+
+    @property
+    def target(self) -> str:
+        """Target of a custom call, else empty."""
+        return self.attribute(r'custom_call_target="([^"]*)"') or ""
+
+    @property
+    def source(self) -> str:
+        """JAX's name of the operation, with its scopes; empty if there is none."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -98,14 +115,6 @@ class Instruction(NamedTuple):
 
 
 Computation = dict[str, Instruction]
-
-
-class Executed(NamedTuple):
-    """An instruction of the schedule, its computation, and its number of runs per call."""
-
-    instruction: Instruction
-    computation: Computation
-    times: int
 
 
 class Product(NamedTuple):
@@ -122,6 +131,67 @@ class Elements(NamedTuple):
     accessed: int  #: read from memory, each once, and written
 
 
+class Executed(NamedTuple):
+    """An instruction of the schedule: a kernel by itself, or a fusion."""
+
+    instruction: Instruction
+    times: int  #: per call of the program
+    inside: Computation  #: what it computes: a fusion's instructions, or this one
+    around: Computation  #: has the operands of what is inside
+
+    @property
+    def sources(self) -> list[Instruction]:
+        """What it reads."""
+        if self.inside is self.around:
+            return [one for one in self.inside.values() if one.opcode == "parameter"]
+        return [self.around[name] for name in dict.fromkeys(self.instruction.operands) if name in self.around]
+
+    @property
+    def written(self) -> list[Array]:
+        """What it writes."""
+        ends = (one for one in self.inside.values() if one.is_root or one is self.instruction)
+        return _written(next(ends), self.around)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that it reads from and writes to device memory, without caching.
+
+        These are its operands, each once, and its result. Slices and gathers count what they take, updates in place
+        what they write, also inside fusions. Scratch space of library calls does not count. An asynchronous pair reads
+        at its start and writes at its end.
+        """
+        opcode = self.instruction.opcode
+        if opcode in _FREE:
+            return 0
+        reads = 0 if opcode.endswith("-done") else sum(_taken(one, self.inside) for one in self.sources)
+        return reads + (0 if opcode.endswith("-start") else sum(array.num_bytes for array in self.written))
+
+    @property
+    def products(self) -> list[Product]:
+        """Matrix products: its own, or those inside a fusion."""
+        return [found for one in self.inside.values() if (found := _product(one, self.around))]
+
+    @property
+    def elements(self) -> Elements:
+        """Elements that it computes, each once, and those that it reads and writes.
+
+        Of an update in place, only the update counts.
+        """
+        computed: Counter[str] = Counter()
+        for one in self.inside.values():
+            of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
+            arrays = [array for name in of for array in self.around[name].arrays]
+            arrays = arrays or (_written(one, self.around) if one.opcode in _UPDATES else one.arrays)
+            computed[one.opcode] += max((array.size for array in arrays), default=0)
+        read = [
+            x.size * _taken(one, self.inside) // one.num_bytes
+            for one in self.sources
+            if one.num_bytes
+            for x in one.arrays
+        ]
+        return Elements(computed, max(read, default=0) + sum(x.size for x in self.written))
+
+
 class Module(NamedTuple):
     """A parsed program."""
 
@@ -135,75 +205,14 @@ class Module(NamedTuple):
         fusion is one kernel, so its inside is left out, as are the functions of reductions.
         """
         computation = self.computations[name or self.entry]
-        for instruction in computation.values():
-            yield Executed(instruction, computation, times)
-            trips = times * (trip_count(instruction) or 1)
-            for callee in _entered(instruction):
-                yield from self.executed(callee, trips)
-
-    def traffic_bytes(self, instruction: Instruction, computation: Computation) -> int:
-        """Return the bytes that an instruction reads from and writes to device memory, without caching.
-
-        These are its operands, each once, and its result. Slices and gathers count what they take, updates in place
-        what they write, also inside fusions. Scratch space of library calls does not count. An asynchronous pair reads
-        at its start and writes at its end.
-        """
-        if instruction.opcode in _FREE:
-            return 0
-        kernel = self._kernel(instruction, computation)
-        reads = sum(_taken(source, kernel.inside) for source in kernel.sources)
-        writes = sum(array.num_bytes for array in kernel.written)
-        starts, ends = instruction.opcode.endswith("-start"), instruction.opcode.endswith("-done")
-        return (0 if ends else reads) + (0 if starts else writes)
-
-    def products(self, instruction: Instruction, computation: Computation) -> list[Product]:
-        """Return the matrix products of a kernel: its own, or those inside its fusion."""
-        kernel = self._kernel(instruction, computation)
-        return [found for one in kernel.inside.values() if (found := _product(one, kernel.around))]
-
-    def elements(self, instruction: Instruction, computation: Computation) -> Elements:
-        """Count the elements that a kernel computes, each once, and those that it reads and writes.
-
-        Of an update in place, only the update counts.
-        """
-        kernel = self._kernel(instruction, computation)
-        computed: Counter[str] = Counter()
-        for one in kernel.inside.values():
-            of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
-            arrays = [array for name in of for array in kernel.around[name].arrays]
-            arrays = arrays or (_written(one, kernel.around) if one.opcode in _UPDATES else one.arrays)
-            computed[one.opcode] += max((array.size for array in arrays), default=0)
-        read = [
-            x.size * _taken(one, kernel.inside) // one.num_bytes
-            for one in kernel.sources
-            if one.num_bytes
-            for x in one.arrays
-        ]
-        return Elements(computed, max(read, default=0) + sum(x.size for x in kernel.written))
-
-    def fused(self, instruction: Instruction) -> Computation | None:
-        """The inside of a fusion."""
-        names = instruction.calls("calls") if instruction.kind == "fusion" else []
-        return self.computations[names[0]] if names else None
-
-    def _kernel(self, instruction: Instruction, computation: Computation) -> "_Kernel":
-        if fused := self.fused(instruction):
-            root = next(one for one in fused.values() if one.is_root)
-            sources = [one for one in fused.values() if one.opcode == "parameter"]
-            return _Kernel(fused, fused, sources, _written(root, fused))
-        named = dict.fromkeys(instruction.operands)
-        sources = [computation[name] for name in named if name in computation]
-        inside = {instruction.name: instruction}
-        return _Kernel(inside, computation, sources, _written(instruction, computation))
-
-
-class _Kernel(NamedTuple):
-    """A fusion, or an instruction by itself."""
-
-    inside: Computation
-    around: Computation  #: has the operands of what is inside
-    sources: list[Instruction]  #: what it reads
-    written: list[Array]
+        for one in computation.values():
+            if fused := one.calls("calls") if one.kind == "fusion" else []:
+                inside = around = self.computations[fused[0]]
+            else:
+                inside, around = {one.name: one}, computation
+            yield Executed(one, times, inside, around)
+            for callee in one.calls(*_ENTERED.get(one.opcode, ())):
+                yield from self.executed(callee, times * (trip_count(one) or 1))
 
 
 def parse(text: str) -> Module:
@@ -279,20 +288,6 @@ def trip_count(instruction: Instruction) -> int | None:
     """Return the trip count of a loop, if XLA knows it; else None."""
     text = instruction.attribute(r'"known_trip_count":\{"n":"?(\d+)')
     return int(text) if instruction.opcode == "while" and text else None
-
-
-def _entered(instruction: Instruction) -> list[str]:
-    """Return the computations that an instruction runs kernel by kernel."""
-    match instruction.opcode:
-        case "while":
-            return instruction.calls("body")
-        case "conditional":
-            return instruction.calls("branch_computations", "true_computation", "false_computation")
-        case "call":
-            return instruction.calls("to_apply")
-        case "async-start":
-            return instruction.calls("calls")
-    return []
 
 
 def _product(one: Instruction, computation: Computation) -> Product | None:

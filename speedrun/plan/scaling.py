@@ -199,19 +199,13 @@ def mean_attention(program: Program, stage: Stage) -> Attention:
     return sum((each * (steps / stage.num_steps) for steps, each in windows), Attention(0, 0))
 
 
-class Replay(NamedTuple):
-    """A step on the two clocks."""
-
-    trips: list[Trip]
-    lines: tuple[Line, ...]  #: kernels by kind; "communication" is the time that the device waits
-
-
 def replayed(
     module: hlo.Module, attention: Attention, device: Device, num_devices: int, num_nodes: int
-) -> Replay:
-    """Replay a schedule on the two clocks.
+) -> tuple[list[Trip], tuple[Line, ...]]:
+    """Replay a schedule on the two clocks; return its transfers, and its kernels by kind.
 
     The devices of the module are numbered node by node. `attention` has the FLOPs of attention in the step.
+    "communication" among the kernels is the time that the device waits.
     """
     now_s = wire_s = 0.0
     began_s: dict[str, float] = {}
@@ -219,7 +213,7 @@ def replayed(
     works: list[Work] = []
     for step, work in cost.priced(module, attention):
         began_s[step.instruction.name] = now_s
-        for start, one in anatomy.ended(module, step):
+        for start, one in anatomy.ended(step):
             per_node, nodes = _reach(one, num_devices, num_nodes)
             takes_s = one.times * seconds(one, per_node, nodes, device)
             wire_s = max(wire_s, began_s[start]) + takes_s
@@ -234,7 +228,7 @@ def replayed(
         num_bytes = sum(sent_bytes(*trip[:3]) for trip in trips)
         starts = sum(trip.collective.times for trip in trips)
         lines += (Line("communication", waited_s, "links", 0.0, 0.0, num_bytes, starts),)
-    return Replay(trips, lines)
+    return trips, lines
 
 
 def seconds(one: Collective, per_node: int, nodes: int, device: Device) -> float:

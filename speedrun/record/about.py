@@ -7,9 +7,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from speedrun.base import console, lock, track
+from speedrun.base import console, track
 from speedrun.base.errors import UsageError
-from speedrun.base.wholefile import write_whole
+from speedrun.base.wholefile import lock_record, write_whole
 from speedrun.record.layout import ABOUT, encode
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, load
@@ -42,7 +42,7 @@ def assemble(
     """
     said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
     edits = {key: value for key, value in said.items() if value is not None}
-    with lock.lock_record(record_dir):
+    with lock_record(record_dir):
         discard_partials(record_dir)
         record = load(record_dir)
         for path, why in record.refused.items():

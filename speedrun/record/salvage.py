@@ -4,9 +4,9 @@ from pathlib import Path
 
 from msgspec import DecodeError
 
-from speedrun.base import lock, runlog
+from speedrun.base import runlog
 from speedrun.base.errors import UsageError, translate_os_errors
-from speedrun.base.wholefile import read_regular, write_whole
+from speedrun.base.wholefile import lock_record, read_regular, write_whole
 from speedrun.record.layout import LOG
 from speedrun.record.reader import discard_partials
 
@@ -21,7 +21,7 @@ def salvage(root: Path) -> list[str]:
         UsageError: if another program writes into it.
         StorageError: if the disk refuses; then every log is unchanged.
     """
-    with lock.lock_record(root):
+    with lock_record(root):
         discard_partials(root)
         folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
         killed = [folder.name for folder in folders if not ended(folder) and _salvage(folder)]

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from speedrun.base import faults, lock, processes
+from speedrun.base import faults, processes
 from speedrun.base.errors import CheckpointError, translate_os_errors
 from speedrun.base.mesh import fetch
-from speedrun.base.wholefile import give_name, require_regular, write_whole
+from speedrun.base.wholefile import give_name, lock_folder, require_regular, write_whole
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 from speedrun.train.request import read_sealed, seal
@@ -166,7 +166,7 @@ def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
     with ExitStack() as held:
         held.enter_context(_quiet_libraries())
         if processes.is_first():
-            held.enter_context(lock.lock_folder(folder, refuse=CheckpointError))
+            held.enter_context(lock_folder(folder, refuse=CheckpointError))
             with translate_os_errors(folder, CheckpointError):
                 for left in folder.glob("*.orbax-checkpoint-tmp*/"):
                     shutil.rmtree(left)  # unfinished: its process died

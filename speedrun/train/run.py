@@ -7,12 +7,12 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from speedrun.base import faults, lock, processes, provenance, runlog, signals
+from speedrun.base import faults, processes, provenance, runlog, signals
 from speedrun.base import track as tracks
 from speedrun.base.clock import now
 from speedrun.base.errors import NonFiniteError, translate_os_errors
 from speedrun.base.output import expected, reported, text_of
-from speedrun.base.wholefile import make_folder, write_whole
+from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.record import layout
 from speedrun.train import checkpoint, health, watchdog
 from speedrun.train.checkpoint import Checkpoints
@@ -28,7 +28,7 @@ def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunE
         SpeedrunError: if `prepare` refuses, and no folder is made; or if the run breaks off, and its log says why.
     """
     ready = processes.agreed(lambda: prepare(config), lambda ready: ready.facts)
-    locked = lock.lock_record(config.out) if processes.is_first() else nullcontext()
+    locked = lock_record(config.out) if processes.is_first() else nullcontext()
     kept = nullcontext()
     if config.checkpoint_every:
         folder = checkpoint.folder_of(config.out)

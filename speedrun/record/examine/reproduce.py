@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
-from speedrun.base import clock, lock, provenance
+from speedrun.base import clock, provenance
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
-from speedrun.base.wholefile import make_folder, read_regular, write_whole
+from speedrun.base.wholefile import lock_record, make_folder, read_regular, write_whole
 from speedrun.record.batch import seeds_from
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import Strict, encode
@@ -230,6 +230,6 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
     derived = seeds_from(" ".join(ids), now, num_runs + len(known))
     seeds = recorded if same_seeds else [seed for seed in derived if seed not in known]
     plan = Plan(ids, same_seeds, tuple(seeds[:num_runs]), now)
-    with lock.lock_record(folder):
+    with lock_record(folder):
         make_folder(folder, {PLAN: encode(plan)})
     return plan
