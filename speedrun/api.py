@@ -19,7 +19,7 @@ from speedrun.base.console import Printer
 from speedrun.base.errors import SpeedrunError, UsageError, meaning, unknown
 from speedrun.base.recipe_files import resolve
 from speedrun.base.track import load as load_track
-from speedrun.board import record_plot
+from speedrun.board import plots
 from speedrun.data import generated
 from speedrun.record import reader as records
 from speedrun.record.about import assemble
@@ -68,15 +68,15 @@ class Record:
         """Check all claims again, offline. Nothing in the record is executed."""
         return validate(self.folder)
 
-    def plot(self, *kinds: record_plot.Kind) -> list[Path]:
+    def plot(self, *kinds: plots.Kind) -> list[Path]:
         """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files.
 
         Raises:
             UsageError: for another kind, or if there is nothing to plot.
         """
-        for kind in {*kinds} - {*record_plot.KINDS}:
-            raise unknown("kind of plot", kind, record_plot.KINDS)
-        return record_plot.plot(self.folder, kinds or ("loss",))
+        for kind in {*kinds} - {*plots.KINDS}:
+            raise unknown("kind of plot", kind, plots.KINDS)
+        return plots.plot(self.folder, kinds or ("loss",))
 
 
 def load(name: str) -> "Recipe":

@@ -21,7 +21,7 @@ from speedrun import cli, recipes
 from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
 from speedrun.base.wholefile import lock_record
-from speedrun.board.record_plot import plot
+from speedrun.board.plots import plot
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage

@@ -18,7 +18,7 @@ from speedrun import cli
 from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
-from speedrun.board.progress_plot import _draw_history, progress
+from speedrun.board.plots import _draw_history, progress
 from speedrun.record.about import assemble
 from speedrun.record.examine.reproduce import Repetition
 from speedrun.record.examine.rerun import Rerun

@@ -14,8 +14,7 @@ from record_forge import Spec, change, forge, shard, write_run
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
 from speedrun.board import drawing
-from speedrun.board.progress_plot import frontier, pareto, results
-from speedrun.board.record_plot import KINDS, plot
+from speedrun.board.plots import KINDS, frontier, pareto, plot, results
 from speedrun.board.standings import Row, judge
 from speedrun.cli.study import plot as command
 from speedrun.record.about import assemble

@@ -578,7 +578,7 @@ def test_nothing_heavy_is_imported():
     record = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-six-seeds"
     code = f"""
 import pathlib, sys
-from speedrun.board import record_plot
+from speedrun.board import plots
 from speedrun.record.validate import validate
 validate(pathlib.Path({str(record)!r}))
 print(*sys.modules)

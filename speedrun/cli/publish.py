@@ -14,7 +14,7 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.board import figures, log_formats, pages, submission
 from speedrun.board.leaks import Leak
-from speedrun.board.progress_plot import pictures
+from speedrun.board.plots import pictures
 from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli import options as cli
 from speedrun.record.about import assemble

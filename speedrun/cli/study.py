@@ -11,8 +11,7 @@ from speedrun.base import children
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
-from speedrun.board import foreign_logs, record_plot
-from speedrun.board.progress_plot import pareto, results
+from speedrun.board import foreign_logs, plots
 from speedrun.board.standings import LeftOut, Row, judge
 from speedrun.cli import options as cli
 from speedrun.lab import proof, trials
@@ -30,7 +29,7 @@ from speedrun.record.statistics import Interval
 @click.argument("records", type=cli.PATH, metavar="RECORD...", nargs=-1, required=True)
 @cli.option(
     "--kind",
-    click.Choice([*record_plot.KINDS, "all", "pareto"]),
+    click.Choice([*plots.KINDS, "all", "pareto"]),
     "Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against mean "
     "train time of several records in one picture.",
     "loss",
@@ -43,10 +42,10 @@ from speedrun.record.statistics import Interval
 def plot(*, records: tuple[Path, ...], kind: str, out: Path | None) -> cli.Answer:
     """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
     if kind == "pareto":
-        found = pareto(_rows(records), out or Path())
+        found = plots.pareto(_rows(records), out or Path())
     else:
-        kinds: list[record_plot.Kind] = [known for known in record_plot.KINDS if kind in (known, "all")]
-        found = [path for record in records for path in record_plot.plot(record, kinds)]
+        kinds: list[plots.Kind] = [known for known in plots.KINDS if kind in (known, "all")]
+        found = [path for record in records for path in plots.plot(record, kinds)]
     paths = [str(path) for path in found]
     return cli.Answer({"plots": paths}, paths)
 
@@ -58,7 +57,7 @@ def _rows(records: Sequence[Path]) -> list[Row]:
         UsageError: if none has.
     """
     rows = {record: judge(load(record), record.resolve().name) for record in records}
-    shown = results(row for row in rows.values() if isinstance(row, Row))
+    shown = plots.results(row for row in rows.values() if isinstance(row, Row))
     for record, row in rows.items():
         if row not in shown:
             why = row.why if isinstance(row, LeftOut) else f"{row.standing}: {', '.join(row.failed)}"
@@ -176,9 +175,9 @@ def sweep(ctx: click.Context, *, data: Path | None, resume: Path | None, **given
         cli.only_with_resume(ctx, "data")
         folder = resume
     done = Runner(folder, data, lambda line: click.echo(clean(line), err=True)).run()
-    plots = [str(path) for path in done.plots]
-    facts = {"experiment": str(folder), "summary": done.summary, "plots": plots}
-    return cli.Answer(facts, map(clean, [*table(done.summary), *(f"plot    {path}" for path in plots[-1:])]))
+    paths = [str(path) for path in done.plots]
+    facts = {"experiment": str(folder), "summary": done.summary, "plots": paths}
+    return cli.Answer(facts, map(clean, [*table(done.summary), *(f"plot    {path}" for path in paths[-1:])]))
 
 
 def _request(given: dict[str, Any]) -> Request:

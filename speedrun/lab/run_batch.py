@@ -21,7 +21,7 @@ from speedrun.base.output import reported
 from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_record, make_folder, read_regular
 from speedrun.board import ghost as ghosts
-from speedrun.board.record_plot import plot
+from speedrun.board.plots import plot
 from speedrun.data import generated
 from speedrun.record import layout, statistics
 from speedrun.record.about import assemble

@@ -12,7 +12,7 @@ from speedrun.base import track as tracks
 from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.wholefile import write_whole
-from speedrun.board.record_plot import plot
+from speedrun.board.plots import plot
 from speedrun.data import generated
 from speedrun.lab import trials
 from speedrun.lab.effects import Summary, summary, winner
