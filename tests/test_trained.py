@@ -25,8 +25,8 @@ from speedrun.base.errors import CheckpointError, DataError, UsageError
 from speedrun.data import shards, tokenizer
 from speedrun.lab import single_run
 from speedrun.lab.single_run import Extras
-from speedrun.model import eval_tasks, exported, samples, text_ids, weights
-from speedrun.model.decode import Decoder, Draw, drawn
+from speedrun.model import eval_tasks, exported, samples, weights
+from speedrun.model.decode import Decoder, Draw, Text, drawn
 from speedrun.model.equations import shape_of
 from speedrun.model.incremental import DecodingKernels, Incremental
 from speedrun.model.weight_sources import start_from
@@ -328,9 +328,9 @@ def test_ids_that_the_data_lacks_are_never_written(small) -> None:
 
 
 def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_shown() -> None:
-    spoken = text_ids.Words(track.load("docs-cpu"), Path())
+    spoken = weights.Words(track.load("docs-cpu"), Path())
     vars(spoken)["tokens"] = {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}
-    text = text_ids.Text(spoken, np.array([0, 3], np.int32))
+    text = Text(spoken, np.array([0, 3], np.int32))
     assert text.prompt == "a\N{REPLACEMENT CHARACTER}[2J\n"
     assert [text.add(np.array([i]), is_last=False) for i in (1, 2, 3)] == ["", "é", text.prompt]
     assert text.add(np.array([1, 0, 2]), is_last=False) == "\N{REPLACEMENT CHARACTER}"
@@ -340,10 +340,10 @@ def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_
 
 def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path: Path) -> None:
     tokenizer.train_bpe(iter(TEXTS), 280, tmp_path / "tokenizer.json")
-    spoken = text_ids.Words(track.load("docs-cpu"), tmp_path)
+    spoken = weights.Words(track.load("docs-cpu"), tmp_path)
     ids = spoken.encode("the dög")
     assert ids[0] == spoken.track.data.document_token
-    assert text_ids.Text(spoken, ids).prompt == "the dög"
+    assert Text(spoken, ids).prompt == "the dög"
     assert [*spoken.encode("")] == [spoken.track.data.document_token]
 
 

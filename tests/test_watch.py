@@ -25,9 +25,8 @@ from speedrun.base.errors import UsageError
 from speedrun.base.serving import HOST
 from speedrun.base.wholefile import write_whole
 from speedrun.board import ghost
-from speedrun.model import watch_feed, watch_server
-from speedrun.model.watch_feed import Feed
-from speedrun.model.watch_server import rules
+from speedrun.model import watch_server
+from speedrun.model.watch_server import Feed, rules
 from speedrun.record.reader import load
 
 ROOT = Path(__file__).parent.parent
@@ -189,12 +188,12 @@ def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
 
 def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
     for good in (RECORD, LOG.parent, tmp_path / "later", tmp_path):
-        watch_feed.check(good)
+        watch_server.check(good)
     (tmp_path / "source.txt").touch()
-    watch_feed.check(tmp_path)
+    watch_server.check(tmp_path)
     for bad in (ROOT / "docs", LOG, tmp_path / ("x" * 300)):
         with pytest.raises(UsageError):
-            watch_feed.check(bad)
+            watch_server.check(bad)
 
 
 # ---- the server and the command

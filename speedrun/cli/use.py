@@ -20,8 +20,7 @@ from speedrun.cli.progress import counted
 if TYPE_CHECKING:
     import numpy as np
 
-    from speedrun.model.decode import Decoder, Draw
-    from speedrun.model.text_ids import Text
+    from speedrun.model.decode import Decoder, Draw, Text
 
 _RUNS = Path("runs")
 
@@ -44,11 +43,11 @@ def watch(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
 
     Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
     """
-    from speedrun.model import watch_feed, watch_server
+    from speedrun.model import watch_server
 
     folders = runs or (_newest(),)
     for folder in folders:
-        watch_feed.check(folder)
+        watch_server.check(folder)
     # Outside: pages still get the last lines.
     with stoppable() as stopped, watch_server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
@@ -99,7 +98,7 @@ def sample(
     Or with those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large
     or gpt2-xl on the hub. A text ends where the model ends the document. The same seed gives the same text.
     """
-    from speedrun.model import decode, text_ids, weight_sources
+    from speedrun.model import decode, weight_sources
 
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = weight_sources.load(source, **chosen)
@@ -110,7 +109,7 @@ def sample(
     decoder = decode.decoder_of(trained, max(map(len, starts)) + given["tokens"])
     click.echo(str(trained), err=True)
     how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
-    found = [text_ids.Text(spoken, start) for start in starts]
+    found = [decode.Text(spoken, start) for start in starts]
     num_written, seconds = _write(
         decoder, starts, found, given["tokens"], how, is_shown=not ctx.params["as_json"]
     )

@@ -1,11 +1,12 @@
-"""Continues prompts: one jitted loop over tokens, for all prompts at once.
+"""Continues prompts: one jitted loop over tokens, for all prompts at once; and the texts that grow so.
 
 Legend: P prompts, T positions, V vocabulary, N new tokens.
 """
 
+import codecs
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from speedrun.base.errors import UsageError
 from speedrun.model.incremental import DecodingKernels, Incremental
-from speedrun.model.weights import Trained
+from speedrun.model.weights import Trained, Words
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
@@ -68,17 +69,10 @@ class Decoder:
     def __init__(
         self, recipe: Recipe, inputs: Inputs, params: Params, *, vocab_size: int, num_positions: int
     ) -> None:
-        """Read the model for sequences of up to so many tokens.
+        """Read the model for sequences of up to so many tokens; raise UsageError if it takes none of this length.
 
-        Args:
-            recipe: gives `forward` and `logits`.
-            inputs: those of the last validation.
-            params: by name, in the compute dtype.
-            vocab_size: ids that the data has; the model may know more, which are never drawn.
-            num_positions: prompt and new tokens.
-
-        Raises:
-            UsageError: if the model takes no sequences of this length.
+        `inputs` are those of the last validation, `params` by name in the compute dtype. The data has `vocab_size` ids;
+        the model may know more, which are never drawn.
         """
         longest = recipe.eval_seq_len
         if num_positions > longest:
@@ -180,6 +174,42 @@ class Decoder:
 
         texts, ids_NP = jax.lax.scan(write, texts, length=num_tokens)
         return texts, ids_NP.T
+
+
+class Text:
+    """A text that grows by ids. It ends with the document."""
+
+    def __init__(self, words: Words, prompt: np.ndarray) -> None:
+        self._words, self._decoder = words, codecs.getincrementaldecoder("utf-8")("replace")
+        self.prompt = self._text(prompt)
+        self.ids: list[int] = []
+        self.text = ""
+        self.has_ended = False  #: by the model
+
+    def add(self, ids: np.ndarray, *, is_last: bool) -> str:
+        """Add ids up to the end of the document; return the text that they complete. A character may take several."""
+        ends = np.flatnonzero(ids == self._words.track.data.document_token)
+        new = [] if self.has_ended else ids[: ends[0]] if len(ends) else ids
+        self.has_ended |= len(ends) > 0
+        self.ids += map(int, new)
+        text = self._text(new, is_last=is_last or self.has_ended)
+        self.text += text
+        return text
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        return {"prompt": self.prompt, "text": self.text, "ids": self.ids, "has_ended": self.has_ended}
+
+    def _text(self, ids: Iterable[int], *, is_last: bool = False) -> str:
+        if not self._words.tokens:
+            return "".join(f"{index} " for index in ids)
+        raw = b"".join(self._words.tokens.get(int(index), b"") for index in ids)
+        # A model may write what moves the cursor of a terminal.
+        return "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+            for c in self._decoder.decode(raw, is_last)
+        )
 
 
 def decoder_of(trained: Trained, num_positions: int) -> Decoder:

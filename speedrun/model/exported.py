@@ -231,12 +231,7 @@ def read(folder: Path) -> Facts:
 
 
 def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
-    """Load the model of a folder; see `weight_sources.load`.
-
-    Raises:
-        UsageError: if its recipe or track is unknown or another one here.
-        DataError: if a file is missing, damaged, or not what the recipe needs.
-    """
+    """Load the model of a folder; see `weight_sources.load`."""
     facts = read(folder)
     track = tracks.load(facts.track.partition("@")[0])
     want = track.data.vocab_size, track.data.document_token

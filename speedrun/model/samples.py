@@ -26,7 +26,7 @@ from speedrun.base.children import samples_of as path_of
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.base.output import reported
 from speedrun.base.wholefile import write_whole
-from speedrun.model import decode, text_ids, weights
+from speedrun.model import decode, weights
 from speedrun.train import checkpoint
 from speedrun.train.request import decoded
 
@@ -115,7 +115,7 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
     how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
     ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
     for start, ids_N in zip(starts, ids_PN, strict=True):
-        text = text_ids.Text(trained.words, start)
+        text = decode.Text(trained.words, start)
         text.add(ids_N, is_last=True)
         yield {"step": step, "temperature": TEMPERATURE, "seed": SEED, **text.facts}
 

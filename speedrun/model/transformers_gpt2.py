@@ -158,10 +158,6 @@ def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Train
     """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
 
     See `weight_sources.load`; `origin` says where the weights come from.
-
-    Raises:
-        UsageError: if the model computes something else, or no track has its vocabulary.
-        DataError: if a file is missing, damaged, or not what `config.json` says.
     """
     config, tensors = _read_config(folder), Tensors(folder)
     if config.n_layer > len(tensors.forms):

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
 from speedrun.base.track import Track
-from speedrun.data import shard_folder, vocabulary
-from speedrun.model.text_ids import Words
+from speedrun.data import shard_folder, tokenizer, vocabulary
 from speedrun.record.layout import config_sha256
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
@@ -28,6 +28,66 @@ from speedrun.train.program import Program
 from speedrun.train.request import read_sealed
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Words:
+    """The tokenizer of a track, loaded when it is needed. Synthetic ids stand for no text."""
+
+    track: Track
+    folder: Path  #: of the track's data
+
+    @property
+    def path(self) -> Path | None:
+        """The file of the tokenizer in the folder; None if ids stand for no text. It may be missing."""
+        if self.track.synthetic is not None:
+            return None
+        is_own = self.track.python_docs is not None
+        return self.folder / (vocabulary.TOKENIZER if is_own else vocabulary.RANKS)
+
+    @cached_property
+    def tokens(self) -> dict[int, bytes]:
+        """The bytes of each id; special ones are missing; empty if ids stand for no text.
+
+        Raises:
+            DataError: if the file of the tokenizer is missing, and cannot be downloaded.
+        """
+        if self.encoder is None:
+            return {}
+        return (vocabulary.ranks if self.encoder.name == "gpt2" else vocabulary.byte_level)(self.encoder.raw)
+
+    @cached_property
+    def encoder(self) -> tokenizer.Tokenizer | None:
+        """Turns text into ids; None if ids stand for no text."""
+        if self.path is None:
+            return None
+        is_there = self.path.exists() or self.path.name == vocabulary.TOKENIZER
+        return tokenizer.load(str(self.path) if is_there else "gpt2")
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, after the token that opens a document: i32 [N].
+
+        Raises:
+            UsageError: if ids of this track have no text.
+        """
+        opens = [self.track.data.document_token]
+        if not text:
+            return np.array(opens, np.int32)
+        if self.encoder is None:
+            raise UsageError(
+                f"ids of {self.track.id} stand for no text, got {text[:40]!r}; name them with --ids 1,2,3"
+            )
+        (ids,) = self.encoder.encode([text])
+        return np.concatenate([opens, ids]).astype(np.int32)
+
+    def checked(self, ids: list[int]) -> np.ndarray:
+        """Return ids as they are: i32 [N]; raise UsageError if one is outside the vocabulary, or there are none."""
+        most = self.track.data.vocab_size
+        if wrong := [index for index in ids if not 0 <= index < most]:
+            raise UsageError(f"id {wrong[0]:,} is not in {self.track.id}, which has 0 to {most - 1:,}")
+        if not ids:
+            raise UsageError("a prompt of no ids; need one or more: --ids 1,2,3")
+        return np.array(ids, np.int32)
 
 
 @dataclass(frozen=True)
@@ -83,18 +143,9 @@ class Trained:
 def load(
     run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
 ) -> Trained:
-    """Load the weights of a run onto one device.
+    """Load the weights of a run, from the folder of its record or checkpoints, onto one device.
 
-    Args:
-        run: folder of a record, or of its checkpoints.
-        data: folder of shards; None: the run's own, else the track's.
-        recipe: name of the run's recipe, if it lies in a file of its own.
-        step: which checkpoint; None: the newest.
-
-    Raises:
-        UsageError: if there are no checkpoints, or the recipe is not the run's.
-        CheckpointError: if the checkpoint cannot be read, or is not what was written.
-        DataError: if weights are not finite.
+    See `weight_sources.load`.
     """
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
     steps = steps_in(folder)
