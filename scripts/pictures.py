@@ -23,10 +23,19 @@ from speedrun.base import accelerators
 from speedrun.base import track as tracks
 from speedrun.base.errors import unknown
 from speedrun.base.wholefile import write_whole
-from speedrun.board import drawing, figures
+from speedrun.board import drawing
+from speedrun.board import pages as marks
 from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
-from speedrun.board.figures import Context, PastRecord, Published, Rung
-from speedrun.board.standings import Board, Row, read_built
+from speedrun.board.standings import (
+    Board,
+    Context,
+    PastRecord,
+    Published,
+    Row,
+    Rung,
+    read_built,
+    read_context,
+)
 from speedrun.record.statistics import mean_interval
 
 if TYPE_CHECKING:
@@ -49,11 +58,11 @@ def rungs(context: Context) -> list[tuple[str, float, float]]:
 
 def outputs() -> dict[Path, bytes]:
     """Return the pages with figures, and the pictures, by path."""
-    context, board = figures.read(ROOT / "records"), read_built(ROOT / "records")
+    context, board = read_context(ROOT / "records"), read_built(ROOT / "records")
     assert board is not None, "run 'speedrun leaderboard build' first"
     stated = texts(context)
     pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-    files = {path: filled(page, stated).encode() for path, page in pages.items() if figures.END in page}
+    files = {path: filled(page, stated).encode() for path, page in pages.items() if marks.END in page}
     files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
     files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)
     return files
@@ -64,10 +73,10 @@ def outputs() -> dict[Path, bytes]:
 
 def filled(page: str, stated: dict[str, str]) -> str:
     """Return a page with every figure as it is now; raise UsageError for a figure that there is not."""
-    for name in re.findall(figures.BEGIN.format("(.+?)"), page):
-        if name not in (*stated, figures.BOARD):
+    for name in re.findall(marks.BEGIN.format("(.+?)"), page):
+        if name not in (*stated, marks.BOARD):
             raise unknown("figure", name, stated)
-    return figures.filled(page, stated)
+    return marks.filled(page, stated)
 
 
 def texts(context: Context) -> dict[str, str]:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from speedrun import cli
 from speedrun.base import children, clock, provenance, track
 from speedrun.base.sourcefile import join_source
-from speedrun.board.figures import BEGIN, END
+from speedrun.board.pages import BEGIN, END
 from speedrun.data import synthetic
 from speedrun.record import layout
 from speedrun.record.reader import load

@@ -23,7 +23,7 @@ from small_run import SMALL
 from speedrun import cli, recipes
 from speedrun.base import mesh, track
 from speedrun.base.errors import DataError, UsageError
-from speedrun.model import exported, safetensors_file, transformers_gpt2, weight_sources
+from speedrun.model import exported, transformers_gpt2, weight_sources, weights
 from speedrun.model.weights import Trained
 from speedrun.record.reader import load
 from speedrun.science.params import Params, Table
@@ -177,7 +177,7 @@ def test_all_forms_of_its_files_are_read(golden: Golden, tmp_path: Path, form: s
         for file, some in halves.items():
             (folder / file).write_bytes(save({name: there[name] for name in some}))
         index = {"metadata": {}, "weight_map": {name: file for file in halves for name in halves[file]}}
-        (folder / safetensors_file.INDEX).write_text(json.dumps(index))
+        (folder / weights.INDEX).write_text(json.dumps(index))
         (folder / "model.safetensors").unlink()
     agree(weight_sources.load(folder, dtype="float32"), golden)
 
@@ -273,7 +273,7 @@ def refused(*words: object, exit_code: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.DataObject) -> None:
     """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
-    form = safetensors_file.Form("F32", (2, 3))
+    form = weights.Form("F32", (2, 3))
     raw = bytearray(save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)}))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -281,7 +281,7 @@ def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.Da
     size = data.draw(st.sampled_from([len(raw), len(raw) // 2, 7, 0]))
     (folder / "model.safetensors").write_bytes(raw[:size])
     try:
-        found = dict(safetensors_file.Tensors(folder).read({"a": (form,), "b": (form,)}))
+        found = dict(weights.Tensors(folder).read({"a": (form,), "b": (form,)}))
     except DataError:
         return
     forms = {name: (x.shape, x.dtype.name) for name, x in found.items()}
@@ -330,8 +330,8 @@ def test_a_config_that_does_not_fit_is_refused(
 def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> None:
     folder = golden.write(tmp_path / "x")
     for map_ in ({"wte.weight": "../x/model.safetensors"}, ["a"], {"a": 1}):
-        (folder / safetensors_file.INDEX).write_text(json.dumps({"weight_map": map_}))
-        with pytest.raises(DataError, match=safetensors_file.INDEX):
+        (folder / weights.INDEX).write_text(json.dumps({"weight_map": map_}))
+        with pytest.raises(DataError, match=weights.INDEX):
             weight_sources.load(folder)
 
 

@@ -10,8 +10,8 @@ from test_leaderboard import CONTEXT as RESULT
 
 from speedrun import recipes
 from speedrun.base.errors import UsageError
-from speedrun.board import figures
-from speedrun.board.figures import Context
+from speedrun.board.pages import filled
+from speedrun.board.standings import Context, read_context
 from speedrun.plan import estimate as planning
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def script(name: str) -> Any:
 
 
 pictures = script("pictures")
-CONTEXT = figures.read(ROOT / "records")
+CONTEXT = read_context(ROOT / "records")
 
 
 def test_pages_and_pictures_are_those_of_the_file() -> None:
@@ -42,7 +42,7 @@ def test_a_wrong_mark_is_refused() -> None:
         pictures.filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
         with pytest.raises(UsageError, match="has no <!-- end -->"):
-            figures.filled(page, {"a": "1"})
+            filled(page, {"a": "1"})
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_wrong_mark_is_refused() -> None:
 def test_a_malformed_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "context.toml").write_text(text)
     with pytest.raises(UsageError, match="correct it"):
-        figures.read(tmp_path)
+        read_context(tmp_path)
 
 
 def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
-    assert figures.read(tmp_path) == Context()
+    assert read_context(tmp_path) == Context()
 
 
 def test_the_error_of_a_plan_is_the_farthest_rung() -> None:

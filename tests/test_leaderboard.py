@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, edit_track, forge, rank, shard
 
 from speedrun import cli
-from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
 from speedrun.board.plots import _draw_history, progress
@@ -32,7 +31,7 @@ minutes = 3.0
 link = "https://example.org/a"
 caveat = "another clock"
 """
-MARK = figures.BEGIN.format("board")
+MARK = board_pages.BEGIN.format("board")
 HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ***"
 
 
@@ -216,7 +215,7 @@ def test_build_then_check(records):
 
 def test_the_readme_gets_the_tables_between_its_marks(records):
     readme = Path("README.md")
-    readme.write_text(f"before\n{MARK}\nold\n{figures.END}\nafter\n")
+    readme.write_text(f"before\n{MARK}\nold\n{board_pages.END}\nafter\n")
     assert invoke("build").exit_code == 0
     text = readme.read_text()
     assert text.startswith("before\n")
@@ -319,7 +318,7 @@ def test_the_page_loads_nothing_from_a_network(records):
 def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):
     claim = CONTEXT.replace("theirs", "newer").replace("3.0", "2.0")
     (records / "context.toml").write_text(f'{CONTEXT}{claim}claim = "open"\ndate = "2026-08-31"\n')
-    Path("README.md").write_text(f"{MARK}\n{figures.END}\n")
+    Path("README.md").write_text(f"{MARK}\n{board_pages.END}\n")
     assert invoke("build").exit_code == 0
     text, readme = (records / "LEADERBOARD.md").read_text(), Path("README.md").read_text()
     (line,) = [line for line in text.splitlines() if "[newer]" in line]

@@ -119,6 +119,8 @@ def test_validation_sums_in_float64_and_divides_once(tiny: Recipe, smoke_data, t
     score = evaluate(program, lambda *_: next(answers), state, val, batches)
     assert (score.nll_sum, score.tokens) == (2**25 + 3, batches)
     assert score.loss == (2**25 + 3) / batches
+    first, second = ((2**25 + 1) / tiny.eval_seq_len, 2 / tiny.eval_seq_len)
+    assert score.sequences == pytest.approx((first, second), rel=1e-8)
 
 
 def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):

@@ -1,4 +1,6 @@
-"""The board as Markdown and as one HTML page that loads nothing.
+"""The board as Markdown and as one HTML page that loads nothing, and the marks between which pages state figures.
+
+A page has a figure between two marks, `<!-- figure: NAME -->1.23<!-- end -->`, and `filled` writes it again.
 
 Titles, names of authors and names of folders come from strangers. They are escaped for the place where they are put,
 and plots are drawn again from the logs.
@@ -7,13 +9,17 @@ and plots are drawn again from the logs.
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
 from speedrun.base.console import clean, quantity
+from speedrun.base.errors import UsageError
 from speedrun.board.standings import Board, Published, Row
 
+BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
+BOARD = "board"  #: the name of the board in a page
+_MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
     *("track", "rank", "train time", "val loss", "runs", "standing", "cold wall", "steps", "tokens"),
@@ -51,9 +57,8 @@ def _tables(board: Board) -> list[_Table]:
         parts.append((_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
     tables = []
     for head, rank_by, entries in parts:
-        names = dict.fromkeys(
-            ("track", "rank", rank_by, *_COLUMNS)
-        )  # what the track ranks by follows the rank
+        # What the track ranks by follows the rank.
+        names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
         used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
         tables.append(_Table(head, used, entries))
     return tables
@@ -90,6 +95,13 @@ def _seconds(mean: float | None, half_width: float | None) -> str:
     if mean is None:
         return ""
     return f"{mean:.2f} s" if half_width is None else f"{mean:.2f} ± {half_width:.2f} s"
+
+
+def filled(page: str, figures: Mapping[str, str]) -> str:
+    """Return a page with these figures between their marks; raise UsageError for a mark without its end."""
+    if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
+        raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
+    return _MARK.sub(lambda mark: f"{mark[1]}{figures.get(mark[2], mark[3])}{mark[4]}", page)
 
 
 def markdown(board: Board, *, records: str = "records") -> str:

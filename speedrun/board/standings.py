@@ -1,30 +1,113 @@
-"""The board: every record of a folder, validated again and by track, standing and cost.
+"""The board: every record of a folder, validated again and by track, standing and cost; and what others published.
 
 Standing, means and intervals are recomputed from the logs. Nothing a record claims about itself is copied.
 """
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
-from speedrun.board import figures
-from speedrun.board.figures import Published
 from speedrun.record.reader import Record, load
 from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
 from speedrun.record.summary import summarize
 from speedrun.record.validate import Report, examine
 
-BOARD = "leaderboard.json"
+BOARD, CONTEXT = "leaderboard.json", "context.toml"
 #: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
 STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
 _UNPROVEN = frozenset({"V302", "V308", "V311"})
+
+
+Minutes = Annotated[float, Meta(gt=1e-3, lt=1e6)]
+
+
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A result that somebody else published."""
+
+    name: str
+    track: str
+    hardware: str
+    minutes: Minutes
+    link: Annotated[str, Meta(pattern="^https://")]
+    caveat: str
+    date: Annotated[str, Meta(pattern=r"^(\d{4}-\d\d(-\d\d)?)?$")] = ""
+    claim: Literal["", "merged", "open", "closed"] = ""  #: state of its thread, if it is only claimed there
+    rules: str = ""  #: what RULES.md says of it
+
+    def __post_init__(self) -> None:
+        if self.claim and len(self.date) != len("2026-07-17"):
+            raise ValueError(f"{self.name!r} is claimed on {self.date!r}; need year, month and day")
+
+    @property
+    def standing(self) -> str:
+        """What the board says of it."""
+        return f"claimed, {self.claim}" if self.claim else "published"
+
+
+class PastRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A record of the PyTorch speedrun. One that was timed again is listed again; the last listing holds."""
+
+    record: int
+    date: date
+    minutes: Minutes
+    label: str = ""  #: shown beside the point
+    recipe: str = ""  #: of this repository, if one implements the record
+    link: Annotated[str, Meta(pattern="^(https://.+)?$")] = ""  #: with one, the record is also on the board
+    caveat: str = ""
+    rules: str = ""
+
+    @property
+    def published(self) -> Published:
+        """As the board shows it."""
+        name = f"PyTorch, record {self.record}" + (f": {self.label}" if self.label else "")
+        where, when = ("main-8xh100", "8 H100", self.minutes, self.link), self.date.isoformat()
+        return Published(name, *where, self.caveat, when, rules=self.rules)
+
+
+class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A recipe of the ladder, oldest first."""
+
+    recipe: str
+    #: That it mirrors; the minutes of the last one are its own.
+    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]
+    #: At the end of runs on a small track, one for each seed.
+    losses: Annotated[tuple[float, ...], Meta(min_length=2)]
+
+
+class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What `speedrun plan` says of a recipe."""
+
+    recipe: str
+    kind: str  #: a key of `accelerators.DEVICES`
+    num_devices: int
+    total_s: float  #: of all steps
+    step_ms: float  #: in the mean
+    memory_gb: float  #: 10^9 bytes, on one device
+    mfu: float  #: of the first stage
+
+
+class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`context.toml`."""
+
+    history: tuple[PastRecord, ...] = ()
+    published: tuple[Published, ...] = ()
+    ladder: tuple[Rung, ...] = ()
+    predicted: tuple[Prediction, ...] = ()
+    scaling: str = ""  #: what `speedrun plan --nodes` prints
+
+    @property
+    def results(self) -> tuple[Published, ...]:
+        """Everything of others that the board shows."""
+        return (*(one.published for one in self.history if one.link), *self.published)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -111,7 +194,22 @@ def read(folder: Path) -> Board:
     rows = [one for one in judged if isinstance(one, Row)]
     rows = [msgspec.structs.replace(one, changed_lines=_changed_lines(one, sources)) for one in rows]
     left_out = tuple(one for one in judged if isinstance(one, LeftOut))
-    return Board(tuple(_ranked(rows)), figures.read(folder).results, left_out)
+    return Board(tuple(_ranked(rows)), read_context(folder).results, left_out)
+
+
+def read_context(folder: Path) -> Context:
+    """Return the context of a folder of records, which is empty without its file.
+
+    Raises:
+        UsageError: if it is malformed.
+    """
+    path = folder / CONTEXT
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Context)
+    except FileNotFoundError:
+        return Context()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error}; correct it") from None
 
 
 def read_built(folder: Path) -> Board | None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
-from speedrun.board import figures, log_formats, pages, submission
+from speedrun.board import log_formats, pages, submission
 from speedrun.board.leaks import Leak
 from speedrun.board.plots import pictures
 from speedrun.board.standings import BOARD, Board, read
@@ -158,10 +158,10 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
     block = pages.markdown(replace(board, published=known), records=records.name)
     page = readme.read_text(encoding="utf-8")
     try:
-        new = figures.filled(page, {figures.BOARD: f"\n\n{block}\n"})
+        new = pages.filled(page, {pages.BOARD: f"\n\n{block}\n"})
     except UsageError as error:
         raise UsageError(f"{readme}: {error}") from None
-    return files | {readme: new.encode()} if figures.END in page else files
+    return files | {readme: new.encode()} if pages.END in page else files
 
 
 #: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.

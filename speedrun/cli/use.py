@@ -243,13 +243,12 @@ def eval(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answer:
     parts = eval_tasks.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
-        scorer = eval_tasks.Scorer(
-            trained, context, eval_tasks.bytes_of(trained, partial(click.echo, err=True))
-        )
+        id_bytes_V = eval_tasks.bytes_of(trained, partial(click.echo, err=True))
+        score = eval_tasks.scorer(trained, context, id_bytes_V)
         found["scores"] = []
         for part in parts:
             with counted(part.name, part.tokens, "tokens") as say:
-                found["scores"].append(scorer.score(part, say))
+                found["scores"].append(score(part, say))
     if asks:
         with counted("hellaswag", len(questions), "questions") as say:
             found["hellaswag"] = eval_tasks.ask(trained, questions, say)

@@ -110,21 +110,26 @@ def step(
             pending = metrics
         fetch(pending)
     ms, mean_ms = np.diff(arrivals_ms).tolist(), arrivals_ms[-1] / num_steps
-    tokens_per_s, mesh = batch[0].size / mean_ms * 1e3, program.mesh
-    device = accelerators.named(mesh.devices.flat[0].device_kind)
-    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
+    tokens_per_s = batch[0].size / mean_ms * 1e3
     return StepTimings(
         ms=ms,
         mean_ms=mean_ms,
         spread_ms=middle(ms)[1],
         tokens_per_s=tokens_per_s,
-        mfu=flops_per_s / (device.bf16_flops * mesh.size) if device else None,
+        mfu=_utilization(program, tokens_per_s),
         peak_bytes=peak_bytes,
         compile_s=compile_s,
         losses=losses,
         tokens=f"{len(shards)} shards" if shards else "synthetic, document lengths of FineWeb",
         kernels={call: f"{one.name}: {one.reason}" for call, one in program.kernels.choices.items()},
     )
+
+
+def _utilization(program: Program, tokens_per_s: float) -> float | None:
+    """Return the share of the devices' rate for bf16 that the model's arithmetic takes; None of unknown devices."""
+    device = accelerators.named(program.mesh.devices.flat[0].device_kind)
+    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
+    return flops_per_s / (device.bf16_flops * program.mesh.size) if device else None
 
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:

@@ -15,7 +15,7 @@ EleutherAI/lm-evaluation-harness.
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from speedrun.base.errors import DataError, NonFiniteError, UsageError, translat
 from speedrun.base.wholefile import read_regular
 from speedrun.data import shard_folder
 from speedrun.data.shards import Shard, open_shard
-from speedrun.data.tokenizer import Tokenizer
 from speedrun.model.incremental import DecodingKernels
 from speedrun.model.weights import Trained
 from speedrun.science.params import SHARDS, Params
@@ -106,29 +105,26 @@ def bytes_of(trained: Trained, say: Callable[[str], None]) -> np.ndarray | None:
     return np.array([len(tokens.get(index, b"")) for index in range(trained.track.data.vocab_size)], np.int64)
 
 
-class Scorer:
-    """Scores slices with the scorer of a run, compiled once for a context."""
+def scorer(
+    trained: Trained, context: int, id_bytes_V: np.ndarray | None
+) -> Callable[[Slice, Callable[[int], None]], Score]:
+    """Return the scorer of a run, compiled once for a context: from a slice, and what gets the tokens scored so far.
 
-    def __init__(self, trained: Trained, context: int, id_bytes_V: np.ndarray | None) -> None:
-        """Make the scorer; raise UsageError if the model cannot take sequences of this length."""
-        recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
-        self._trained, self._context, self._id_bytes_V = trained, context, id_bytes_V
-        self._program = replace(trained.program, recipe=recipe)
-        self._step = self._program.eval_step_for(self._program.static_at(trained.step))
+    Raises:
+        UsageError: if the model cannot take sequences of this length.
+        NonFiniteError: when it is called, if the loss is no number.
+    """
+    recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
+    program, batch = replace(trained.program, recipe=recipe), SHARDS * context
+    step = program.eval_step_for(program.static_at(trained.step))
 
-    def score(self, part: Slice, say: Callable[[int], None]) -> Score:
-        """Score a slice; `say` gets the number of tokens scored so far.
-
-        Raises:
-            NonFiniteError: if the loss is no number.
-        """
-        program, trained, id_bytes_V = self._program, self._trained, self._id_bytes_V
-        nll_sum, num_bytes, batch = 0.0, 0, SHARDS * self._context
+    def score(part: Slice, say: Callable[[int], None]) -> Score:
+        nll_sum, num_bytes = 0.0, 0
         for start in range(part.start, part.start + part.tokens, batch):
             ids = part.shard.read(start, start + batch + 1).astype(np.int32)
-            rows = (x.reshape(SHARDS, self._context) for x in (ids[:-1], ids[1:]))
+            rows = (x.reshape(SHARDS, context) for x in (ids[:-1], ids[1:]))
             batch_BT = (meshes.place_own(x, program.mesh) for x in rows)
-            nll_BC = self._step(trained.packed, *batch_BT, program.schedule, jnp.int32(trained.step))
+            nll_BC = step(trained.packed, *batch_BT, program.schedule, jnp.int32(trained.step))
             nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
             num_bytes += 0 if id_bytes_V is None else int(id_bytes_V[ids[1:]].sum())
             say(start + batch - part.start)
@@ -136,7 +132,9 @@ class Scorer:
             raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
         bits = nll_sum / math.log(2) / num_bytes if num_bytes else None
         name, loss = str(part.shard.path), nll_sum / part.tokens
-        return Score(name, part.start, part.tokens, self._context, loss, bits)
+        return Score(name, part.start, part.tokens, context, loss, bits)
+
+    return score
 
 
 # --- endings
@@ -239,7 +237,10 @@ def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], No
     """
     if (encoder := trained.words.encoder) is None:
         raise UsageError(f"ids of {trained.track.id} stand for no text; HellaSwag needs a model of text")
-    rows = [row for question in questions for row in _rows(question, encoder)]
+    rows: list[Row] = []
+    for question in questions:
+        context, *endings = encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
+        rows += [Row(np.concatenate([context, one]).astype(np.int32), len(context)) for one in endings]
     losses = [ending.nll_E for ending in _endings(trained, rows, lambda done: say(done // 4))]
     right = right_norm = 0
     for number, question in enumerate(questions):
@@ -249,25 +250,15 @@ def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], No
     return Answers(len(questions), right_norm / len(questions), right / len(questions))
 
 
-def _rows(question: Question, encoder: Tokenizer) -> Iterator[Row]:
-    context, *endings = encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
-    for ending in endings:
-        yield Row(np.concatenate([context, ending]).astype(np.int32), len(context))
-
-
 # --- lm-evaluation-harness
 
 
 def scores(
     trained: Trained, tasks: Sequence[str], limit: int | None, say: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
-    """Run tasks; return their metrics by task and name.
+    """Run tasks, given by name or as files of YAML; return their metrics by task and name.
 
-    Args:
-        trained: the model.
-        tasks: names, or files of YAML that define one.
-        limit: questions of each task; None: all.
-        say: gets lines of progress.
+    `limit`: questions of each task; None: all. `say` gets lines of progress.
 
     Raises:
         UsageError: if the harness is not installed, a task is unknown, or ids stand for no text.

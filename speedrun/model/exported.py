@@ -21,8 +21,7 @@ from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
 from speedrun.data import shard_folder, vocabulary
 from speedrun.data.shards import sha256
-from speedrun.model.safetensors_file import DTYPES, WEIGHTS, Form, Tensors, read_json
-from speedrun.model.weights import Trained, own_recipe
+from speedrun.model.weights import DTYPES, WEIGHTS, Form, Tensors, Trained, own_recipe, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
 from speedrun.record.about import sources

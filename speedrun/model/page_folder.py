@@ -41,12 +41,9 @@ JAX_JS = "jax-js-jax-0.1.25.tgz"  #: as npm published it
 
 
 def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
-    """Write a trained model with its page into a new folder; return the files.
+    """Write a trained model with its page into a new or empty folder; return the files.
 
-    Args:
-        trained: the model.
-        out: new or empty folder.
-        dtype: of large arrays in the file, float32 or float16; the page computes in float32.
+    `dtype` is that of large arrays in the file, float32 or float16; the page computes in float32.
 
     Raises:
         UsageError: if the page lacks an operation of the model, or the folder is not empty.
@@ -55,8 +52,7 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     recipe, track = trained.program.recipe.override({"compute_dtype": "float32"}), trained.track
     trained = replace(trained, program=replace(trained.program, recipe=recipe))
     params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
-    name = f"{recipe.name}-{trained.step}"
-    words = trained.words
+    name, words = f"{recipe.name}-{trained.step}", trained.words
     facts = {"name": name, "track": track.id, "step": trained.step, "has_text": words.encoder is not None}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.encoder:
@@ -111,10 +107,7 @@ def of_model(
 def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
     """Return the bytes of each id in base64, and the merges as [left, right, merged], the first to be applied first.
 
-    Args:
-        name: gpt2, or of the file.
-        raw: the file.
-        tokens: the bytes of ids; special ones are missing.
+    `name` is gpt2 or that of the file with these `raw` bytes; special ids are missing in `tokens`.
 
     Raises:
         DataError: if it is not byte-level BPE with GPT-2's rule for words.

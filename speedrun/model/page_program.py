@@ -18,9 +18,8 @@ from speedrun.model import equations
 from speedrun.model.equations import shape_of
 
 _ELEMENTWISE = """
-abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne
-neg not or pow rem rsqrt select_n sign sin sqrt
-stop_gradient sub tan tanh xor
+abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne neg not or pow rem
+rsqrt select_n sign sin sqrt stop_gradient sub tan tanh xor
 """
 #: Operations of the page that take arrays of one shape, or scalars, and have the name of the primitive.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
@@ -56,13 +55,9 @@ class Constants:
 
 
 def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], constants: Constants) -> dict:
-    """Return `function(params, *inputs)` as JSON; its constants are added to `constants`.
+    """Return `function(params, *inputs)` as JSON; its constants are added to those of all programs of a model.
 
-    Args:
-        function: of the parameters and the inputs, to an array or a tree of them.
-        params: their values.
-        shapes: `jax.ShapeDtypeStruct` of each input; trees of them are read leaf by leaf.
-        constants: of all programs of a model.
+    `shapes` has a `jax.ShapeDtypeStruct` of each input; trees of inputs and outputs are read leaf by leaf.
 
     Returns:
         `values` has [dtype, shape] of each value; `inputs` and `outputs` number them; `constants` gives some their

@@ -22,8 +22,7 @@ from speedrun.base.track import Track
 from speedrun.data import shard_folder
 from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.model.exported import card, named_arrays, placed, save_folder, tokenizer_file
-from speedrun.model.safetensors_file import WEIGHTS, Form, Tensors, read_json
-from speedrun.model.weights import Trained
+from speedrun.model.weights import WEIGHTS, Form, Tensors, Trained, read_json
 from speedrun.science.models import gpt2
 from speedrun.science.params import ParamSpec, Table
 from speedrun.train.program import Program

@@ -15,8 +15,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.wholefile import PARTIAL, give_name
 from speedrun.data import hub, stream
 from speedrun.model import exported, transformers_gpt2, weights
-from speedrun.model.safetensors_file import WEIGHTS
-from speedrun.model.weights import Trained
+from speedrun.model.weights import WEIGHTS, Trained
 from speedrun.record import layout
 from speedrun.science.params import Params
 from speedrun.science.step import TrainState

@@ -5,7 +5,7 @@ A floor is a number of FLOPs or bytes at the vendor's rate. The step time is the
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -89,7 +89,7 @@ class Plan(msgspec.Struct, frozen=True):
         """Predicted time of all steps, summed over devices."""
         return self.total_s * self.num_devices / 3600
 
-    def facts(self, dollars: float | None) -> dict[str, object]:
+    def facts(self, dollars: float | None) -> dict[str, Any]:
         """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
         derived = {name: getattr(self, name) for name in ("fits", "memory_bytes", "total_s", "device_hours")}
         price = None if dollars is None else self.device_hours * dollars
