@@ -11,15 +11,14 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import accelerators
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
-from speedrun.plan import anatomy, deviceless, hlo
-from speedrun.plan.anatomy import Anatomy
-from speedrun.plan.deviceless import compile_for_target
+from speedrun.plan import deviceless, hlo
+from speedrun.plan.deviceless import Anatomy, compile_for_target
 
 HEADER = "HloModule test, is_scheduled=true\n"
 
 
 def read(text: str) -> Anatomy:
-    return anatomy.read(HEADER + text)
+    return deviceless.read(HEADER + text)
 
 
 def entry(*lines: str) -> str:
@@ -172,7 +171,7 @@ def test_text_that_is_not_scheduled_is_refused() -> None:
 
 def test_a_program_of_this_machine_can_be_read() -> None:
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    got = anatomy.dissect(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile())
+    got = deviceless.dissect(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile())
     assert got.traffic_bytes == 2 * 64 * 32 * 4
     assert got.memory.argument_size_in_bytes == 64 * 32 * 4
 
@@ -194,7 +193,7 @@ def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
 
     step = jax.shard_map(local, mesh=mesh, in_specs=(P(DATA), P(DATA)), out_specs=(P(DATA), P()))
     w, x = rows(mesh, (1024, 512), jnp.float32), rows(mesh, (4096, 1024), jnp.bfloat16)
-    got = anatomy.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
+    got = deviceless.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
     sent = {one.kind: (one.dtype, one.num_bytes, one.times) for one in got.collectives}
     whole = ("bf16", 1024 * 512 * 2, 1)
     assert sent == {"all-gather": whole, "reduce-scatter": whole, "all-reduce": ("f32", 4, 1)}
@@ -210,7 +209,7 @@ def test_an_fp8_product_is_one_fp8_gemm(h100: Callable[[int], Mesh]) -> None:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
     x, w = rows(mesh, (256, 64), jnp.float8_e4m3fn), rows(mesh, (128, 64), jnp.float8_e4m3fn)
-    got = anatomy.dissect(compile_for_target(jax.jit(product), x, w))
+    got = deviceless.dissect(compile_for_target(jax.jit(product), x, w))
     assert got.custom_calls == {"__cublas$lt$matmul$f8": 1}
     assert got.traffic["__cublas$lt$matmul$f8"] - 256 * 64 - 128 * 64 - 256 * 128 * 2 in range(17), "scales"
 
@@ -221,7 +220,7 @@ def test_the_compiler_accepts_every_target(kind: str) -> None:
     mesh = deviceless.target_mesh(kind, 2)
     assert mesh.devices.flat[0].device_kind == accelerators.load(kind).name
     compiled = compile_for_target(jax.jit(lambda x: x + 1), rows(mesh, (8, 8), jnp.float32))
-    assert anatomy.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
+    assert deviceless.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
 
 
 def test_a_program_for_a_target_is_not_stored(

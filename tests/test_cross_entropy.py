@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.plan import anatomy
+from speedrun.plan import deviceless
 from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import HeadCall, choose_head
@@ -81,7 +81,7 @@ class TestOnH100:
 
     SIZES = 49_152, 768, 50_304
 
-    def dissect(self, function: Callable[..., Any], mesh: Mesh) -> anatomy.Anatomy:
+    def dissect(self, function: Callable[..., Any], mesh: Mesh) -> deviceless.Anatomy:
         num_tokens, model_dim, vocab_size = self.SIZES
         args = [
             jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
@@ -91,7 +91,7 @@ class TestOnH100:
                 ((num_tokens,), jnp.int32),
             ]
         ]
-        return anatomy.dissect(compile_for_target(jax.jit(function), *args))
+        return deviceless.dissect(compile_for_target(jax.jit(function), *args))
 
     @pytest.mark.parametrize(
         ("fp8", "num_chunks", "gigabytes", "calls"),

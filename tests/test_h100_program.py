@@ -17,9 +17,9 @@ import pytest
 from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.base.clock import Stopwatch
-from speedrun.plan import anatomy, cost, deviceless, hlo, scaling
+from speedrun.plan import cost, deviceless, hlo, scaling
 from speedrun.plan import estimate as planning
-from speedrun.plan.anatomy import Anatomy
+from speedrun.plan.deviceless import Anatomy
 from speedrun.train import footprint
 from speedrun.train.program import Program
 
@@ -66,12 +66,12 @@ def compiled(timed) -> Any:
 
 @pytest.fixture(scope="module")
 def step(compiled) -> Anatomy:
-    return anatomy.dissect(compiled)
+    return deviceless.dissect(compiled)
 
 
 @pytest.fixture(scope="module")
 def evaluation(program) -> Anatomy:
-    return anatomy.dissect(deviceless.compiled_evaluation(program))
+    return deviceless.dissect(deviceless.compiled_evaluation(program))
 
 
 def names(program: Anatomy) -> str:
@@ -96,8 +96,8 @@ def check_traffic(found: Anatomy, program: Program, least_bytes: int, most_summe
 
 def flops(compiled: Any) -> dict[str, float]:
     """Of the model's products, in GEMMs and fusions, by their unit. Muon's do not grow with the tokens."""
-    module, found = hlo.parse(compiled.as_text()), {"fp8": 0.0, "bf16": 0.0, "f32": 0.0}
-    for step in module.executed():
+    found = {"fp8": 0.0, "bf16": 0.0, "f32": 0.0}
+    for step in hlo.parse(compiled.as_text()):
         if "muon" not in step.instruction.source:
             for product in step.products:
                 found[product.unit] += step.times * product.flops
@@ -176,7 +176,7 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
 @pytest.mark.parametrize(("devices", "peak_bytes"), [(1, 26.0e9), (2, 24.9e9), (4, 24.4e9)])
 def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
     program = Program(RECORD, h100(devices))
-    found = anatomy.dissect(deviceless.compiled_step(program, 0))
+    found = deviceless.dissect(deviceless.compiled_step(program, 0))
     check_memory(found, program, peak_bytes)
     assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 * program.microbatches // devices
     sent = {kind: found.sent_bytes(kind) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
@@ -193,7 +193,7 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
     """In the dtype of the gradients: of what a device owns, and of nothing else but scalars."""
     twice = RECORD.override({"stages.0.num_sequences": "16", "eval_sequences": "16"})
     program = Program(twice, h100(DEVICES, 2), 2 * DEVICES)
-    found = anatomy.dissect(deviceless.compiled_step(program, 0))
+    found = deviceless.dissect(deviceless.compiled_step(program, 0))
     inside = tuple(tuple(range(node, node + DEVICES)) for node in (0, DEVICES))
     between = tuple((i, i + DEVICES) for i in range(DEVICES))
     for kind in ("all-gather", "reduce-scatter"):

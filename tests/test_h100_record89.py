@@ -14,8 +14,8 @@ from test_h100_program import check_traffic, flops, names, parsed
 
 from speedrun import recipes
 from speedrun.base import mesh, track
-from speedrun.plan import anatomy, deviceless
-from speedrun.plan.anatomy import Anatomy
+from speedrun.plan import deviceless
+from speedrun.plan.deviceless import Anatomy
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.choose import Kernels
 from speedrun.train.program import Program
@@ -104,7 +104,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     num_tokens, _, _, peak_bytes, traffic_bytes = STAGES[stage]
     step = next(step for step in RECORD.steps_of(stage) if RECORD.inputs_at(step)["adam"] == adam)
     compiled = deviceless.compiled_step(program, step)
-    found = anatomy.dissect(compiled)
+    found = deviceless.dissect(compiled)
     check_traffic(found, program, LEAST_BYTES, 2**20)
     check_arrays(found, num_tokens)
     assert found.memory.peak_memory_in_bytes == pytest.approx(peak_bytes, rel=0.03)
@@ -125,7 +125,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
 
 @pytest.mark.compile
 def test_the_last_validation_fits_beside_the_state(program):
-    found = anatomy.dissect(deviceless.compiled_evaluation(program))
+    found = deviceless.dissect(deviceless.compiled_evaluation(program))
     assert found.memory.peak_memory_in_bytes < 40e9
     assert {one.kind for one in found.collectives} == {"all-gather"}, names(found)
     assert found.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(found)

@@ -14,7 +14,7 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.base.mesh import make_mesh
-from speedrun.plan import anatomy, deviceless
+from speedrun.plan import deviceless
 from speedrun.plan import estimate as planning
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe
@@ -70,7 +70,7 @@ def test_the_compiled_program_is_the_one_that_runs(
     """Its donated bytes are the whole state, and it gathers and scatters each packed array once."""
     program = Program(tiny, h100(8))
     compiled = deviceless.compiled_step(program, 0)
-    found = anatomy.dissect(compiled)
+    found = deviceless.dissect(compiled)
     assert found.memory.alias_size_in_bytes == footprint.state_bytes(program)
     packed = jax.eval_shape(program.layout.init, jax.random.key(0))
     whole_bytes = 4 * sum(leaf.size for name, leaf in packed.items() if program.layout.specs[name])
@@ -83,7 +83,7 @@ def test_the_compiled_program_is_the_one_that_runs(
 
 
 def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callable[[int], Mesh]):
-    found = anatomy.dissect(deviceless.compiled_evaluation(Program(tiny, h100(8))))
+    found = deviceless.dissect(deviceless.compiled_evaluation(Program(tiny, h100(8))))
     assert {one.kind for one in found.collectives} == {"all-gather"}
     assert all(one.times == 1 for one in found.collectives), found
 

@@ -34,8 +34,8 @@ def found(program, folder) -> Profile:
 
 
 def test_products_run_as_often_as_the_program_says(program, found):
-    module = hlo.parse(lowered_step(program, 0)[0].compile().as_text())
-    dots = (one for one in module.executed() if one.instruction.kind == "dot")
+    schedule = hlo.parse(lowered_step(program, 0)[0].compile().as_text())
+    dots = (one for one in schedule if one.instruction.kind == "dot")
     want = Counter({one.instruction.name: one.times for one in dots})
     got = {row.name: row.calls for row in found.rows if row.kind == "dot"}
     assert max(want.values()) > 1, "no product in a loop: the test shows nothing"

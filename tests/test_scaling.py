@@ -11,7 +11,7 @@ from typed import invoke, speedrun
 
 from speedrun.base import accelerators
 from speedrun.plan import cost, hlo, scaling
-from speedrun.plan.anatomy import Collective
+from speedrun.plan.deviceless import Collective
 from speedrun.science.params import Layout
 from speedrun.science.recipe import Recipe
 

@@ -19,7 +19,7 @@ from speedrun import cli
 from speedrun.base import serving as module
 from speedrun.base import signals
 from speedrun.base.errors import UsageError
-from speedrun.base.serving import HOST, Reply, content_type, file_below, opened, serving
+from speedrun.base.serving import CONTENT_TYPES, HOST, Reply, file_below, opened, serving
 from speedrun.cli import use
 
 
@@ -28,7 +28,7 @@ def answer(path: str, query: dict[str, str]) -> Reply | None:
         yield b"one "
         yield query.get("name", "").encode()
 
-    pages = {"/": Reply(b"<p>hello", content_type("index.html")), "/parts": Reply(parts())}
+    pages = {"/": Reply(b"<p>hello", CONTENT_TYPES["html"]), "/parts": Reply(parts())}
     return pages.get(path)
 
 

@@ -20,7 +20,7 @@ from test_trained import laptop, moved
 from speedrun import recipes
 from speedrun.base import track
 from speedrun.base.errors import DataError, UsageError
-from speedrun.base.serving import Reply, content_type, serving
+from speedrun.base.serving import CONTENT_TYPES, Reply, serving
 from speedrun.base.wholefile import make_folder
 from speedrun.data import synthetic, tokenizer, vocabulary
 from speedrun.model import page_folder, page_server, page_training
@@ -73,7 +73,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     answer = page_server.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
-        blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", content_type("a.html"))
+        blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", CONTENT_TYPES["html"])
         return blank if path == "/blank" else answer(path, query)
 
     with chromium() as browser, serving(with_blank) as url, tab(browser.new_context()) as page:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 
@@ -131,26 +131,15 @@ def samples_of(record: Path) -> Path:
     return Path(f"{record.resolve()}.samples.jsonl")
 
 
-class Remedy(NamedTuple):
-    """What a warning says beside the problem."""
-
-    name: str  #: of the companion
-    purpose: str  #: what the command is for
-    command: Sequence[str]  #: what to type
-
-
 @contextmanager
 def beside(
-    module: str, words: Sequence[str], remedy: Remedy, *, leave_s: float, is_heard: bool = False
+    name: str, module: str, words: Sequence[str], remedy: str, *, leave_s: float, is_heard: bool = False
 ) -> Iterator[None]:
-    """Run a module of this package inside the block.
+    """Run a module of this package inside the block; it sets its own priority, and `words` are its arguments.
 
-    Args:
-        module: its name; it sets its own priority.
-        words: its arguments.
-        remedy: for the warning.
-        leave_s: from the end of the block until it is killed; at most `_HASTE_S` if the block raised.
-        is_heard: print what it prints, too; it must start no process that stays.
+    A warning starts with `name` and ends with `remedy`. After the end of the block the module has `leave_s` until it is
+    killed; at most `_HASTE_S` if the block raised. If it `is_heard`, what it prints is printed, too, and it must start
+    no process that stays.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -167,11 +156,11 @@ def beside(
                 process_group=0,  # a Ctrl-C is for the run
             )
         except OSError as error:
-            _warn(remedy, f"it cannot start: {error.strerror}")
+            say(f"warning: {name}: it cannot start: {error.strerror}; {remedy}")
             yield
             return
         overdue: list[str] = []
-        waiting = threading.Thread(target=_report, args=[child, said, remedy, overdue], daemon=True)
+        waiting = threading.Thread(target=_report, args=[child, said, name, remedy, overdue], daemon=True)
         waiting.start()
         try:
             yield
@@ -191,7 +180,7 @@ def beside(
                     waiting.join()
 
 
-def _report(child: Popen[bytes], said: IO[bytes], remedy: Remedy, overdue: list[str]) -> None:
+def _report(child: Popen[bytes], said: IO[bytes], name: str, remedy: str, overdue: list[str]) -> None:
     """Say what the child prints, and wait for it; warn if it failed, or was killed because it was `overdue`."""
     with child.stdout or contextlib.nullcontext(()) as printed:
         for line in printed:
@@ -202,11 +191,7 @@ def _report(child: Popen[bytes], said: IO[bytes], remedy: Remedy, overdue: list[
     problem = said.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
     if code < 0 or not problem:
         problem = "".join(overdue) or f"its process ended with {errors.meaning(code)}"
-    _warn(remedy, problem)
-
-
-def _warn(remedy: Remedy, problem: str) -> None:
-    say(f"warning: {remedy.name}: {problem}; {remedy.purpose}: {shlex.join(remedy.command)}")
+    say(f"warning: {name}: {problem}; {remedy}")
 
 
 def say(line: str) -> None:

@@ -4,7 +4,7 @@
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, TextIO
 
 from msgspec import DecodeError
@@ -172,24 +172,23 @@ class TextLog:
         p50_ms, p95_ms, max_ms = quantiles_ms(self._step_s)
         wait = end.data_wait_s / max(1e-9, end.train_time_s)
         parts_s = {"compile": end.compile_s, "warm-up": end.warmup_s, "val": end.val_s, "other": other_s}
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts_s.items())
-        return [
+        lines = [
             f"result  {end.status} | val {val} | train {end.train_time_s:.2f} s | "
-            f"cold wall {end.cold_wall_s:.1f} s ({parts})",
+            f"cold wall {end.cold_wall_s:.1f} s ({_seconds(parts_s)})",
             f"        p50 {p50_ms:.1f} ms  p95 {p95_ms:.1f}  max {max_ms:.1f} | data wait {wait:.1%} | "
             f"peak {memory(end.peak_bytes)}",
-            *_goodput(end),
         ]
+        if wall_s := sum(end.phases.values()):
+            share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
+            lost = f"lost to restarts {end.lost_s:.1f} s"
+            lines.append(
+                f"        goodput {share:.1%} | wall {wall_s:.1f} s = {_seconds(end.phases)} | {lost}"
+            )
+        return lines
 
 
-def _goodput(end: runlog.RunEnd) -> list[str]:
-    """Return the share of steps in the wall time, and all phases; nothing for logs without phases."""
-    if not (wall_s := sum(end.phases.values())):
-        return []
-    share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
-    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in end.phases.items())
-    lost = f"lost to restarts {end.lost_s:.1f} s"
-    return [f"        goodput {share:.1%} | wall {wall_s:.1f} s = {parts} | {lost}"]
+def _seconds(parts_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts_s.items())
 
 
 def render(lines: Iterable[Line]) -> str:
@@ -198,17 +197,13 @@ def render(lines: Iterable[Line]) -> str:
     return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
 
 
-class Rival(Protocol):
-    """What a run races."""
+class _Rival(Protocol):
+    """What a run races: its legend is a line when the run starts, and each step gets a text beside its line."""
 
     @property
-    def legend(self) -> str:
-        """What it says about steps, in a line when the run starts."""
-        ...
+    def legend(self) -> str: ...
 
-    def __call__(self, step: runlog.Step, /) -> str:
-        """Return what is appended to the line of a step."""
-        ...
+    def __call__(self, step: runlog.Step, /) -> str: ...
 
 
 class Printer:
@@ -217,13 +212,7 @@ class Printer:
     Used as a context manager on a terminal, it shows the newest step in a line below the others.
     """
 
-    def __init__(
-        self,
-        stream: TextIO,
-        ghost: Rival | None = None,
-        *,
-        verbose: bool = False,
-    ) -> None:
+    def __init__(self, stream: TextIO, ghost: _Rival | None = None, *, verbose: bool = False) -> None:
         """Print to `stream`.
 
         What a `ghost` says is not logged. `verbose` adds the kernels and the reasons for their choice, which the log

@@ -31,20 +31,6 @@ def resolve(choice: str) -> str:
     if not choice.endswith(".py"):
         return choice
     path = Path(choice).absolute()
-    _check(path)
-    others = [folder for folder in sourcefile.recipe_folders() if folder != path.parent]
-    os.environ[RECIPES_VARIABLE] = os.pathsep.join(map(str, [path.parent, *others]))
-    _forget_outdated()
-    return path.stem
-
-
-def own_file(name: str | None) -> Path | None:
-    """Return the file of a recipe outside this package, or None for any other name."""
-    found = find(f"{_PACKAGE}.{name}") if name else None
-    return None if found is None or found[1].parent == ROOT / RECIPES else found[1]
-
-
-def _check(path: Path) -> None:
     if not (path.stem.isidentifier() and path.stem.isascii()):
         raise UsageError(f"{path}: cannot be imported by this name; rename it to letters, digits and _")
     if os.pathsep in str(path.parent):
@@ -55,6 +41,16 @@ def _check(path: Path) -> None:
     with translate_read_errors(path, advice, kind=UsageError):
         check_path(f"{RECIPES}/{path.name}")
         read_regular(path, _MOST_BYTES).decode()
+    others = [folder for folder in sourcefile.recipe_folders() if folder != path.parent]
+    os.environ[RECIPES_VARIABLE] = os.pathsep.join(map(str, [path.parent, *others]))
+    _forget_outdated()
+    return path.stem
+
+
+def own_file(name: str | None) -> Path | None:
+    """Return the file of a recipe outside this package, or None for any other name."""
+    found = find(f"{_PACKAGE}.{name}") if name else None
+    return None if found is None or found[1].parent == ROOT / RECIPES else found[1]
 
 
 def _forget_outdated() -> None:

@@ -50,7 +50,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-#: By the end of a path.
+#: By the end of a name.
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -67,11 +67,6 @@ class Reply(NamedTuple):
 
 
 Answer = Callable[[str, dict[str, str]], Reply | None]  #: (path, query) -> reply; None: not found
-
-
-def content_type(path: str) -> str:
-    """Return the type of a file by its name."""
-    return CONTENT_TYPES.get(path.rpartition(".")[2], "application/octet-stream")
 
 
 def opened(folder: Path, *names: str) -> FileIO:
@@ -101,11 +96,12 @@ def opened(folder: Path, *names: str) -> FileIO:
 def file_below(folder: Path, *names: str) -> Reply | None:
     """Return the reply with a file below a folder; None if there is no such file."""
     try:
-        return Reply(opened(folder, *names), content_type(names[-1]))
+        file = opened(folder, *names)
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
         return None
+    return Reply(file, CONTENT_TYPES.get(names[-1].rpartition(".")[2], "application/octet-stream"))
 
 
 @contextlib.contextmanager

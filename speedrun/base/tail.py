@@ -30,7 +30,6 @@ class Tail:
         self._path = path
         self._first = b""  #: the first line
         self._offset = 0  #: bytes that were read, up to the end of a line
-        self._seen: tuple[int, int, int] | None = None
 
     def read(self) -> Piece | None:
         """Return complete lines that are new, at most 1 MiB of them; None if there are none.
@@ -43,12 +42,8 @@ class Tail:
         except FileNotFoundError:
             return None
         with BufferedReader(file) as file:
-            stat = os.fstat(file.fileno())
-            seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
-            if seen == self._seen:
-                return None
-            first = file.readline(_MOST)
-            is_other = bool(self._offset) and (first != self._first or stat.st_size < self._offset)
+            first, size = file.readline(_MOST), os.fstat(file.fileno()).st_size
+            is_other = bool(self._offset) and (first != self._first or size < self._offset)
             begun = 0 if is_other else self._offset
             file.seek(begun)
             raw = file.read(_MOST)
@@ -56,6 +51,4 @@ class Tail:
         if not used and len(raw) == _MOST:
             raise OSError(errno.EFBIG, f"a line is longer than {_MOST:,} bytes")
         self._first, self._offset = first, begun + used
-        if self._offset >= stat.st_size or not used:
-            self._seen = seen  # nothing more until it changes
         return Piece(raw.split(b"\n")[:-1], begun == 0) if used or is_other else None

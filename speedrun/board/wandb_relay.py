@@ -11,6 +11,7 @@ python -m speedrun.board.wandb_relay RECORD PROJECT [RUN...]      skips these ru
 import importlib
 import os
 import select
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator
@@ -114,10 +115,9 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     if project is None:
         return nullcontext()
     old = [path.name for path in record.glob("runs/*")]
-    export = ["speedrun", "export", str(record), "--to", "wandb"]
-    words = [str(record), project, *old]
-    remedy = children.Remedy("wandb", "to send the record later", export)
-    return children.beside("speedrun.board.wandb_relay", words, remedy, leave_s=_LEAVE_S)
+    export = shlex.join(["speedrun", "export", str(record), "--to", "wandb"])
+    words, remedy = [str(record), project, *old], f"to send the record later: {export}"
+    return children.beside("wandb", "speedrun.board.wandb_relay", words, remedy, leave_s=_LEAVE_S)
 
 
 def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:

@@ -182,11 +182,7 @@ def loader(
 ) -> Pace:
     """Read batches beside simulated steps, then as fast as possible. By default those of record 21 on eight H100.
 
-    Args:
-        shards: read in order, repeatedly.
-        shape: number and length of the sequences of a batch.
-        step_ms: duration of a simulated step.
-        num_steps: number of simulated steps.
+    The shards are read in order, repeatedly. `shape` is the number and length of the sequences of a batch.
     """
     for shard in shards:
         if hasattr(os, "posix_fadvise"):

@@ -62,7 +62,10 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
 
 
 def _gpus(found: list[check_devices.Gpu], *, needed: bool) -> Iterator[Check]:
-    """Check GPUs and driver, and whether JAX can use them; yields nothing without GPUs. Fills `found`."""
+    """Check GPUs, CUDA wheels and driver; yields nothing without GPUs. Fills `found`.
+
+    `needed`: whether the chosen track trains on GPUs.
+    """
     try:
         found += check_devices.found()
     except check_devices.NoAnswerError as error:
@@ -73,7 +76,16 @@ def _gpus(found: list[check_devices.Gpu], *, needed: bool) -> Iterator[Check]:
     if not found:
         return
     yield check_devices.identity(found)
-    yield from cuda_checks(len(found), found[0].driver, provenance.installed(), needed=needed)
+    installed = provenance.installed()
+    releases, problem = _releases(installed), wheels_problem(installed)
+    if problem:
+        said, facts = f"{len(found)} NVIDIA GPUs are here, but {problem}", {}
+    else:
+        plugin = f"jax-cuda{releases[0]}-plugin"
+        said = f"wheels of CUDA {releases[0]}, {plugin} {installed[plugin]}"
+        facts = {"cuda_release": releases[0]}
+    yield Check("cuda", said, ok=not problem, needed=needed, facts=facts)
+    yield driver(found[0].driver, max(releases, default=min(DRIVERS)), needed=needed)
 
 
 def fitting(track: Track, machine: check_devices.Machine, *, needed: bool) -> Check:
@@ -101,9 +113,6 @@ def advice(checks: list[Check], *, asked: str | None) -> str:
     if track.rules.ranked:
         return f"speedrun batch --track {track.name} --runs {track.rules.min_runs}"
     return f"speedrun run --track {track.name}"
-
-
-# --- software -------------------------------------------------------------------------------------------------
 
 
 def numbers(version: str) -> list[int]:
@@ -173,23 +182,6 @@ _COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm")
 _ANEW = "make it anew: rm -r .venv; scripts/install.sh"
 
 
-def cuda_checks(num_gpus: int, version: str, installed: dict[str, str], *, needed: bool) -> Iterator[Check]:
-    """Check the CUDA wheels, then that version of the driver for them.
-
-    `needed`: whether the chosen track trains on GPUs.
-    """
-    problem = wheels_problem(installed)
-    releases = _releases(installed)
-    if problem:
-        yield Check("cuda", f"{num_gpus} NVIDIA GPUs are here, but {problem}", ok=False, needed=needed)
-    else:
-        (release,) = releases
-        plugin = f"jax-cuda{release}-plugin"
-        said = f"wheels of CUDA {release}, {plugin} {installed[plugin]}"
-        yield Check("cuda", said, ok=True, needed=needed, facts={"cuda_release": release})
-    yield driver(version, max(releases, default=min(DRIVERS)), needed=needed)
-
-
 def driver(version: str, release: int, *, needed: bool) -> Check:
     """Check that a driver runs a release of CUDA."""
     least, facts = DRIVERS.get(release, DRIVERS[max(DRIVERS)]), {"driver": version}
@@ -231,8 +223,6 @@ def _libraries(plugin: str) -> list[str]:
     wanted = [line for line in metadata.requires(plugin) or [] if "with-cuda" in line]
     return [re.split(r"[<>=!~; ]", line)[0] for line in wanted if not line.startswith(_COMPILER)]
 
-
-# --- disk, network, data --------------------------------------------------------------------------------------
 
 _ANSWER_S = 4.0  #: of the hub
 

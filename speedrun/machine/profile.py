@@ -1,5 +1,6 @@
 """Profile training steps: join a trace with the compiled program; count busy, overlapped and idle time of devices."""
 
+import math
 import re
 import tempfile
 from collections import Counter, defaultdict
@@ -11,11 +12,10 @@ import jax
 
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import NO_COMMAND_BUFFERS, lowered_step
-from speedrun.plan import anatomy, hlo
+from speedrun.plan import hlo
 from speedrun.train.program import Program
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
-Interval = tuple[float, float]  #: start and end, ns
 
 
 class Event(NamedTuple):
@@ -115,10 +115,10 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     return _read(folder, hlo.parse(train_step.as_text()), num_steps)
 
 
-def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
+def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile:
     """Join the newest trace in a folder with the program."""
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    known = {step.instruction.name: step for step in module.executed()}
+    known = {step.instruction.name: step for step in schedule}
     events = [
         event
         for event in _events(jax.profiler.ProfileData.from_file(str(path)), known)
@@ -132,10 +132,21 @@ def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
     for event in events:
         total_ns[event.name] += event.end_ns - event.start_ns
     runs, whole_ns = num_steps * len(devices), sum(total_ns.values())
-    rows = [
-        _row(name, known.get(name), calls[name], ns, runs, ns / whole_ns)
-        for name, ns in sorted(total_ns.items(), key=lambda item: -item[1])
-    ]
+    rows = []
+    for name, ns in sorted(total_ns.items(), key=lambda item: -item[1]):
+        step = known.get(name)
+        moved = step.traffic_bytes * calls[name] if step else 0
+        rows.append(
+            Row(
+                name=name,
+                kind=_kind(step),
+                source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", step.instruction.source if step else ""),
+                calls=calls[name] / runs,
+                ms=ns / runs / 1e6,
+                share=ns / whole_ns,
+                gb_per_s=moved / ns if moved and ns else None,
+            )
+        )
     step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
     return Profile(step_ms, rows, devices, num_steps)
 
@@ -152,7 +163,7 @@ def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:
                 if gpu or "hlo_op" in stats:
                     name = str(stats.get("hlo_op", event.name))
                     device = int(gpu[1] if gpu else stats["device_ordinal"])
-                    sends = "nccl" in event.name.lower() or _kind(known.get(name)) in anatomy.COLLECTIVES
+                    sends = "nccl" in event.name.lower() or _kind(known.get(name)) in hlo.COLLECTIVES
                     yield Event(name, device, event.start_ns, event.start_ns + event.duration_ns, sends)
 
 
@@ -160,33 +171,13 @@ def _kind(step: hlo.Executed | None) -> str:
     return "kernel" if step is None else step.instruction.target or step.instruction.kind
 
 
-def _row(name: str, step: hlo.Executed | None, calls: int, ns: float, runs: int, share: float) -> Row:
-    moved = step.traffic_bytes * calls if step else 0
-    return Row(
-        name=name,
-        kind=_kind(step),
-        source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", step.instruction.source if step else ""),
-        calls=calls / runs,
-        ms=ns / runs / 1e6,
-        share=share,
-        gb_per_s=moved / ns if moved and ns else None,
-    )
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that touch, in order."""
-    whole: list[Interval] = []
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, from start to end."""
+    total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
-        if whole and start <= whole[-1][1]:
-            whole[-1] = whole[-1][0], max(end, whole[-1][1])
-        else:
-            whole.append((start, end))
-    return whole
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
-    return sum(end - start for start, end in merged(intervals))
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def usage(events: Iterable[Event]) -> list[Usage]:

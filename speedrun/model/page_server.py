@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import msgspec
 
 from speedrun.base.errors import UsageError
-from speedrun.base.serving import Answer, Reply, content_type, file_below, opened
+from speedrun.base.serving import CONTENT_TYPES, Answer, Reply, file_below, opened
 
 _LIST = "models.json"
 _LIST_BYTES = 2**20  #: at most
@@ -31,7 +31,7 @@ def answering(folders: Sequence[Path]) -> Answer:
     def answer(path: str, _: dict[str, str]) -> Reply | None:
         root, names = roots[0], [name for name in unquote(path).split("/") if name] or ["index.html"]
         if names == [_LIST]:
-            return Reply(msgspec.json.encode(list(models)), content_type(_LIST))
+            return Reply(msgspec.json.encode(list(models)), CONTENT_TYPES["json"])
         if names[0] == "models" and len(names) > 1:
             if names[1] not in models:
                 return None

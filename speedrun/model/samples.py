@@ -10,6 +10,7 @@ python -m speedrun.model.samples REQUEST       as JSON; when its standard input 
 
 import os
 import select
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -51,9 +52,9 @@ def beside(request: Request | None) -> AbstractContextManager[None]:
     if request is None:
         return nullcontext()
     sent = [msgspec.json.encode(request, enc_hook=str).decode()]
-    again = ["speedrun", "sample", str(request.record)]
-    remedy = children.Remedy("samples", "to sample the last checkpoint", again)
-    return children.beside("speedrun.model.samples", sent, remedy, leave_s=_LEAVE_S)
+    again = shlex.join(["speedrun", "sample", str(request.record)])
+    remedy = f"to sample the last checkpoint: {again}"
+    return children.beside("samples", "speedrun.model.samples", sent, remedy, leave_s=_LEAVE_S)
 
 
 def follow(request: Request, until: IO[bytes]) -> list[int]:

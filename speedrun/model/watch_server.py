@@ -15,6 +15,7 @@ python -m speedrun.model.watch_server RECORD PORT [GHOST]      ends with its sta
 
 import hashlib
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from speedrun.base import accelerators, children, clock, runlog
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
 from speedrun.base.output import reported
-from speedrun.base.serving import Reply, content_type, file_below, serving
+from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving
 from speedrun.base.signals import handled_by, stop
 from speedrun.base.tail import Piece, Tail
 from speedrun.board import ghost as ghosts
@@ -220,7 +221,7 @@ def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[
             return Reply(fed(), "text/event-stream; charset=utf-8")
         if path == "/rules":
             found = rules(ghost, query.get("track", ""))
-            return Reply(msgspec.json.encode(found), content_type("rules.json"))
+            return Reply(msgspec.json.encode(found), CONTENT_TYPES["json"])
         return file_below(_PAGE, path[1:] or "index.html")
 
     with serving(answer, port) as url:
@@ -241,9 +242,9 @@ def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContex
     if port is None:
         return nullcontext()
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
-    again = ["speedrun", "watch", str(record), "--port", "0"]
-    remedy = children.Remedy("watch", "the run needs no page; for another", again)
-    return children.beside("speedrun.model.watch_server", words, remedy, leave_s=_LEAVE_S, is_heard=True)
+    again = shlex.join(["speedrun", "watch", str(record), "--port", "0"])
+    remedy, module = f"the run needs no page; for another: {again}", "speedrun.model.watch_server"
+    return children.beside("watch", module, words, remedy, leave_s=_LEAVE_S, is_heard=True)
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
-from speedrun.plan import anatomy, hlo
+from speedrun.plan import hlo
 from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import Sight, sight
@@ -41,6 +41,8 @@ Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
 #: Arithmetic unit. "attention": products inside attention kernels, with exponentials between them.
 Unit = Literal["bf16", "fp8", "f32", "attention"]
 
+#: Kinds of products that belong neither to attention nor to the optimiser.
+GEMMS: dict[Unit, Kind] = {"bf16": "GEMM bf16", "fp8": "GEMM FP8", "f32": "GEMM f32"}
 #: Share of the vendor's FLOP rate. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in 8, where writing
 #: the result takes nearly half of the time. Attention: 356 TFLOP/s; published: FlashAttention-2 in Triton, 469 forward.
 FLOPS_REACH: dict[Unit, float] = {"bf16": 0.6, "fp8": 0.5, "f32": 0.6, "attention": 0.36}
@@ -223,13 +225,8 @@ def flops_rate(device: Device, unit: Unit) -> float:
 
 def floor_s(line: Line, device: Device) -> float:
     """Return the time of the FLOPs of a line at the vendor's rate."""
-    unit: Unit = "fp8" if line.kind == "GEMM FP8" else "f32" if line.kind == "GEMM f32" else "bf16"
+    unit = next((unit for unit, kind in GEMMS.items() if kind == line.kind), "bf16")
     return line.flops / flops_rate(device, unit)
-
-
-def gemm(unit: Unit) -> Kind:
-    """Return the kind of products that belong neither to attention nor to the optimiser."""
-    return "GEMM FP8" if unit == "fp8" else "GEMM f32" if unit == "f32" else "GEMM bf16"
 
 
 def table(works: Sequence[Work], device: Device) -> tuple[Line, ...]:
@@ -249,12 +246,11 @@ def _line(works: list[Work], device: Device) -> Line:
     return Line(works[0].kind, sum(by_bound.values()), longest, *map(sum, amounts))
 
 
-def priced(module: hlo.Module, attention: Attention) -> Iterator[tuple[hlo.Executed, Work | None]]:
+def priced(steps: Sequence[hlo.Executed], attention: Attention) -> Iterator[tuple[hlo.Executed, Work | None]]:
     """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel.
 
     Attention is divided evenly over its kernels, which are opaque to XLA.
     """
-    steps = [*module.executed()]
     calls: Counter[bool] = Counter()
     for step in steps:
         if _is_opaque(step.instruction, "attention"):
@@ -266,7 +262,7 @@ def priced(module: hlo.Module, attention: Attention) -> Iterator[tuple[hlo.Execu
 
 def _work(step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
     one, num_bytes = step.instruction, step.traffic_bytes
-    if not num_bytes or one.kind in anatomy.COLLECTIVES:
+    if not num_bytes or one.kind in hlo.COLLECTIVES:
         return None
     if _is_opaque(one, "attention"):
         return Work("attention", attention_flops[_is_backward(one)], "attention", num_bytes=num_bytes)
@@ -275,13 +271,12 @@ def _work(step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
         return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
     products = step.products
     unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
-    elements = step.elements
-    instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in elements.computed.items())
+    instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in step.computed.items())
     return Work(
         kind=_kind(one, unit if products else None),
         flops=sum(product.flops for product in products),
         unit=unit,
-        instructions=0 if products else instructions + _ACCESS * elements.accessed,
+        instructions=0 if products else instructions + _ACCESS * step.accessed,
         num_bytes=num_bytes,
     )
 
@@ -293,7 +288,7 @@ def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
     if "attention" in one.source:
         return "attention"
     if unit is not None:
-        return gemm(unit)
+        return GEMMS[unit]
     return "head passes" if "loss_head" in one.source else "elementwise"
 
 

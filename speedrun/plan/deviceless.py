@@ -1,15 +1,18 @@
-"""Compile for absent GPUs: the CUDA compiler in JAX's plugin needs no GPU and no driver.
+"""Compile for absent GPUs, and count what a compiled program holds, moves and sends.
 
-The result is the program that a GPU would run, scheduled, with its buffers assigned. It cannot be executed, and
-nothing is autotuned.
+The CUDA compiler in JAX's plugin needs no GPU and no driver. The result is the program that a GPU would run, scheduled,
+with its buffers assigned. It cannot be executed, and nothing is autotuned. Tests pin its numbers, so that a change
+which adds an all-gather shows.
 """
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -18,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import accelerators, provenance
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import arranged
+from speedrun.plan import hlo
 from speedrun.train.program import Program
 
 Options = Mapping[str, bool | int | str]
@@ -63,15 +67,9 @@ def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
 
 
 def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMMS) -> Any:
-    """Compile a result of `jax.jit` for the mesh of its arguments.
+    """Compile a result of `jax.jit` for the `target_mesh` of its arguments; return a `jax.stages.Compiled`.
 
-    Args:
-        function: anything with `lower`.
-        *args: trees of `jax.ShapeDtypeStruct` with shardings on a `target_mesh`.
-        options: of XLA; booleans as Python's.
-
-    Returns:
-        A `jax.stages.Compiled`, for `anatomy.dissect`.
+    `args` are trees of `jax.ShapeDtypeStruct` with shardings. `options` are XLA's, with booleans as Python's.
     """
     # JAX can write such a program to its disk cache, but not read it back. It stores what took at least this long.
     setting = "jax_persistent_cache_min_compile_time_secs"
@@ -89,29 +87,127 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
 def compiled_step(program: Program, step: int, options: Options = CUBLAS_GEMMS) -> Any:
     """Compile the training step of this number for the `target_mesh` of a program."""
     shape = program.shape_at(step)
-    ids_BT = _ids(program, shape.num_sequences, shape.seq_len)
+    inputs = program.state, *_inputs(program, shape.num_sequences, shape.seq_len)
     settings = {**program.compiler_options, **options}
-    train_step = program.train_step_for(shape.static)
-    return compile_for_target(train_step, program.state, ids_BT, ids_BT, _schedule(program), options=settings)
+    return compile_for_target(program.train_step_for(shape.static), *inputs, options=settings)
 
 
 def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
     """Compile a validation pass for the `target_mesh` of a program."""
-    ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
-    inputs = program.state.params, ids_BT, ids_BT, _schedule(program), program.state.step
+    ids = _inputs(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
+    inputs = program.state.params, *ids, program.state.step
     eval_step = program.eval_step_for(program.static_at(program.recipe.num_steps))
     return compile_for_target(eval_step, *inputs, options={**program.compiler_options, **options})
 
 
-def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
-    """Return the type and sharding of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec))
+def _inputs(program: Program, num_sequences: int, seq_len: int) -> tuple[Any, ...]:
+    """Return the types of ids, targets and `Program.schedule`, with their shardings."""
+
+    def placed(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec))
+
+    ids_BT = placed(np.empty((num_sequences, seq_len), np.int32), P(program.mesh.axis_names))
+    return ids_BT, ids_BT, {name: placed(x, P()) for name, x in program.step.plan.schedule.items()}
 
 
-def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeStruct:
-    return _placed(program, np.empty((num_sequences, seq_len), np.int32), P(program.mesh.axis_names))
+class Collective(msgspec.Struct, frozen=True):
+    """One collective of the schedule."""
+
+    kind: str  #: such as "all-gather"
+    dtype: str  #: joined by "+" if XLA combined several arrays
+    num_bytes: int  #: of whole arrays: the result of an all-gather, the operand of a reduce-scatter
+    is_synchronous: bool  #: nothing overlaps with it
+    times: int  #: per call of the program
+    name: str  #: JAX's name of the operation
+    groups: tuple[tuple[int, ...], ...] = ()  #: of devices; empty: all are one group
 
 
-def _schedule(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the types of `Program.schedule`."""
-    return {name: _placed(program, x, P()) for name, x in program.step.plan.schedule.items()}
+class Anatomy(msgspec.Struct, frozen=True):
+    """One call of a compiled program on one device."""
+
+    memory: Any  #: as XLA assigns it on one device, without scratch space that libraries allocate at run time
+    collectives: tuple[Collective, ...]  #: in the order of the schedule
+    custom_calls: dict[str, int]  #: number of runs, by target
+    traffic: dict[str, int]  #: bytes to and from memory (`hlo.Module.traffic_bytes`) by kind of kernel
+    arrays: dict[str, int]  #: bytes of every array in memory, by its type: "bf16[49152,768]"
+    unknown_loops: int  #: loops of unknown length, counted once
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes to and from memory, summed over kernels."""
+        return sum(self.traffic.values())
+
+    def sent_bytes(self, kind: str) -> int:
+        """Bytes of all collectives of a kind, summed over their runs."""
+        return sum(one.num_bytes * one.times for one in self.collectives if one.kind == kind)
+
+    def holds(self, dtype: str, *dims: int) -> bool:
+        """Whether an array of this type is ever in memory. It may still exist inside a kernel."""
+        return str(hlo.Array(dtype, dims)) in self.arrays
+
+
+def dissect(compiled: jax.stages.Compiled) -> Anatomy:
+    """Read a compiled program.
+
+    Raises:
+        ValueError: if its backend gives neither text nor memory.
+    """
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or text is None:
+        raise ValueError(f"got {compiled}, which cannot be read; need a program for CPU or CUDA")
+    return read(text, memory)
+
+
+def read(text: str, memory: Any = None) -> Anatomy:
+    """Read the text of a scheduled module, and how its memory is assigned.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    calls: Counter[str] = Counter()
+    traffic: Counter[str] = Counter()
+    arrays: dict[str, int] = {}
+    collectives: list[Collective] = []
+    unknown_loops = 0
+    for step in hlo.parse(text):
+        one = step.instruction
+        if one.target and not one.opcode.endswith("-done"):
+            calls[one.target] += step.times
+        unknown_loops += one.opcode == "while" and not hlo.trip_count(one)
+        if moved := step.times * step.traffic_bytes:
+            traffic[one.target or one.kind] += moved
+            arrays |= {str(array): array.num_bytes for array in one.results}
+        collectives += [found for _, found in ended(step)]
+    return Anatomy(memory, tuple(collectives), dict(calls), dict(traffic), arrays, unknown_loops)
+
+
+def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
+    """Yield the collectives that an instruction ends, each with the name of the instruction that starts it.
+
+    In an asynchronous pair, operands are those of the start and results those of the end. Since jax 0.12 small
+    all-reduces may be kernels of XLA: then the collective is inside a fusion.
+    """
+    one = step.instruction
+    starts, ends = one.opcode.endswith("-start"), one.opcode.endswith("-done")
+    if one.kind == "fusion" and not ends:
+        for fused in (x for x in step.inside.values() if x.kind in hlo.COLLECTIVES):
+            yield one.name, _collective(fused, fused, step, is_synchronous=not starts)
+    elif one.kind in hlo.COLLECTIVES and not starts:
+        start = step.around[one.operands[0]] if ends else one
+        waits = start is one or '"is_sync":true' in start.attributes
+        yield start.name, _collective(one, start, step, is_synchronous=waits)
+
+
+def _collective(
+    end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed, *, is_synchronous: bool
+) -> Collective:
+    sent = [array for name in start.operands for array in step.around[name].arrays]
+    return Collective(
+        kind=end.kind,
+        dtype="+".join(sorted({array.dtype for array in sent})),
+        num_bytes=max(end.num_bytes, sum(array.num_bytes for array in sent)),
+        is_synchronous=is_synchronous,
+        times=step.times,
+        name=start.source or start.name,
+        groups=start.groups,
+    )

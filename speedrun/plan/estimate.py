@@ -11,9 +11,9 @@ import msgspec
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
-from speedrun.plan import anatomy, cost, hlo, scaling
+from speedrun.plan import cost, hlo, scaling
 from speedrun.plan.cost import Attention, Line, Unit, Work, gb, ms
-from speedrun.plan.deviceless import compiled_step, target_mesh
+from speedrun.plan.deviceless import compiled_step, dissect, target_mesh
 from speedrun.science.params import ParamSpec, count
 from speedrun.science.recipe import Recipe, Stage, settings
 from speedrun.train import footprint
@@ -231,8 +231,8 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     moved = size * tokens * width
     flops, head_flops = 6 * tokens * weights, 6 * tokens * sum(spec.size for spec in heads)
     works = [
-        Work(cost.gemm(unit), flops, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices),
-        Work(cost.gemm(head_unit), head_flops, head_unit, 0, 3 * size * logits, 3),
+        Work(cost.GEMMS[unit], flops, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices),
+        Work(cost.GEMMS[head_unit], head_flops, head_unit, 0, 3 * size * logits, 3),
         Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
         Work("elementwise", num_bytes=between * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
     ]
@@ -278,11 +278,11 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
 def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
     """Read a step from its compiled program."""
     compiled = compiled_step(program, cost.steps_of(program, stage)[0])
-    found, module = anatomy.dissect(compiled), hlo.parse(compiled.as_text())
+    found, schedule = dissect(compiled), hlo.parse(compiled.as_text())
     return _Found(
         memory_bytes=found.memory.peak_memory_in_bytes,
         traffic_bytes=found.traffic_bytes,
         gathered_bytes=found.sent_bytes("all-gather"),
         scattered_bytes=found.sent_bytes("reduce-scatter"),
-        lines_with=lambda each: scaling.replayed(module, each, device, program.num_devices, num_nodes=1)[1],
+        lines_with=lambda each: scaling.replayed(schedule, each, device, program.num_devices, num_nodes=1)[1],
     )

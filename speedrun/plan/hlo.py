@@ -33,7 +33,11 @@ _REDUCTIONS = {"reduce", "reduce-window"}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
 _HEADER = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
+#: A type, an opcode, operands whose types may be tuples, and attributes.
+_CALL = re.compile(r"(.*?) ([a-z][\w-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)")
 _ASSIGNMENT = re.compile(r" +(ROOT )?%([\w.-]+) = ")
+#: Opcodes that communicate between devices.
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 #: How XLA writes the groups of a collective: see `_groups`.
 _LISTS = re.compile(r"\{((?:\{[\d,]+\},?)*)\}")
 _MADE = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -124,13 +128,6 @@ class Product(NamedTuple):
     flops: float  #: two per multiply-add
 
 
-class Elements(NamedTuple):
-    """Elementwise work of a kernel."""
-
-    computed: Counter[str]  #: opcode -> elements; of a reduction, its input
-    accessed: int  #: read from memory, each once, and written
-
-
 class Executed(NamedTuple):
     """An instruction of the schedule: a kernel by itself, or a fusion."""
 
@@ -172,51 +169,33 @@ class Executed(NamedTuple):
         return [found for one in self.inside.values() if (found := _product(one, self.around))]
 
     @property
-    def elements(self) -> Elements:
-        """Elements that it computes, each once, and those that it reads and writes.
-
-        Of an update in place, only the update counts.
-        """
-        computed: Counter[str] = Counter()
+    def computed(self) -> Counter[str]:
+        """Elements that it computes, by opcode: of a reduction its input, of an update in place the update."""
+        elements: Counter[str] = Counter()
         for one in self.inside.values():
             of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
             arrays = [array for name in of for array in self.around[name].arrays]
             arrays = arrays or (_written(one, self.around) if one.opcode in _UPDATES else one.arrays)
-            computed[one.opcode] += max((array.size for array in arrays), default=0)
+            elements[one.opcode] += max((array.size for array in arrays), default=0)
+        return elements
+
+    @property
+    def accessed(self) -> int:
+        """Elements that it reads, each once, and writes; of an update in place, only the update counts."""
         read = [
             x.size * _taken(one, self.inside) // one.num_bytes
             for one in self.sources
             if one.num_bytes
             for x in one.arrays
         ]
-        return Elements(computed, max(read, default=0) + sum(x.size for x in self.written))
+        return max(read, default=0) + sum(x.size for x in self.written)
 
 
-class Module(NamedTuple):
-    """A parsed program."""
+def parse(text: str) -> list[Executed]:
+    """Parse the text of `compiled.as_text()`; return every instruction that it executes, in the schedule's order.
 
-    computations: dict[str, Computation]
-    entry: str
-
-    def executed(self, name: str = "", times: int = 1) -> Iterator[Executed]:
-        """Yield every instruction of a computation, by default the entry, and of what it runs, in the schedule's order.
-
-        The body of a loop counts by its trip count, or once if that is unknown. All branches of a conditional count. A
-        fusion is one kernel, so its inside is left out, as are the functions of reductions.
-        """
-        computation = self.computations[name or self.entry]
-        for one in computation.values():
-            if fused := one.calls("calls") if one.kind == "fusion" else []:
-                inside = around = self.computations[fused[0]]
-            else:
-                inside, around = {one.name: one}, computation
-            yield Executed(one, times, inside, around)
-            for callee in one.calls(*_ENTERED.get(one.opcode, ())):
-                yield from self.executed(callee, times * (trip_count(one) or 1))
-
-
-def parse(text: str) -> Module:
-    """Parse the text of `compiled.as_text()`.
+    The body of a loop counts by its trip count, or once if that is unknown. All branches of a conditional count. A
+    fusion is one kernel, so its inside is left out, as are the functions of reductions.
 
     Raises:
         ValueError: for anything but a scheduled module.
@@ -233,31 +212,31 @@ def parse(text: str) -> Module:
         elif assigned := _ASSIGNMENT.match(line):
             one = _instruction(assigned[2], line[assigned.end() :], is_root=bool(assigned[1]))
             computations[current][one.name] = one
-    return Module(computations, entry)
+    return [*_executed(computations, entry, 1)]
+
+
+def _executed(computations: dict[str, Computation], name: str, times: int) -> Iterator[Executed]:
+    """Yield every instruction of a computation, and of what it runs."""
+    for one in computations[name].values():
+        if fused := one.calls("calls") if one.kind == "fusion" else []:
+            inside = around = computations[fused[0]]
+        else:
+            inside, around = {one.name: one}, computations[name]
+        yield Executed(one, times, inside, around)
+        for callee in one.calls(*_ENTERED.get(one.opcode, ())):
+            yield from _executed(computations, callee, times * (trip_count(one) or 1))
 
 
 def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
     """Parse `bf16[8,4]{1,0} add(%a, %b), metadata={...}`."""
-    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    opening = text.index("(", end)
-    closing = _closing(text, opening)
-    opcode, inner = text[end:opening].strip(), text[opening + 1 : closing - 1]
+    if not (called := _CALL.match(text)):
+        raise ValueError(f"got {text[:60]!r}; need a type, an opcode, and operands in parentheses")
+    kind, opcode, inner, attributes = called.groups()
     arrays = tuple(
-        Array(dtype, tuple(map(int, filter(None, dims.split(",")))))
-        for dtype, dims in _ARRAY.findall(text[:end])
+        Array(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(kind)
     )
     operands = (inner,) if opcode == "parameter" else tuple(_NAME.findall(inner))
-    return Instruction(name, arrays, opcode, operands, text[closing:], is_root)
-
-
-def _closing(text: str, opening: int) -> int:
-    """Return the index after the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for place in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
-        if depth == 0:
-            return place + 1
-    raise ValueError(f"a parenthesis in {text[:60]!r} is never closed")
+    return Instruction(name, arrays, opcode, operands, attributes, is_root)
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:

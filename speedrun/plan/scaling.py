@@ -16,10 +16,9 @@ from speedrun.base import accelerators as kinds
 from speedrun.base import mesh
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import UsageError
-from speedrun.plan import anatomy, cost, hlo
-from speedrun.plan.anatomy import Collective
+from speedrun.plan import cost, hlo
 from speedrun.plan.cost import Attention, Line, Work, gb, ms
-from speedrun.plan.deviceless import compiled_step, target_mesh
+from speedrun.plan.deviceless import Collective, compiled_step, ended, target_mesh
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.train.program import Program
 
@@ -180,8 +179,8 @@ def scale(
     larger = recipe.override({name: str(number * num_nodes) for name, number in of_node.items()})
     stage = larger.stages[0]
     program = Program(larger, target_mesh(kind, num_devices, num_nodes), microbatches * num_nodes)
-    module = hlo.parse(compiled_step(program, 0).as_text())
-    trips, lines = replayed(module, mean_attention(program, stage), device, num_devices, num_nodes)
+    schedule = hlo.parse(compiled_step(program, 0).as_text())
+    trips, lines = replayed(schedule, mean_attention(program, stage), device, num_devices, num_nodes)
     return Scale(
         num_nodes=num_nodes,
         num_devices=program.num_devices,
@@ -200,20 +199,20 @@ def mean_attention(program: Program, stage: Stage) -> Attention:
 
 
 def replayed(
-    module: hlo.Module, attention: Attention, device: Device, num_devices: int, num_nodes: int
+    schedule: list[hlo.Executed], attention: Attention, device: Device, num_devices: int, num_nodes: int
 ) -> tuple[list[Trip], tuple[Line, ...]]:
     """Replay a schedule on the two clocks; return its transfers, and its kernels by kind.
 
-    The devices of the module are numbered node by node. `attention` has the FLOPs of attention in the step.
+    The devices of the program are numbered node by node. `attention` has the FLOPs of attention in the step.
     "communication" among the kernels is the time that the device waits.
     """
     now_s = wire_s = 0.0
     began_s: dict[str, float] = {}
     trips: list[Trip] = []
     works: list[Work] = []
-    for step, work in cost.priced(module, attention):
+    for step, work in cost.priced(schedule, attention):
         began_s[step.instruction.name] = now_s
-        for start, one in anatomy.ended(step):
+        for start, one in ended(step):
             per_node, nodes = _reach(one, num_devices, num_nodes)
             takes_s = one.times * seconds(one, per_node, nodes, device)
             wire_s = max(wire_s, began_s[start]) + takes_s
