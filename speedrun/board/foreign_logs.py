@@ -45,7 +45,7 @@ from typing import NamedTuple
 import msgspec
 
 from speedrun.base.console import clean
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.wholefile import read_regular
 from speedrun.record.layout import sha256
 
@@ -197,12 +197,10 @@ def import_file(path: Path, name: str) -> Context:
     Raises:
         UsageError: the file cannot be read, is larger than 32 MiB, or holds no curve.
     """
-    try:
+    advice = "need a text log or a CSV of curves"
+    with translate_read_errors(clean(str(path)), advice, EOFError, zlib.error, kind=UsageError):
         raw = read_regular(path, MAX_BYTES)
         inflated = _inflated(raw)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{clean(str(path))}: {reason}; need a text log or a CSV of curves") from None
     context = import_bytes(inflated, name, source=path.name, digest=sha256(raw))
     if not context.runs:
         first = next(iter(context.problems), None)

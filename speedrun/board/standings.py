@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from speedrun.base import track as tracks
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.record.reader import Record, load
 from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
@@ -104,11 +104,6 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predicted: tuple[Prediction, ...] = ()
     scaling: str = ""  #: what `speedrun plan --nodes` prints
 
-    @property
-    def results(self) -> tuple[Published, ...]:
-        """Everything of others that the board shows."""
-        return (*(one.published for one in self.history if one.link), *self.published)
-
 
 class Row(msgspec.Struct, frozen=True):
     """One record."""
@@ -194,7 +189,9 @@ def read(folder: Path) -> Board:
     rows = [one for one in judged if isinstance(one, Row)]
     rows = [msgspec.structs.replace(one, changed_lines=_changed_lines(one, sources)) for one in rows]
     left_out = tuple(one for one in judged if isinstance(one, LeftOut))
-    return Board(tuple(_ranked(rows)), read_context(folder).results, left_out)
+    context = read_context(folder)
+    past = (one.published for one in context.history if one.link)
+    return Board(tuple(_ranked(rows)), (*past, *context.published), left_out)
 
 
 def read_context(folder: Path) -> Context:
@@ -204,12 +201,8 @@ def read_context(folder: Path) -> Context:
         UsageError: if it is malformed.
     """
     path = folder / CONTEXT
-    try:
-        return msgspec.toml.decode(path.read_bytes(), type=Context)
-    except FileNotFoundError:
-        return Context()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}; correct it") from None
+    with translate_read_errors(path, "correct it", kind=UsageError):
+        return msgspec.toml.decode(path.read_bytes(), type=Context) if path.exists() else Context()
 
 
 def read_built(folder: Path) -> Board | None:
@@ -219,12 +212,8 @@ def read_built(folder: Path) -> Board | None:
         UsageError: if it cannot be read.
     """
     path = folder / BOARD
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Board)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}; run 'speedrun leaderboard build' to make it again") from None
+    with translate_read_errors(path, "run 'speedrun leaderboard build' to make it again", kind=UsageError):
+        return msgspec.json.decode(path.read_bytes(), type=Board) if path.exists() else None
 
 
 def judge(record: Record, path: str) -> Row | LeftOut:
@@ -235,19 +224,16 @@ def judge(record: Record, path: str) -> Row | LeftOut:
         why = next((one for one in failed if one.check.id in ("V001", "V006", "V008")), failed[0])
         return LeftOut(path, f"{why.check.id}: {why.messages[0]}")
     try:
-        return _row(record, report, path)
+        summary = summarize(record)
+        times = mean_interval([run.train_time_s for run in record.finished])
+        losses = mean_interval([run.val_loss for run in record.finished])
+        standing = standing_of(record, report)
     except ArithmeticError as error:  # a number that no check refuses
         return LeftOut(path, f"a number is out of range ({error})")
-
-
-def _row(record: Record, report: Report, path: str) -> Row:
-    summary = summarize(record)
-    times = mean_interval([run.train_time_s for run in record.finished])
-    losses = mean_interval([run.val_loss for run in record.finished])
     return Row(
         track=record.rules.id,
         path=path,
-        standing=standing_of(record, report),
+        standing=standing,
         failed=tuple(result.check.id for result in report.having("failed")),
         title=record.about.title,
         authors=record.about.authors,

@@ -231,11 +231,7 @@ def _commands(root: Path, place: PurePosixPath, archive: Path, title: str, text:
 
 
 def write(submission: Submission, content: bytes) -> None:
-    """Write the archive and the text; their folder is made.
-
-    Raises:
-        UsageError: if the folder cannot be made.
-    """
+    """Write the archive and the text; raise UsageError if their folder cannot be made."""
     archive = Path(submission.archive)
     with translate_os_errors(archive.parent, UsageError):
         archive.parent.mkdir(parents=True, exist_ok=True)

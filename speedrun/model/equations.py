@@ -13,9 +13,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 #: Equations that call a function once, and the parameter that holds it.
 _CALLED = {
-    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    **dict.fromkeys(("jit", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
 
 Values = dict[Var, Any]

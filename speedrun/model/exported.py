@@ -208,11 +208,6 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
         return {path.name: path.read_bytes()}
 
 
-def is_one(folder: Path) -> bool:
-    """Return whether a folder is one that `write` made, or should be."""
-    return (folder / FACTS).exists()
-
-
 def read(folder: Path) -> Facts:
     """Read `model.json`, and compare the other files with its digests.
 
@@ -265,5 +260,4 @@ def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    described = describe(recipe)
-    return {name: value for name, value in described.items() if name not in _TRAINING}
+    return {name: value for name, value in describe(recipe).items() if name not in _TRAINING}

@@ -127,13 +127,9 @@ class Incremental:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Read a function.
+        """Read a function of these parameters, or others of these shapes, and of a sequence of so many tokens.
 
-        Args:
-            function: to evaluate.
-            params: its parameters, or others of these shapes.
-            num_positions: tokens of a sequence.
-            is_whole: evaluate all positions in each step, and keep nothing of those of the past.
+        `is_whole`: evaluate all positions in each step, and keep nothing of those of the past.
         """
         self._is_whole = is_whole
         tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)

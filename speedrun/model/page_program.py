@@ -54,10 +54,10 @@ class Constants:
         return name
 
 
-def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], constants: Constants) -> dict:
+def program(function: Callable[..., Any], params: Any, inputs: Sequence[Any], constants: Constants) -> dict:
     """Return `function(params, *inputs)` as JSON; its constants are added to those of all programs of a model.
 
-    `shapes` has a `jax.ShapeDtypeStruct` of each input; trees of inputs and outputs are read leaf by leaf.
+    `inputs` have the shapes and dtypes of inputs. Trees of inputs and outputs are read leaf by leaf.
 
     Returns:
         `values` has [dtype, shape] of each value; `inputs` and `outputs` number them; `constants` gives some their
@@ -66,7 +66,7 @@ def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], co
     Raises:
         UsageError: if the page lacks an operation.
     """
-    jaxpr, consts = equations.traced(function, params, *shapes)
+    jaxpr, consts = equations.traced(function, params, *inputs)
     return _Writer(jaxpr, [*consts, *jax.tree.leaves(params)], constants).json
 
 

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.serving import CONTENT_TYPES, Answer, Reply, file_below, opened
 
 _LIST = "models.json"
@@ -42,11 +42,6 @@ def answering(folders: Sequence[Path]) -> Answer:
 
 
 def _names(root: Path) -> list[str]:
-    try:
-        with opened(root, _LIST) as file:
-            return msgspec.json.decode(file.read(_LIST_BYTES), type=list[str])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"{root / _LIST}: {reason}; need a folder that 'speedrun export RUN --to web' made"
-        ) from None
+    advice = "need a folder that 'speedrun export RUN --to web' made"
+    with translate_read_errors(root / _LIST, advice, kind=UsageError), opened(root, _LIST) as file:
+        return msgspec.json.decode(file.read(_LIST_BYTES), type=list[str])

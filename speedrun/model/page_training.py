@@ -83,21 +83,20 @@ def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
 def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
     """Return the first batches of the track's synthetic stream, i32 [B, T]: those that a run of this shape reads."""
     source = Source(**(track.load(TRACK).synthetic or {}))
-    num_tokens = num_sequences * seq_len
+    shape, num_tokens = (num_sequences, seq_len), num_sequences * seq_len
     num_lines = num_steps * num_tokens // source.line_tokens + 1
     tokens = generate(source, 1, num_lines).reshape(-1).astype(np.int32)
 
-    def at(start: int) -> np.ndarray:
-        return tokens[start : start + num_tokens].reshape(num_sequences, seq_len)
-
-    return [Tokens(at(i), at(i + 1)) for i in range(0, num_steps * num_tokens, num_tokens)]
+    starts = range(0, num_steps * num_tokens, num_tokens)
+    return [Tokens(*(tokens[at : at + num_tokens].reshape(shape) for at in (i, i + 1))) for i in starts]
 
 
 def traced(one: Program, data: list[Tokens]) -> Trace:
     """Train with JAX."""
     first = _copied(one.init(jax.random.key(0)))
     before, after = [state for _, state in _losses(one, first, data[: CHECKED_STEP + 1])][-2:]
-    grads = _copied(_gradients(one)(_placed(one, before), *data[CHECKED_STEP], one.schedule))
+    placed = jax.device_put(before, one.shardings(one.specs))
+    grads = _copied(_gradients(one)(placed, *data[CHECKED_STEP], one.schedule))
     rng = np.random.default_rng(0)
 
     def nudged(x: np.ndarray) -> np.ndarray:
@@ -111,7 +110,7 @@ def traced(one: Program, data: list[Tokens]) -> Trace:
 
 def _losses(one: Program, start: TrainState, data: list[Tokens]) -> Iterator[tuple[float, TrainState]]:
     """Yield the loss of each step, and a copy of the state after it."""
-    state = _placed(one, start)
+    state = jax.device_put(start, one.shardings(one.specs))
     for tokens_BT, targets_BT in data:
         state, metrics = one.train_step(state, tokens_BT, targets_BT, one.schedule)
         yield float(metrics.loss), _copied(state)
@@ -130,10 +129,6 @@ def _gradients(one: Program) -> Callable[..., Params]:
         return one.step.loss_and_grads(state.params, batch, inputs)[1]
 
     return gradients
-
-
-def _placed(one: Program, state: TrainState) -> TrainState:
-    return jax.device_put(state, one.shardings(one.specs))
 
 
 def write(recipe: Recipe, out: Path) -> None:
@@ -198,8 +193,7 @@ def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -
         inputs, kernels = _inputs(one, row), DecodingKernels()
         return recipe.loss(params, batch, inputs, recipe.config, kernels, recipe.forward).objective
 
-    shapes = map(_shapes, (state.params, *data, _row(one)))
-    return program(loss, {}, [*shapes], constants)
+    return program(loss, {}, [state.params, *data, _row(one)], constants)
 
 
 def _update(one: Program, state: TrainState, constants: Constants) -> dict[str, Any]:
@@ -214,8 +208,7 @@ def _update(one: Program, state: TrainState, constants: Constants) -> dict[str, 
         found = jax.vmap(alone, in_axes=None, axis_name=DATA, axis_size=1)(grads)
         return jax.tree.map(lambda x: x[0], found)
 
-    shapes = map(_shapes, (state.params, state.opt_state, state.params, _row(one)))
-    return program(update, {}, [*shapes], constants)
+    return program(update, {}, [state.params, state.opt_state, state.params, _row(one)], constants)
 
 
 def _row(one: Program) -> Params:
@@ -224,10 +217,6 @@ def _row(one: Program) -> Params:
 
 def _inputs(one: Program, row: Params) -> Inputs:
     return one.step.plan.at(0, {name: x[None] for name, x in row.items()}, one.static_at(0))
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
 
 
 def _copied(tree: Any) -> Any:

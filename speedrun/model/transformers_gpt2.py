@@ -118,11 +118,6 @@ def inward(ours: str, spec: ParamSpec, x: np.ndarray) -> np.ndarray:
 # --- in
 
 
-def is_one(folder: Path) -> bool:
-    """Return whether a folder is one of transformers."""
-    return (folder / CONFIG).exists()
-
-
 def _read_config(folder: Path) -> Config:
     """Read `config.json`; raise DataError if it is damaged, UsageError if its model computes something else."""
     path = folder / CONFIG

@@ -28,7 +28,7 @@ import msgspec
 
 from speedrun.base import accelerators, children, clock, runlog
 from speedrun.base import track as tracks
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.output import reported
 from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving
 from speedrun.base.signals import handled_by, stop
@@ -59,12 +59,10 @@ class File(NamedTuple):
 
 def check(folder: Path) -> None:
     """Raise UsageError for what exists and can be no run. A folder that does not exist may become one."""
-    try:
+    with translate_read_errors(folder, "name the folder of a run or record", kind=UsageError):
         if not folder.exists() or (folder.is_dir() and (_logs(folder) or not any(folder.iterdir()))):
             return
         is_begun = any((folder / name).exists() for name in _BEGUN)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror}; name the folder of a run or record") from None
     if not is_begun:
         raise UsageError(f"{folder} is no run; need the folder of a run or record, as run --out makes")
 

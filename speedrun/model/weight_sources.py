@@ -52,7 +52,7 @@ def load(
         DataError: if weights are missing, damaged or not finite.
     """
     folder, origin = _found(source)
-    is_export, is_gpt2 = exported.is_one(folder), transformers_gpt2.is_one(folder)
+    is_export, is_gpt2 = (folder / exported.FACTS).exists(), (folder / transformers_gpt2.CONFIG).exists()
     if step is not None and (is_export or is_gpt2):
         raise UsageError(f"--step has no effect: {source} has the weights of one step; leave it out")
     if is_export:
@@ -79,11 +79,11 @@ def packed_for(program: Program, source: Path) -> tuple[Params, Mapping[str, str
         DataError: if weights are missing, damaged, not finite, or not exactly those of the program.
     """
     folder, origin = _found(source)
-    if exported.is_one(folder):
+    if (folder / exported.FACTS).exists():
         facts = exported.read(folder)
         packed = exported.placed(program, exported.arrays(folder, program))
         return packed, {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
-    if transformers_gpt2.is_one(folder):
+    if (folder / transformers_gpt2.CONFIG).exists():
         return exported.placed(program, transformers_gpt2.arrays(folder, program)), origin
     raise UsageError(
         f"{source} is no folder of weights; need one with {exported.FACTS} or {transformers_gpt2.CONFIG}; "
@@ -128,8 +128,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
         raise UsageError(
             f"--init-from on {track.id}, which is ranked: a record starts from random weights; choose --track webmini"
         )
-    if processes.count() > 1:
-        count = processes.count()
+    if (count := processes.count()) > 1:
         raise UsageError(f"--init-from in {count} processes; need one; leave out what starts others")
     folder = checkpoint.folder_of(config.out)
     if folder.exists():
@@ -137,8 +136,14 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
     every = config.checkpoint_every or recipe.num_steps  # at least the end is kept
     ready = prepare(msgspec.structs.replace(config, checkpoint_every=every))
-    packed, origin = packed_for(ready.program, source)
-    state = _beginning(ready.program, packed, config.seed)
+    program = ready.program
+    packed, origin = packed_for(program, source)
+    fresh = program.init(jax.random.key(config.seed))
+
+    def begin(packed: Params) -> TrainState:  # what the optimiser keeps of weights is made from these
+        return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
+
+    state = jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)
     facts = checkpoint.Facts(
         step=0,
         run_id=" ".join(origin.values()),
@@ -155,13 +160,3 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
         checkpoints.save(state, facts)
     give_name(partial, folder)
     return msgspec.structs.replace(ready.config, resume=True)
-
-
-def _beginning(program: Program, packed: Params, seed: int) -> TrainState:
-    """Return the initial state with these weights; what the optimiser keeps of weights is made from them."""
-    fresh = program.init(jax.random.key(seed))
-
-    def begin(packed: Params) -> TrainState:
-        return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
-
-    return jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)
