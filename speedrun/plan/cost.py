@@ -225,8 +225,8 @@ def flops_rate(device: Device, unit: Unit) -> float:
 
 def floor_s(line: Line, device: Device) -> float:
     """Return the time of the FLOPs of a line at the vendor's rate."""
-    unit = next((unit for unit, kind in GEMMS.items() if kind == line.kind), "bf16")
-    return line.flops / flops_rate(device, unit)
+    units: dict[str, Unit] = {kind: unit for unit, kind in GEMMS.items()}
+    return line.flops / flops_rate(device, units.get(line.kind, "bf16"))
 
 
 def table(works: Sequence[Work], device: Device) -> tuple[Line, ...]:
