@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from speedrun.base import console, runlog
 from speedrun.base.errors import StorageError, UsageError
-from speedrun.board import foreign_logs, log_formats
-from speedrun.board.log_formats import FORMS, curve, export
+from speedrun.board import exports, foreign_logs
+from speedrun.board.exports import FORMS, curve, export
 from speedrun.cli.publish import export as command
 from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
@@ -133,7 +133,7 @@ def test_an_export_changes_no_existing_file(record, tmp_path):
 
 def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(record, tmp_path, monkeypatch):
     """At every rename and every sync."""
-    monkeypatch.setattr(log_formats, "refuse_secrets", lambda *_: None)  # it takes most of the time
+    monkeypatch.setattr(exports, "refuse_secrets", lambda *_: None)  # it takes most of the time
     whole = {path.name: path.read_bytes() for path in export(record, "csv", tmp_path / "whole")}
     moment, is_over = 0, False
     while not is_over:

@@ -15,7 +15,7 @@ from small_run import SMALL, runs_of
 from speedrun.base import children
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import Terminated
-from speedrun.board import wandb_relay
+from speedrun.board import exports
 from speedrun.cli import command
 
 KEY = "canary00" * 5
@@ -51,7 +51,7 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *sys.path]))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(wandb_relay, "_LEAVE_S", 300.0)  # it ends by itself, later on a busy machine
+    monkeypatch.setattr(exports, "_LEAVE_S", 300.0)  # it ends by itself, later on a busy machine
 
     def make(fault: str = "pass", stall: str = "pass"):
         (site / "wandb.py").write_text(FAKE.format(fault=fault, stall=stall))
@@ -67,7 +67,7 @@ def test_what_grows_in_the_log_arrives(record, fake, tmp_path, capfd):
     old, new = sorted((record / "runs").iterdir())
     shutil.copytree(old, growing / "runs" / old.name)
     raw = (new / "metrics.jsonl").read_bytes()
-    with wandb_relay.relayed(growing, "mine"):
+    with exports.relayed(growing, "mine"):
         (growing / "runs" / new.name).mkdir()
         with (growing / "runs" / new.name / "metrics.jsonl").open("wb", buffering=0) as log:
             for part in (raw[:200], raw[200:3000], raw[3000:]):
@@ -93,7 +93,7 @@ FAULTS = {"raise CommError('no server')": "no server", "os.kill(os.getpid(), 9)"
 def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
     told = fake(fault)
     fresh = record.with_name("fresh")
-    with wandb_relay.relayed(fresh, "mine"):
+    with exports.relayed(fresh, "mine"):
         record.rename(fresh)
         threading.Event().wait(2)
     (line,) = capfd.readouterr().err.splitlines()
@@ -107,12 +107,12 @@ def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
 def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, monkeypatch, fails, within_s):
     """Sooner if the run broke off."""
     told = fake(stall="time.sleep(600)")
-    monkeypatch.setattr(wandb_relay, "_LEAVE_S", 2.0)
+    monkeypatch.setattr(exports, "_LEAVE_S", 2.0)
     monkeypatch.setattr(children, "_HASTE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "site"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "site"))
     fresh, watch = record.with_name("fresh"), Stopwatch()
-    with contextlib.suppress(Terminated), wandb_relay.relayed(fresh, "mine"):
+    with contextlib.suppress(Terminated), exports.relayed(fresh, "mine"):
         record.rename(fresh)
         while not told() or told()[-1][0] != "log":
             threading.Event().wait(0.1)
@@ -130,7 +130,7 @@ def test_a_secret_in_what_would_be_sent_stops_it(record, fake, capfd):
     fresh = record.with_name("fresh")
     for log in record.glob("runs/*/metrics.jsonl"):
         log.write_bytes(log.read_bytes().replace(b'"tiny"', f'"{KEY}"'.encode(), 1))
-    with wandb_relay.relayed(fresh, "mine"):
+    with exports.relayed(fresh, "mine"):
         record.rename(fresh)
         threading.Event().wait(1.5)
     line = capfd.readouterr().err
@@ -142,7 +142,7 @@ def test_a_secret_in_what_would_be_sent_stops_it(record, fake, capfd):
 def test_told_not_to_send_it_does_not(record, fake, capfd, monkeypatch):
     told = fake()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with wandb_relay.relayed(record, "mine"):
+    with exports.relayed(record, "mine"):
         pass
     assert "WANDB_MODE=offline, which sends nothing" in capfd.readouterr().err
     assert not told()

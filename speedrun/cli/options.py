@@ -191,7 +191,7 @@ ghost_option = option(
     "qualified record of the track in records/.",
 )
 
-#: `--wandb PROJECT`, as the argument `wandb` for `wandb_relay.relayed`.
+#: `--wandb PROJECT`, as the argument `wandb` for `exports.relayed`.
 wandb_option = option("--wandb PROJECT", str, "Send the log to wandb. This cannot stop the run.")
 
 #: The options that `request_of` reads.

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
-from speedrun.board import log_formats, pages, submission
+from speedrun.board import exports, pages, submission
 from speedrun.board.leaks import Leak
 from speedrun.board.plots import pictures
 from speedrun.board.standings import BOARD, Board, read
@@ -181,8 +181,8 @@ MODEL_FORMS = {
 @click.argument("record", type=cli.PATH)
 @cli.option(
     "--to",
-    click.Choice([*log_formats.FORMS, *MODEL_FORMS]),
-    f"The format: {', '.join(log_formats.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
+    click.Choice([*exports.FORMS, *MODEL_FORMS]),
+    f"The format: {', '.join(exports.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
     name="form",
     required=True,
 )
@@ -213,6 +213,6 @@ def export(*, record: Path, form: str, out: Path | None, dtype: str | None, **gi
         for name, value in given.items():
             if value is not None:
                 raise UsageError(f"--{name} has no effect on curves; leave it out, or choose a model's form")
-        paths = log_formats.export(load(record), form, folder)
+        paths = exports.export(load(record), form, folder)
     names = [str(path) for path in paths]
     return cli.Answer({"files": names}, names)

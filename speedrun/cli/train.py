@@ -13,7 +13,7 @@ from speedrun.base import children, signals
 from speedrun.base import track as tracks
 from speedrun.base.errors import INTERRUPTED, UsageError, unknown
 from speedrun.base.recipe_files import own_file
-from speedrun.board.wandb_relay import relayed
+from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
 from speedrun.record import reader
 from speedrun.record.summary import Summary

@@ -12,8 +12,8 @@ from speedrun.base import track as tracks
 from speedrun.base.console import Printer
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.board import ghost as ghosts
+from speedrun.board.exports import relayed
 from speedrun.board.plots import plot
-from speedrun.board.wandb_relay import relayed
 from speedrun.data import generated, overview, shard_folder
 from speedrun.model import samples, weight_sources
 from speedrun.model.watch_server import watched

@@ -1,14 +1,17 @@
-"""Runs in wandb: the numbers of their logs, and nothing about the machine they ran on.
+"""A record in other formats: what its runs printed, text logs of modded-nanogpt, CSV, wandb.
 
-wandb adds its own version, that of Python and the platform. It is optional.
+Exports contain only what the record holds: no path, user, host or environment of the machine that exports. They hold
+less than the record and prove nothing. wandb, which is optional, adds its own version, that of Python and the platform.
 
 `--wandb PROJECT`: a child process sends the growing logs of a record. The run depends on none of it. Whatever goes
 wrong with wandb (not installed, no key, no server) is one warning, and the child is gone ten seconds after the run.
 
-python -m speedrun.board.wandb_relay RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
+python -m speedrun.board.exports RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
 """
 
+import csv
 import importlib
+import io
 import os
 import select
 import shlex
@@ -19,14 +22,18 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NamedTuple
 
-from speedrun.base import children, runlog
+from speedrun.base import children, console, runlog
+from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.output import reported
 from speedrun.base.tail import Tail
+from speedrun.base.wholefile import make_folder
 from speedrun.board import leaks
-from speedrun.record.logged_run import loss_of
+from speedrun.board.leaks import refuse_secrets
+from speedrun.board.submission import require_outside
+from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
 _LEAVE_S = 10.0  #: from the end of the run until the child is killed
@@ -41,6 +48,66 @@ _SETTINGS = {
 }
 #: Read by wandb when it is imported. The first stops reports of crashes to its makers.
 _ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+
+class Loss(NamedTuple):
+    """A point of a curve."""
+
+    step: int  #: steps done
+    kind: Literal["val", "train"]
+    loss: float
+    train_time_s: float
+
+
+def curve(run: Run) -> list[Loss]:
+    """Return the losses of a run by step, a validation before the training loss of the step that ended there."""
+    time_s, found = 0.0, []
+    for line in run.lines:
+        match line.event:
+            case runlog.ClockPause(train_time_s=paused_s) | runlog.ClockStop(train_time_s=paused_s):
+                time_s = paused_s
+            case runlog.Val() as val:
+                found.append(Loss(val.step, "val", loss_of(val), time_s))
+            case runlog.Step() as step:
+                found.append(Loss(step.step + 1, "train", step.loss, step.train_time_s))
+    return sorted(found, key=lambda point: (point.step, point.kind == "train"))
+
+
+def _classic(record: Record) -> dict[str, bytes]:
+    """Return a log of modded-nanogpt for each run: losses with four digits, times in whole milliseconds."""
+    files = {}
+    for run in record.runs:
+        lines = (
+            f"step:{step}/{run.start.num_steps} {kind}_loss:{loss:.4f} train_time:{1e3 * time_s:.0f}ms "
+            f"step_avg:{1e3 * time_s / max(step, 1):.2f}ms\n"
+            for step, kind, loss, time_s in curve(run)
+        )
+        files[f"{run.folder}.txt"] = "".join(lines).encode()
+    return files
+
+
+def _csv(record: Record) -> dict[str, bytes]:
+    """Return a table of the validations of all runs and one of the training losses, with all digits."""
+    files = {}
+    for name, kind in (("validations.csv", "val"), ("train_losses.csv", "train")):
+        table = io.StringIO()
+        writer = csv.writer(table, lineterminator="\n")
+        writer.writerow(["log", "step", "num_steps", f"{kind}_loss", "train_time_ms"])
+        for run in record.runs:
+            for point in (point for point in curve(run) if point.kind == kind):
+                # A digit of a nanosecond is more than a clock resolves; divided by 1,000 it gives the seconds again.
+                time_ms = f"{1e3 * point.train_time_s:.6f}".rstrip("0").rstrip(".")
+                writer.writerow([clean(run.folder), point.step, run.start.num_steps, point.loss, time_ms])
+        files[name] = table.getvalue().encode()
+    return files
+
+
+def _text(record: Record) -> dict[str, bytes]:
+    """Return what each run printed, with all kernels and reasons."""
+    return {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
+
+
+# --- wandb
 
 
 def library(**environment: str) -> Any:
@@ -110,6 +177,30 @@ def offline_runs(record: Record) -> dict[str, bytes]:
     return files
 
 
+#: From a record to files by relative path.
+FORMS = {"classic": _classic, "csv": _csv, "text": _text, "wandb": offline_runs}
+
+
+def export(record: Record, form: str, out: Path) -> list[Path]:
+    """Write a record in one of the `FORMS` into a new or empty folder, which appears whole; return the files.
+
+    Raises:
+        UsageError: if the record cannot be read whole or holds a secret, the folder is part of it or not empty, or
+            wandb is missing.
+        StorageError: if a file cannot be written.
+    """
+    if not record.whole:
+        raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
+    refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
+    require_outside(record.root, out)
+    files = FORMS[form](record)
+    make_folder(out, files)
+    return [out / name for name in files]
+
+
+# --- runs as they grow
+
+
 def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     """Inside the block, send the logs of a record's new runs to wandb; without a project, send nothing."""
     if project is None:
@@ -117,7 +208,7 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     old = [path.name for path in record.glob("runs/*")]
     export = shlex.join(["speedrun", "export", str(record), "--to", "wandb"])
     words, remedy = [str(record), project, *old], f"to send the record later: {export}"
-    return children.beside("wandb", "speedrun.board.wandb_relay", words, remedy, leave_s=_LEAVE_S)
+    return children.beside("wandb", "speedrun.board.exports", words, remedy, leave_s=_LEAVE_S)
 
 
 def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:
