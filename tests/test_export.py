@@ -133,7 +133,7 @@ def test_an_export_changes_no_existing_file(record, tmp_path):
 
 def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(record, tmp_path, monkeypatch):
     """At every rename and every sync."""
-    monkeypatch.setattr(exports, "refuse_secrets", lambda *_: None)  # it takes most of the time
+    monkeypatch.setattr(exports.leaks, "refuse_secrets", lambda *_: None)  # it takes most of the time
     whole = {path.name: path.read_bytes() for path in export(record, "csv", tmp_path / "whole")}
     moment, is_over = 0, False
     while not is_over:

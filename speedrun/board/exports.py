@@ -31,7 +31,6 @@ from speedrun.base.output import reported
 from speedrun.base.tail import Tail
 from speedrun.base.wholefile import make_folder
 from speedrun.board import leaks
-from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
@@ -191,7 +190,7 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
     """
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
-    refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
+    leaks.refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
     require_outside(record.root, out)
     files = FORMS[form](record)
     make_folder(out, files)

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from speedrun.base.errors import UsageError
 from speedrun.model import equations
-from speedrun.model.equations import shape_of
+from speedrun.model.equations import dtype_of, shape_of
 
 _ELEMENTWISE = """
 abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne neg not or pow rem
@@ -79,7 +79,7 @@ class _Writer:
         self._named: dict[str, int] = {}
         self.json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
         for x in variables[len(given) :]:
-            self._alias[x] = self._value(x.aval.dtype, shape_of(x))
+            self._alias[x] = self._value(dtype_of(x), shape_of(x))
             self.json["inputs"].append(self._alias[x])
         for eqn in equations.needed(jaxpr):
             if self._is_foldable(eqn):
@@ -111,10 +111,10 @@ class _Writer:
             value = np.asarray(x.val).item()  # JAX has floats and integers of its own
             # JSON has no infinity.
             value = value if not isinstance(value, float) or np.isfinite(value) else str(value)
-            return {"value": value, "dtype": _dtype(x)}
+            return {"value": value, "dtype": str(dtype_of(x))}
         if not isinstance(x, Literal) and x in self._alias:
             return self._alias[x]
-        array = np.asarray(x.val if isinstance(x, Literal) else self._known[x], _dtype(x))
+        array = np.asarray(x.val if isinstance(x, Literal) else self._known[x], dtype_of(x))
         name = self._constants.name_of(array)
         if name not in self._named:
             self._named[name] = self._value(array.dtype, array.shape)
@@ -122,7 +122,7 @@ class _Writer:
         return self._named[name]
 
     def _emit(self, name: str, operands: Sequence[Operand], out: Any, **params: Any) -> int:
-        number = self._value(out.aval.dtype, shape_of(out))
+        number = self._value(dtype_of(out), shape_of(out))
         self.json["equations"].append([name, list(operands), number, params])
         return number
 
@@ -139,7 +139,7 @@ class _Writer:
             self._alias[out] = self._emit("mul", xs * 2, out)
         elif name == "integer_pow" and params["y"] > 0:
             self._alias[out] = self._power(xs[0], params["y"], out)
-        elif name in ELEMENTWISE and (name != "select_n" or _dtype(eqn.invars[0]) == "bool"):
+        elif name in ELEMENTWISE and (name != "select_n" or str(dtype_of(eqn.invars[0])) == "bool"):
             self._alias[out] = self._emit(name, xs, out)
         elif (taken := _taken(eqn)) is not None:
             self._alias[out] = self._emit(taken[0], xs, out, **taken[1])
@@ -156,7 +156,7 @@ class _Writer:
         for out, end, size in zip(eqn.outvars, np.cumsum(sizes).tolist(), sizes, strict=True):
             bounds = [[0, n] for n in shape]
             bounds[axis] = [end - size, end]
-            found[out] = self._value(_dtype(out), (*shape[:axis], size, *shape[axis + 1 :]))
+            found[out] = self._value(dtype_of(out), (*shape[:axis], size, *shape[axis + 1 :]))
             self.json["equations"].append(["slice", xs, found[out], {"bounds": bounds}])
             if len(shape_of(out)) < len(shape):
                 found[out] = self._emit("reshape", [found[out]], out, shape=list(shape_of(out)))
@@ -217,10 +217,6 @@ def _is_row(eqn: JaxprEqn) -> bool:
         and numbers.offset_dims == tuple(range(leading, leading + len(rest)))
         and str(eqn.params["mode"]) in ("GatherScatterMode.PROMISE_IN_BOUNDS", "GatherScatterMode.CLIP", "1")
     )
-
-
-def _dtype(x: Any) -> str:
-    return str(x.aval.dtype)
 
 
 def _digest(array: np.ndarray) -> str:

@@ -8,7 +8,7 @@ training step that `speedrun run` takes, on one device in float32, on the same b
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,17 +51,6 @@ TINY: dict[str, str | float] = {
 CHECKED_STEP = 10
 
 
-class Trace(NamedTuple):
-    """What JAX computed."""
-
-    losses: list[float]
-    nudged: list[float]  #: with each starting value moved to a neighbouring number: how far rounding carries
-    first: TrainState
-    before: TrainState  #: of the step that is compared
-    grads: Params
-    after: TrainState
-
-
 def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
     """Return the preset of a recipe, and the settings that differ.
 
@@ -91,21 +80,29 @@ def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
     return [Tokens(*(tokens[at : at + num_tokens].reshape(shape) for at in (i, i + 1))) for i in starts]
 
 
-def traced(one: Program, data: list[Tokens]) -> Trace:
-    """Train with JAX."""
+def traced(one: Program, data: list[Tokens]) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
+    """Train with JAX; return all losses, and arrays: the first state, those around the compared step, its gradients.
+
+    The losses are also those with each starting value moved to a neighbouring number: how far rounding carries.
+    """
     first = _copied(one.init(jax.random.key(0)))
     before, after = [state for _, state in _losses(one, first, data[: CHECKED_STEP + 1])][-2:]
     placed = jax.device_put(before, one.shardings(one.specs))
     grads = _copied(_gradients(one)(placed, *data[CHECKED_STEP], one.schedule))
+    arrays = {f"grads.{name}": x for name, x in grads.items()}
+    for when, state in (("first", first), ("before", before), ("after", after)):
+        arrays |= {f"{when}.params.{name}": x for name, x in state.params.items()}
+        arrays |= {f"{when}.state.{i}": x for i, x in enumerate(jax.tree.leaves(state.opt_state))}
     rng = np.random.default_rng(0)
 
     def nudged(x: np.ndarray) -> np.ndarray:
         way = rng.choice(np.array([-np.inf, np.inf], np.float32), x.shape)
         return np.where(x == 0, x, np.nextafter(x, way))
 
-    starts = first, first._replace(params={name: nudged(x) for name, x in first.params.items()})
-    losses, others = ([loss for loss, _ in _losses(one, start, data)] for start in starts)
-    return Trace(losses, others, first, before, grads, after)
+    other = first._replace(params={name: nudged(x) for name, x in first.params.items()})
+    starts = {"losses": first, "nudged": other}
+    losses = {name: [loss for loss, _ in _losses(one, start, data)] for name, start in starts.items()}
+    return losses, arrays
 
 
 def _losses(one: Program, start: TrainState, data: list[Tokens]) -> Iterator[tuple[float, TrainState]]:
@@ -155,7 +152,7 @@ def _files(recipe: Recipe) -> dict[str, bytes]:
     data = batches(stage.num_steps, stage.num_sequences, stage.seq_len)
     constants, state = Constants({}), jax.eval_shape(one.step.init, jax.random.key(0))
     programs = {"loss": _loss(one, state, data[0], constants), "update": _update(one, state, constants)}
-    trace = traced(one, data)
+    losses, arrays = traced(one, data)
     facts = {
         "format": FORMAT,
         "recipe": preset.name,
@@ -165,19 +162,14 @@ def _files(recipe: Recipe) -> dict[str, bytes]:
         "num_sequences": stage.num_sequences,
         "seq_len": stage.seq_len,
         "num_params": count(one.layout.table),
-        "params": sorted(trace.grads),
-        "num_state": len(jax.tree.leaves(trace.first.opt_state)),
+        "params": sorted(state.params),
+        "num_state": len(jax.tree.leaves(state.opt_state)),
         "schedule": [{"dtype": str(x.dtype), "values": x.tolist()} for _, x in sorted(plan.schedule.items())],
         "checked_step": CHECKED_STEP,
-        "losses": trace.losses,
-        "nudged": trace.nudged,
+        **losses,
         **programs,
     }
-    arrays = dict(constants.arrays)
-    for when, state in (("first", trace.first), ("before", trace.before), ("after", trace.after)):
-        arrays |= {f"{when}.params.{name}": x for name, x in state.params.items()}
-        arrays |= {f"{when}.state.{i}": x for i, x in enumerate(jax.tree.leaves(state.opt_state))}
-    arrays |= {f"grads.{name}": x for name, x in trace.grads.items()}
+    arrays |= constants.arrays
     arrays["tokens"] = np.concatenate([*(x.tokens_BT.ravel() for x in data), data[-1].targets_BT[-1, -1:]])
     raw = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
     return {"training.json": msgspec.json.encode(facts), "arrays.safetensors": raw}

@@ -265,8 +265,10 @@ class Tensors:
         self.forms: dict[str, Form] = {}
         self._files: dict[str, Any] = {}
         index = folder / INDEX
-        names = [WEIGHTS] if not index.exists() else _shards(index)
-        for name in names:
+        names = read_json(index, _Index).weight_map.values() if index.exists() else (WEIGHTS,)
+        for name in sorted({*names}):
+            if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
+                raise DataError(f"{index} names {name!r}; need files of this folder; copy it again")
             opened, forms = _opened(folder / name)
             self.forms |= forms
             self._files |= dict.fromkeys(forms, opened)
@@ -295,13 +297,6 @@ def read_json(path: Path, kind: type[_T]) -> _T:
     """Read a file of JSON; raise DataError if it is missing or has another form."""
     with translate_read_errors(path, "copy or export the folder again"):
         return msgspec.json.decode(read_regular(path), type=kind)
-
-
-def _shards(index: Path) -> list[str]:
-    names = sorted({*read_json(index, _Index).weight_map.values()})
-    if wrong := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)]:
-        raise DataError(f"{index} names {wrong[0]!r}; need files of this folder; copy it again")
-    return names
 
 
 def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
