@@ -8,7 +8,6 @@ import json
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ SHORTEST = 64
 ROWS = 64
 #: Smaller arrays stay float32: learned scalars and rotary angles.
 SMALL = 1024
+_HERE = Path(__file__).parent
 JAX_JS = "jax-js-jax-0.1.25.tgz"  #: as npm published it
 
 
@@ -149,14 +149,13 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
 
 def page(folder: str) -> dict[str, bytes]:
     """Return the files of a page by name."""
-    ours = resources.files("speedrun.model") / folder
-    return {file.name: file.read_bytes() for file in ours.iterdir() if file.is_file()}
+    return {file.name: file.read_bytes() for file in (_HERE / folder).iterdir() if file.is_file()}
 
 
 def jax_js() -> dict[str, bytes]:
     """Return the modules of jax-js, and its licence."""
     files = {}
-    with (resources.files("speedrun.model") / JAX_JS).open("rb") as raw, tarfile.open(fileobj=raw) as archive:
+    with tarfile.open(name=_HERE / JAX_JS) as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
             is_module = folder == "package/dist" and name.endswith(".js")
