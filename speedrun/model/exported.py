@@ -21,7 +21,7 @@ from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
 from speedrun.data import shard_folder, vocabulary
 from speedrun.data.shards import sha256
-from speedrun.model.weights import DTYPES, WEIGHTS, Form, Tensors, Trained, own_recipe, read_json
+from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, own_recipe, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
 from speedrun.record.about import sources
@@ -249,7 +249,7 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the parameters of a program by name from a folder; raise DataError unless they are exactly its own."""
-    wanted = {name: (Form(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
+    wanted = {name: (form_of(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
     return Tensors(folder).read(wanted)
 
 

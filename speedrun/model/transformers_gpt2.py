@@ -22,7 +22,7 @@ from speedrun.base.track import Track
 from speedrun.data import shard_folder
 from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.model.exported import card, named_arrays, placed, save_folder, tokenizer_file
-from speedrun.model.weights import WEIGHTS, Form, Tensors, Trained, read_json
+from speedrun.model.weights import WEIGHTS, Tensors, Trained, form_of, read_json
 from speedrun.science.models import gpt2
 from speedrun.science.params import ParamSpec, Table
 from speedrun.train.program import Program
@@ -180,7 +180,7 @@ def _arrays(tensors: Tensors, table: Table) -> Iterator[tuple[str, np.ndarray]]:
         del tensors.forms[name]
     ours = {prefix + name_of(name): name for name in table}
     wanted = {
-        there: tuple(Form(dtype, shape_of(name, table[name])) for dtype in _READ)
+        there: tuple(form_of(dtype, shape_of(name, table[name])) for dtype in _READ)
         for there, name in ours.items()
     }
     if _HEAD in tensors.forms:  # the table again

@@ -4,11 +4,11 @@ A record is small and has no weights: they lie beside it, in RECORD.checkpoints,
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import msgspec
@@ -238,14 +238,9 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
 # --- files of safetensors
 
 
-class Form(NamedTuple):
-    """A tensor, as a header describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{[*self.shape]}"
+def form_of(dtype: str, shape: Iterable[int]) -> str:
+    """Return dtype and shape of a tensor as a header has them, in one text."""
+    return f"{dtype}{[*shape]}"
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -262,7 +257,7 @@ class Tensors:
             DataError: if a file is missing or damaged.
         """
         self.folder = folder
-        self.forms: dict[str, Form] = {}
+        self.forms: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         index = folder / INDEX
         names = read_json(index, _Index).weight_map.values() if index.exists() else (WEIGHTS,)
@@ -273,7 +268,7 @@ class Tensors:
             self.forms |= forms
             self._files |= dict.fromkeys(forms, opened)
 
-    def read(self, wanted: Mapping[str, tuple[Form, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+    def read(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors by name, after the forms of all of them are compared with those that they may have.
 
         Raises:
@@ -284,7 +279,7 @@ class Tensors:
             got, need = self.forms.get(name), wanted.get(name)
             if got is None or need is None or got not in need:
                 what = "is missing" if got is None else f"is {got}"
-                needs = f"need {' or '.join(map(str, need))}" if need else "the model has no such parameter"
+                needs = f"need {' or '.join(need)}" if need else "the model has no such parameter"
                 raise DataError(f"{folder}: parameter {name} {what}; {needs}; name the model's own recipe")
         for name in wanted:
             x = self._files[name].get_tensor(name)
@@ -299,7 +294,7 @@ def read_json(path: Path, kind: type[_T]) -> _T:
         return msgspec.json.decode(read_regular(path), type=kind)
 
 
-def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
+def _opened(path: Path) -> tuple[Any, dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -308,4 +303,4 @@ def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
     with translate_read_errors(path, "need a whole file of safetensors; copy it again", SafetensorError):
         file = safe_open(path, framework="np")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        return file, {name: Form(x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+        return file, {name: form_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
