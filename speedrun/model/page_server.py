@@ -24,8 +24,11 @@ def answering(folders: Sequence[Path]) -> Answer:
     """
     roots = [Path(os.path.realpath(folder)) for folder in folders]
     models: dict[str, tuple[Path, str]] = {}
+    advice = "need a folder that 'speedrun export RUN --to web' made"
     for number, root in enumerate(roots, 1):
-        for name in _names(root):
+        with translate_read_errors(root / _LIST, advice, kind=UsageError), opened(root, _LIST) as file:
+            names = msgspec.json.decode(file.read(_LIST_BYTES), type=list[str])
+        for name in names:
             models[name if name not in models else f"{name} ({number})"] = root, name
 
     def answer(path: str, _: dict[str, str]) -> Reply | None:
@@ -39,9 +42,3 @@ def answering(folders: Sequence[Path]) -> Answer:
         return file_below(root, *names)
 
     return answer
-
-
-def _names(root: Path) -> list[str]:
-    advice = "need a folder that 'speedrun export RUN --to web' made"
-    with translate_read_errors(root / _LIST, advice, kind=UsageError), opened(root, _LIST) as file:
-        return msgspec.json.decode(file.read(_LIST_BYTES), type=list[str])

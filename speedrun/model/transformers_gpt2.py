@@ -132,8 +132,15 @@ def _read_config(folder: Path) -> Config:
     return config
 
 
-def overrides_of(config: Config) -> dict[str, str]:
-    """Return the settings of the ladder's `gpt2` that make it this model."""
+def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Trained:
+    """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
+
+    See `weight_sources.load`; `origin` says where the weights come from.
+    """
+    config, tensors = _read_config(folder), Tensors(folder)
+    if config.n_layer > len(tensors.forms):
+        raise DataError(f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; get it again")
+    track = _track(folder, config)
     sizes = {
         "config.vocab_size": config.vocab_size,
         "config.max_positions": config.n_positions,
@@ -145,18 +152,7 @@ def overrides_of(config: Config) -> dict[str, str]:
         "eval_seq_len": config.n_positions,
         "stages.0.seq_len": config.n_positions,
     }
-    return {name: str(value) for name, value in sizes.items()}
-
-
-def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Trained:
-    """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
-
-    See `weight_sources.load`; `origin` says where the weights come from.
-    """
-    config, tensors = _read_config(folder), Tensors(folder)
-    if config.n_layer > len(tensors.forms):
-        raise DataError(f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; get it again")
-    track, overrides = _track(folder, config), overrides_of(config)
+    overrides = {name: str(value) for name, value in sizes.items()}
     meshes.prepare("any")
     program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(1))
     packed = placed(program, _arrays(tensors, program.layout.table))
