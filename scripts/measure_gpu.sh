@@ -12,7 +12,7 @@
 #   --parts NAME,...      only these, also again; a wrong name lists them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
-#   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_rival.py
+#   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_step.py
 #
 # Environment, all optional:
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it

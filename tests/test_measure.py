@@ -13,7 +13,7 @@ from pages import read_options
 from typed import program
 
 from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.machine import bench_rival
+from speedrun.machine import bench_step
 from speedrun.recipes import record21
 
 ROOT = Path(__file__).parent.parent
@@ -131,25 +131,25 @@ i=0; while [ $i -lt $4 ]; do echo "{\\"step\\": $i, \\"time_s\\": 0.$((i + 1)), 
 
 def stranger(folder: Path, text: str) -> list[str]:
     program(folder / "run", text)
-    return [str(bench_rival.executable(folder)), "--shards", "x", "--steps", "4"]
+    return [str(bench_step.executable(folder)), "--shards", "x", "--steps", "4"]
 
 
 def test_a_rival_is_read_line_by_line(tmp_path):
-    curve = bench_rival.read(stranger(tmp_path, RIVAL), 4)
+    curve = bench_step.run_rival(stranger(tmp_path, RIVAL), 4)
     assert curve.ms == pytest.approx([100.0] * 4)
     assert curve.losses == [5.0] * 4
-    ours = bench_rival.Curve("ours", [90.0, 80.0, 80.0, 500.0], [5.0] * 4)
-    slower = bench_rival.Curve("ours", [120.0] * 4, [5.0] * 4)
-    found = bench_rival.compared([ours, curve, curve, slower])
+    ours = bench_step.Curve("ours", [90.0, 80.0, 80.0, 500.0], [5.0] * 4)
+    slower = bench_step.Curve("ours", [120.0] * 4, [5.0] * 4)
+    found = bench_step.compared([ours, curve, curve, slower])
     assert found.ratio == pytest.approx((85 + 120) / 200)
     assert (found.ratio_least, found.ratio_most) == pytest.approx((0.85, 1.2))
     assert [row["step"] for row in found.curve] == [0, 1, 2, 3]
     for text in ("#!/bin/sh\necho torch: no kernel image >&2; exit 3\n", "#!/bin/sh\necho hello\n"):
         with pytest.raises(SpeedrunError, match=r"no kernel image|printed 0 steps"):
-            bench_rival.read(stranger(tmp_path, text), 4)
+            bench_step.run_rival(stranger(tmp_path, text), 4)
     (tmp_path / "run").unlink()
     with pytest.raises(UsageError, match="no executable"):
-        bench_rival.executable(tmp_path)
+        bench_step.executable(tmp_path)
 
 
 # --- the whole script on a machine without a network --------------------------------------------------------

@@ -233,9 +233,9 @@ def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...
     each step: {"step": i, "time_s": seconds since the first began, "loss": nats}.
     """
     from speedrun import recipes
-    from speedrun.machine import bench_rival as rivals
+    from speedrun.machine import bench_step as timing
 
-    program = rivals.executable(folder)
+    program = timing.executable(folder)
     chosen = recipes.load(same["recipe"]).override(cli.parse_settings(settings))
     stage = chosen.stages[chosen.stage_of(first_step)]
     which = ["--steps", str(steps), "--first-step", str(first_step)]
@@ -244,7 +244,7 @@ def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...
     ours += [word for text in settings for word in ("--set", text)]
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
     theirs = [str(program), "--shards", str(same["data"]), *which, *shape]
-    return _answer(rivals.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))
+    return _answer(timing.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))
 
 
 _GAPS = 3  #: shown of each device

@@ -1,12 +1,17 @@
-"""Time the whole training step, and the loader by itself against the tokens that eight H100 consume."""
+"""Time the whole training step: by itself, or in turns with another program's, ABBA, on the same tokens.
+
+The loader is timed by itself, against the tokens that eight H100 consume.
+"""
 
 import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import repeat
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -16,7 +21,7 @@ import numpy as np
 from speedrun.base import accelerators
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
-from speedrun.base.errors import DataError
+from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.data import synthetic
 from speedrun.data.shards import UINT16_IDS, Shard, open_shard, write_shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
@@ -35,6 +40,8 @@ _NUM_SHARDS = 2
 _SYNTHETIC_TOKENS = 100_000_000  #: in each, as in FineWeb's
 _LOOPS_S = 1.0  #: batches are read for so long
 _MANY_EPOCHS = 2**20
+
+_POINTS = 12  #: of a curve
 
 
 class StepTimings(msgspec.Struct, frozen=True):
@@ -97,10 +104,9 @@ def step(
         arrivals_ms.append(watch.seconds * 1e3)
         losses.append(float(loss))
 
-    imitated = _imitated(program, first_step)
-    shapes = repeat(imitated.tokens_BT.shape, num_steps)
-    feed = Prefetch(TokenStream(shards), shapes) if shards else nullcontext(repeat(imitated))
-    with feed as batches:
+    shapes = repeat(batch[0].shape, num_steps)
+    imitated = nullcontext(repeat(_imitated(program, first_step)))
+    with Prefetch(TokenStream(shards), shapes) if shards else imitated as batches:
         watch = Stopwatch()
         for _ in range(num_steps):
             placed = (meshes.place(x_BT, program.mesh) for x_BT in next(batches))
@@ -116,7 +122,7 @@ def step(
         mean_ms=mean_ms,
         spread_ms=middle(ms)[1],
         tokens_per_s=tokens_per_s,
-        mfu=_utilization(program, tokens_per_s),
+        mfu=_mfu(program, tokens_per_s),
         peak_bytes=peak_bytes,
         compile_s=compile_s,
         losses=losses,
@@ -125,11 +131,11 @@ def step(
     )
 
 
-def _utilization(program: Program, tokens_per_s: float) -> float | None:
-    """Return the share of the devices' rate for bf16 that the model's arithmetic takes; None of unknown devices."""
+def _mfu(program: Program, tokens_per_s: float) -> float | None:
+    """Return the share of the devices' peak rate that the step's FLOPs take; None if the rate is unknown."""
     device = accelerators.named(program.mesh.devices.flat[0].device_kind)
     flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
-    return flops_per_s / (device.bf16_flops * program.mesh.size) if device else None
+    return flops_per_s / (device.bf16_flops * program.num_devices) if device else None
 
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
@@ -225,3 +231,118 @@ def synthetic_shards() -> Iterator[list[Shard]]:
         for i in range(_NUM_SHARDS):
             write_shard(Path(folder) / f"any_train_{i:06d}.bin", ids)
         yield folder_shards(Path(folder))
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """One run of either program."""
+
+    who: str
+    ms: list[float]  #: of each step
+    losses: list[float]
+
+
+class _RivalLine(msgspec.Struct):
+    """A step, as the other program writes it."""
+
+    step: int
+    time_s: float
+    loss: float
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Ratios and curves of runs in the order ours, rival, rival, ours."""
+
+    ratio: float  #: of our step time to the rival's
+    ratio_least: float
+    ratio_most: float
+    ours_ms: list[float]
+    rival_ms: list[float]
+    curve: list[dict[str, float]]  #: losses of both at some steps
+    runs: list[Curve]
+
+    def __str__(self) -> str:
+        ratio = f"ours / rival: {self.ratio:.3f} ({self.ratio_least:.3f} to {self.ratio_most:.3f})"
+        rows = ("step {step:>5}  ours {ours:.4f}  rival {rival:.4f}".format(**row) for row in self.curve)
+        return "\n".join([ratio, *rows])
+
+
+def compare(
+    ours: Sequence[str], theirs: Sequence[str], num_steps: int, say: Callable[[str], object]
+) -> Comparison:
+    """Run both command lines twice, in turns.
+
+    `ours` is `speedrun bench step --json`. `say` takes a line of progress.
+
+    Raises:
+        SpeedrunError: if one fails, with its last line; if the rival writes another number of steps.
+    """
+    runs = []
+    for turn in "ABBA":
+        if turn == "A":
+            found = msgspec.json.decode(_output("ours", ours))
+            runs.append(Curve("ours", found["ms"], found["losses"]))
+        else:
+            runs.append(run_rival(theirs, num_steps))
+        say(f"{runs[-1].who}: {num_steps} steps, last loss {runs[-1].losses[-1]:.4f}")
+    return compared(runs)
+
+
+def run_rival(argv: Sequence[str], num_steps: int) -> Curve:
+    """Run the other program and read its steps; raise SpeedrunError if it fails, or writes another number of them.
+
+    It is the executable `run` of a folder, and called as
+
+        run --shards DIR --steps N --first-step I --sequences N --seq-len N
+
+    It compiles and warms up, then trains from its own initial state on the first N batches of DIR (`*_train_*.bin`, in
+    the order of `data.stream`), with the schedule of the whole record from step I on. For each step it writes a line of
+    JSON to standard output: {"step": i, "time_s": seconds since the first began, "loss": nats per token}. Other lines
+    are ignored. It stays in the process group that it was started in.
+    """
+    lines = []
+    for text in _output("the rival", argv).splitlines():
+        with suppress(msgspec.DecodeError):  # other output
+            lines.append(msgspec.json.decode(text, type=_RivalLine))
+    if len(lines) != num_steps:
+        raise SpeedrunError(
+            f"the rival printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
+        )
+    ms = 1e3 * np.diff([0.0, *(line.time_s for line in lines)])
+    return Curve("rival", ms.tolist(), [line.loss for line in lines])
+
+
+def executable(folder: Path) -> Path:
+    """Return the path of the program in a folder; raise UsageError if there is none."""
+    path = folder.absolute() / "run"
+    if not path.is_file() or not path.stat().st_mode & 0o100:
+        raise UsageError(
+            f"{path} is no executable file; need one that trains; see speedrun/machine/bench_step.py"
+        )
+    return path
+
+
+def compared(runs: Sequence[Curve]) -> Comparison:
+    """Compare runs in the order ours, rival, rival, ours."""
+    first, second, third, fourth = (median(one.ms) for one in runs)
+    ours_ms, rival_ms = [first, fourth], [second, third]
+    least, most = sorted(a / b for a, b in zip(ours_ms, rival_ms, strict=True))
+    num_steps = len(runs[0].losses)
+    shown = sorted({round(i * (num_steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+    return Comparison(
+        ratio=sum(ours_ms) / sum(rival_ms),
+        ratio_least=least,
+        ratio_most=most,
+        ours_ms=ours_ms,
+        rival_ms=rival_ms,
+        curve=[{"step": i, "ours": runs[0].losses[i], "rival": runs[1].losses[i]} for i in shown],
+        runs=list(runs),
+    )
+
+
+def _output(who: str, argv: Sequence[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+        last = lines[-1] if lines else "nothing"
+        raise SpeedrunError(f"{who} ended with exit code {done.returncode}; it said last: {last[:300]}")
+    return done.stdout

@@ -30,8 +30,6 @@ ERROR = 0.30
 _BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.15, 0.75, 8
 #: Issue slots of a logit in XLA's two passes over the logits.
 _XLA_HEAD_SLOTS = 38 + 53
-#: Attention is one kernel forward and two backward, one by queries and one by keys.
-_ATTENTION_FORWARD, _ATTENTION_BACKWARD = 1, 2
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -91,9 +89,10 @@ class Plan(msgspec.Struct, frozen=True):
 
     def facts(self, dollars: float | None) -> dict[str, Any]:
         """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
-        derived = {name: getattr(self, name) for name in ("fits", "memory_bytes", "total_s", "device_hours")}
-        price = None if dollars is None else self.device_hours * dollars
-        return msgspec.structs.asdict(self) | derived | {"dollars": price}
+        names = ("fits", "memory_bytes", "total_s", "device_hours")
+        derived: dict[str, object] = {name: getattr(self, name) for name in names}
+        derived["dollars"] = None if dollars is None else self.device_hours * dollars
+        return msgspec.structs.asdict(self) | derived
 
     def lines(self, dollars: float | None) -> list[str]:
         """Return the plan as text; `dollars` is the price of a device for an hour."""
@@ -243,11 +242,10 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     calls = local * cost.num_attention_layers(program, stage)
 
     def lines_with(attention: Attention) -> tuple[Line, ...]:
-        both = [
-            Work("attention", flops, "attention", starts=calls * kernels)
-            for flops, kernels in zip(attention, (_ATTENTION_FORWARD, _ATTENTION_BACKWARD), strict=True)
-        ]
-        lines = cost.table([*works * local, *once, *both], device)
+        # One kernel forward and two backward, one by queries and one by keys.
+        forward = Work("attention", attention.forward, "attention", starts=calls)
+        backward = Work("attention", attention.backward, "attention", starts=2 * calls)
+        lines = cost.table([*works * local, *once, forward, backward], device)
         waited_s = max(0.0, sent_s - sum(line.seconds for line in lines))
         sent = Line("communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0)
         return (*lines, sent) if whole else lines
