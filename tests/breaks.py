@@ -67,7 +67,12 @@ TESTS = {
         "test_attention.py::test_banded_memory_is_linear_in_time",
         *_GOLDEN,
     ],
-    "science/kernels/cross_entropy.py": ["test_several_targets.py", "test_cross_entropy.py", *_GOLDEN],
+    "science/kernels/cross_entropy.py": [
+        "test_several_targets.py",
+        "test_cross_entropy.py",
+        "test_recipes.py",
+        *_GOLDEN,
+    ],
     "science/kernels/choose.py": [
         "test_attention.py::test_auto_says_what_it_chose_and_why",
         "test_attention.py::test_a_form_that_cannot_run_gives_all_reasons",

@@ -220,7 +220,11 @@ def test_the_smallest_model_and_the_smallest_run_may_be_made():
 
 def test_what_cannot_be_a_model_or_a_run_is_refused():
     with pytest.raises(ValueError, match="number tables from 0, -1 for none"):
-        dataclasses.replace(SMALL.config, value_tables=(-2,) * SMALL.config.num_layers)
+        dataclasses.replace(SMALL.config, value_tables=(-2, *SMALL.config.value_tables[1:]))
+    for cap in (0.0, -1.0, 41.0):
+        with pytest.raises(ValueError, match=f"logit_cap is {cap:g}; need more than 0, at most 40"):
+            dataclasses.replace(SMALL.config, logit_cap=cap)
+    assert dataclasses.replace(SMALL.config, logit_cap=0.5).logit_cap == 0.5
     for stages in ((), ("all",)):
         with pytest.raises(ValueError, match="need at least one Stage"):
             dataclasses.replace(SMALL, stages=stages)
