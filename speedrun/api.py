@@ -22,10 +22,9 @@ from speedrun.base.track import load as load_track
 from speedrun.board import plots
 from speedrun.data import generated
 from speedrun.record import reader as records
-from speedrun.record.about import assemble
+from speedrun.record.about import Summary, assemble, summarize
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import ended
-from speedrun.record.summary import Summary, summarize
 from speedrun.record.validate import Report, validate
 from speedrun.train import child_run
 from speedrun.train.request import RunConfig

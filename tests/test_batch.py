@@ -20,7 +20,7 @@ from typed import as_words, invoke, speedrun
 from speedrun.base import children, runlog, track
 from speedrun.base.errors import UsageError
 from speedrun.data import generated
-from speedrun.lab.run_batch import num_runs
+from speedrun.lab.several_runs import num_runs
 from speedrun.record import batch, statistics
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
@@ -308,7 +308,7 @@ def test_a_damaged_declaration_is_one_line(folder):
     (begun(folder) / "batch.json").write_text("{}")
     result = invoke("batch", "--resume", str(folder))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "declare a new batch" in result.stderr
+    assert "start anew with 'speedrun batch --runs N'" in result.stderr
 
 
 def test_the_number_of_runs_follows_from_the_expected_mean():

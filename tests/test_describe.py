@@ -8,9 +8,8 @@ from record_forge import Spec, change, forge, write_run
 from typed import invoke
 
 from speedrun.base import runlog
-from speedrun.record.about import readme_head
+from speedrun.record.about import readme_head, summarize
 from speedrun.record.reader import load
-from speedrun.record.summary import summarize
 from speedrun.record.validate import validate
 
 

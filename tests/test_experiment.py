@@ -29,10 +29,10 @@ from speedrun import recipes
 from speedrun.base import children, provenance, runlog, track
 from speedrun.base.errors import UsageError
 from speedrun.lab import design, effects, features, trials
-from speedrun.lab import run_experiment as running
+from speedrun.lab import several_runs as running
 from speedrun.lab import trials as experiment
+from speedrun.lab.effects import forest
 from speedrun.lab.features import FEATURES
-from speedrun.lab.report import forest
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Range, Request
 from speedrun.record import layout
 from speedrun.record.logged_run import Run, read_run
@@ -188,7 +188,7 @@ def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
 
 
 def test_every_arm_runs_every_seed_in_blocks_that_turn_around():
-    order = [(trial.arm.name, trial.seed) for trial in experiment.trials(arms("a", "b", "c"), (7, 8, 9))]
+    order = [(arm.name, seed) for arm, seed in experiment.trials(arms("a", "b", "c"), (7, 8, 9))]
     assert [seed for _, seed in order] == [7] * 3 + [8] * 3 + [9] * 3
     assert "".join(name for name, _ in order) == "abccbaabc"
 
@@ -373,7 +373,7 @@ def performed(tmp_path, monkeypatch):
             created_utc="2026-10-02T00:00:00+00:00",
         )
         folder.mkdir(exist_ok=True)
-        (folder / "experiment.json").write_bytes(experiment.encode(made))
+        (folder / "experiment.json").write_bytes(layout.encode(made))
         return made
 
     def designed(module: str, request: Request) -> int:
@@ -474,7 +474,7 @@ def test_a_plan_that_was_edited_is_refused(performed):
         msgspec.structs.replace(plan, confirming=plan.seeds),
         msgspec.structs.replace(plan, arms=plan.arms[:2]),
     ):
-        (performed.folder / "experiment.json").write_bytes(experiment.encode(edited))
+        (performed.folder / "experiment.json").write_bytes(layout.encode(edited))
         result = invoke("sweep", "--resume", str(performed.folder))
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert "its seeds do not follow from its arms" in result.stderr

@@ -34,13 +34,12 @@ from speedrun.base.clock import now
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.board import leaks
 from speedrun.cli import command
-from speedrun.data import shard_folder, shards
-from speedrun.record.about import assemble
+from speedrun.data import shards
+from speedrun.record.about import assemble, summarize
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.source import read, split_source
-from speedrun.record.summary import summarize
 from speedrun.record.validate import validate
 from speedrun.train import loop, run
 from speedrun.train.checkpoint import folder_of
@@ -213,9 +212,9 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
         shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
-    tiny, real = sorted(tmp_path.glob("*.bin")), shard_folder.open_track
+    tiny, real = sorted(tmp_path.glob("*.bin")), shards.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
-    monkeypatch.setattr(shard_folder, "open_track", lambda *args: real(*args)._replace(train=opened))
+    monkeypatch.setattr(shards, "open_track", lambda *args: real(*args)._replace(train=opened))
     run.train(at(config, tmp_path / "first", checkpoint_every=1))
     (first,) = runs_of(tmp_path / "first")
     whole = steps(tmp_path / "first", first.folder)

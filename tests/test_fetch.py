@@ -26,10 +26,9 @@ from huggingface_hub.utils import close_session, httpx
 from speedrun import cli
 from speedrun.base import track
 from speedrun.base.errors import DataError
-from speedrun.data import fetch, hub, shard_folder
+from speedrun.data import fetch, hub, shards
 from speedrun.data.overview import verify
-from speedrun.data.shard_folder import MANIFEST, read_manifest
-from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
+from speedrun.data.shards import HEADER_BYTES, MANIFEST, read_manifest, sha256, write_shard
 from speedrun.data.stream import Shape, require_steps
 from speedrun.recipes import load as load_recipe
 
@@ -263,7 +262,7 @@ def test_shards_that_the_user_adds_later(tmp_path: Path, server: FakeHub):
     get(tmp_path)
     (tmp_path / NAMES[3]).write_bytes(server.files[NAMES[3]])
     with pytest.raises(DataError, match=f"{MANIFEST} says nothing: {DATA.get}"):
-        shard_folder.open_track(tmp_path, DATA)
+        shards.open_track(tmp_path, DATA)
     get(tmp_path)  # as the message advises
     assert_sound(tmp_path, server.files, 3)
     (tmp_path / NAMES[2]).unlink()
@@ -401,4 +400,4 @@ def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
     steps = [Shape(1, stage.batch_tokens) for stage in recipe.stages for _ in range(stage.num_steps)]
     require_steps([full] * rules.data.hub.train_shards, steps)
     assert rules.data.get == f"speedrun data get --track {name}"
-    assert shard_folder.data_folder(rules, None).name == "fineweb10B"
+    assert shards.data_folder(rules, None).name == "fineweb10B"

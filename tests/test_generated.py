@@ -9,10 +9,10 @@ import pytest
 
 from speedrun.base import track
 from speedrun.base.errors import DataError, UsageError
-from speedrun.data import generated, prepare, python_docs, shard_folder, synthetic, tokenizer
+from speedrun.data import generated, prepare, shards, synthetic, tokenizer
 from speedrun.data.documents import open_source
+from speedrun.data.generated import collect
 from speedrun.data.overview import verify
-from speedrun.data.python_docs import collect
 from speedrun.data.synthetic import ONE, Source
 
 SMOKE = track.load("smoke-cpu")
@@ -180,7 +180,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import email
 
     root = Path(email.__file__).parent
-    monkeypatch.setattr(python_docs, "installed", lambda: {"email": root})
+    monkeypatch.setattr(generated, "installed", lambda: {"email": root})
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     return tmp_path / "docs"
 
@@ -189,7 +189,7 @@ def test_the_shards_verify_under_the_track(folder: Path):
     rules, said = small(), []
     generated.ensure(rules, None, said.append)
     assert len(verify(folder, rules.data, full=True)) > 3
-    manifest = shard_folder.read_manifest(folder)
+    manifest = shards.read_manifest(folder)
     assert manifest is not None
     assert (manifest.scored_tokens, manifest.vocab_size, manifest.document_token) == (1_000, 400, 0)
     # The bytes of the scored tokens, decoded by the tokenizer's library.
@@ -202,7 +202,7 @@ def test_the_shards_verify_under_the_track(folder: Path):
     assert len(said) == 1, "it is complete"
     other = folder.with_name("other")
     for _ in range(2):  # the second replaces its own shards
-        python_docs.make(rules, other)
+        generated.make(rules, other)
         made, again = ({path.name: path.read_bytes() for path in one.iterdir()} for one in (folder, other))
         assert made == again
 
@@ -211,15 +211,15 @@ def test_other_shards_are_not_replaced(folder: Path):
     rows = folder.with_name("corpus.jsonl")
     rows.write_text('{"text": "abc"}\n' * 9)
     prepare.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prepare.Cut("docs", 10), folder)
-    for left in (shard_folder.MANIFEST, "docs_val_000000.bin"):
+    for left in (shards.MANIFEST, "docs_val_000000.bin"):
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(UsageError, match="holds other shards; docs-cpu@1 would replace them"):
-            python_docs.make(small(), folder)
+            generated.make(small(), folder)
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
         (folder / left).unlink()
 
 
 def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
-    monkeypatch.setattr(python_docs, "installed", lambda: roots)
+    monkeypatch.setattr(generated, "installed", lambda: roots)
     with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
-        python_docs.make(small(), tmp_path / "out")
+        generated.make(small(), tmp_path / "out")

@@ -21,9 +21,9 @@ from speedrun.base import mesh, provenance, recipe_files, track
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.recipe_files import own_file, resolve
 from speedrun.base.sourcefile import RECIPES, RECIPES_VARIABLE
-from speedrun.data import prepare, shard_folder, tokenizer
+from speedrun.data import prepare, shards, tokenizer
 from speedrun.data.documents import open_source
-from speedrun.lab.run_batch import Batch
+from speedrun.lab.several_runs import Batch
 from speedrun.record.source import split_source
 from speedrun.science.params import count
 from speedrun.science.recipe import Stage
@@ -84,7 +84,7 @@ def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
     (tmp_path / "book.txt").write_text("Was it a cat I saw? " * 16_000)
     choice, cut = tokenizer.load("bytes"), prepare.Cut("chars", shard_tokens=200_000)
     prepare.prepare(open_source([str(tmp_path / "book.txt")]), choice, cut, tmp_path / "shards")
-    found = shard_folder.open_track(tmp_path / "shards", rules.data)
+    found = shards.open_track(tmp_path / "shards", rules.data)
     assert bytes(found.val[0].read(0, 21)[1:].astype(np.uint8)) == b"Was it a cat I saw? "
 
 

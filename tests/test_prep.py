@@ -26,11 +26,11 @@ from speedrun.base import track, wholefile
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.wholefile import LOCK, lock_folder
-from speedrun.data import documents, overview, shard_folder, tokenizer
+from speedrun.data import documents, overview, shards, tokenizer
 from speedrun.data.documents import Dataset, open_source
 from speedrun.data.overview import verify
 from speedrun.data.prepare import Cut, prepare
-from speedrun.data.shard_folder import Place
+from speedrun.data.shards import Place
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -112,7 +112,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", report=kill_after(life))
             except Killed:
-                manifest = shard_folder.read_manifest(folder / "a")
+                manifest = shards.read_manifest(folder / "a")
                 assert manifest is not None
                 assert not manifest.complete
         made, _ = (prepare(open_source([str(rows)]), BYTES, cut, folder / out) for out in "ab")
@@ -260,9 +260,9 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
     passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
-    shard_folder.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
+    shards.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
-        shard_folder.open_track(tmp_path / "out", data)
+        shards.open_track(tmp_path / "out", data)
 
 
 # --- real rows --------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_bits_per_byte(tmp_path: Path):
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
     assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
-    shard_folder.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    shards.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 

@@ -13,7 +13,7 @@ from small_run import SMALL
 
 from speedrun.base import mesh, track
 from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.data import shard_folder
+from speedrun.data import shards
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
@@ -112,7 +112,7 @@ def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden,
 def test_validation_sums_in_float64_and_divides_once(tiny: Recipe, smoke_data, tmp_path):
     """2^25 + 1 is no float32; a mean of means would give another number, too."""
     program, rules = Program(tiny, mesh.make_mesh(1)), track.load("smoke-cpu")
-    (val,) = shard_folder.open_track(smoke_data, rules.data).val
+    (val,) = shards.open_track(smoke_data, rules.data).val
     batches = 2 * tiny.eval_sequences * tiny.eval_seq_len
     answers = iter([jnp.array([[2.0**25, 1.0]]), jnp.array([[1.0, 1.0]])])
     state = program.init(jax.random.key(0))

@@ -31,7 +31,7 @@ from speedrun.base import output, provenance, runlog, track
 from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, UsageError
 from speedrun.base.mesh import make_mesh
 from speedrun.cli import command
-from speedrun.data import shard_folder, stream
+from speedrun.data import shards, stream
 from speedrun.record.about import assemble
 from speedrun.record.archive import Archive, Lowered, pack
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS, Examined, tolerance
@@ -905,7 +905,7 @@ def in_there(code: str, tmp_path: Path, **changes) -> subprocess.CompletedProces
     """What a stranger's Python does and says, with no package but the standard ones."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    given = {"environment": {"PATH": os.environ["PATH"]}, "limits": sandbox.Limits(60.0), "unsafe": False}
+    given = {"environment": {"PATH": os.environ["PATH"]}, "wall_s": 60.0, "unsafe": False}
     with (tmp_path / "said").open("w+") as said:
         argv = [sys.executable, "-S", "-c", code]
         code_ = sandbox.run(argv, scratch, stdout=said, **{**given, **changes})
@@ -917,7 +917,7 @@ def test_a_source_does_not_hear_that_its_reader_has_left(tmp_path):
     """`speedrun reproduce RECORD | head -1`: an older source ends with 120 where it cannot write."""
     reader, writer = os.pipe()
     os.close(reader)
-    given = {"environment": {"PATH": os.environ["PATH"]}, "limits": sandbox.Limits(60.0), "unsafe": True}
+    given = {"environment": {"PATH": os.environ["PATH"]}, "wall_s": 60.0, "unsafe": True}
     argv = [sys.executable, "-S", "-c", "print('all', flush=True); print('of it')"]
     assert sandbox.run(argv, tmp_path, stdout=output.unfailing(writer), **given) == 0
     os.close(writer)
@@ -984,7 +984,7 @@ def test_a_stranger_ends_with_a_referee_that_is_killed(tmp_path):
 import pathlib, sys
 from speedrun.record.examine import sandbox
 sandbox.run([sys.executable, "-S", "-c", {sleeper!r}], pathlib.Path({str(tmp_path)!r}), environment={{}},
-            stdout=sys.stdout, limits=sandbox.Limits(600.0), unsafe=False)
+            stdout=sys.stdout, wall_s=600.0, unsafe=False)
 """
     referee = subprocess.Popen([sys.executable, "-c", script])
     while not (tmp_path / "began").exists():
@@ -1003,7 +1003,7 @@ sandbox.run([sys.executable, "-S", "-c", {sleeper!r}], pathlib.Path({str(tmp_pat
 @needs_sandbox
 def test_a_stranger_that_never_ends_is_ended(tmp_path):
     with pytest.raises(SpeedrunError, match="was still running after 2 s"):
-        in_there("while True: pass", tmp_path, limits=sandbox.Limits(2.0))
+        in_there("while True: pass", tmp_path, wall_s=2.0)
 
 
 def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkeypatch):
@@ -1102,7 +1102,7 @@ def test_source_sees_no_validation_text(smoke_data, tmp_path):
     rules, data = track.load("smoke-cpu").data, Path(shutil.copytree(smoke_data, tmp_path / "data"))
     (data / "validation.txt").write_text("the text")
     others = _without_text(data, tmp_path / "seen", rules)
-    shard, blank = (shard_folder.open_track(folder, rules).val[0] for folder in (data, tmp_path / "seen"))
+    shard, blank = (shards.open_track(folder, rules).val[0] for folder in (data, tmp_path / "seen"))
     assert blank.num_tokens == shard.num_tokens
     assert not blank.read(0, blank.num_tokens).any()
     hidden = {path.name for path in data.iterdir()} - {path.name for path in others}
@@ -1137,8 +1137,8 @@ print("\x1b[2Jwords\x1b]0;title\x07")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_stranger_reaches_neither_the_kernel_nor_the_terminal(tmp_path, gpu):
     shown, argv = io.StringIO(), [sys.executable, "-I", "-c", _TRIES]
-    environment, limits = {"PATH": os.environ["PATH"]}, sandbox.Limits(60, gpu=gpu)
-    code = sandbox.run(argv, tmp_path, environment=environment, stdout=shown, limits=limits, unsafe=False)
+    environment, limits = {"PATH": os.environ["PATH"]}, {"wall_s": 60, "gpu": gpu}
+    code = sandbox.run(argv, tmp_path, environment=environment, stdout=shown, **limits, unsafe=False)
     assert (code, shown.getvalue()) == (0, "\\x1b[2Jwords\\x1b]0;title\\x07\n")
 
 
@@ -1179,6 +1179,6 @@ def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data,
     raw = bytearray(shard.read_bytes())
     raw[1024 + 200] ^= 1
     shard.write_bytes(raw)
-    rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-first")
+    record = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-first"
     with pytest.raises(DataError, match=f"{shard.name}: .*; the run read one with sha256"):
-        rerun.check_data(tmp_path / "damaged", io.StringIO())
+        Rerun(record, tmp_path / "damaged", io.StringIO()).check_data()

@@ -17,7 +17,7 @@ from typed import speedrun
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.base.mesh import DATA
-from speedrun.data import python_docs, shard_folder
+from speedrun.data import generated, shards
 from speedrun.data.stream import TokenStream
 from speedrun.science.optim.groups import MuonAndAdam, by_group, scale_by_input
 from speedrun.science.params import Layout, Params
@@ -48,7 +48,7 @@ class LocalGradients(Step):
 
 
 def batches(
-    recipe: Recipe, opened: shard_folder.TrackShards, shift: int
+    recipe: Recipe, opened: shards.TrackShards, shift: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """What the loop reads; targets are `shift` places ahead of their tokens, and 1 is right."""
     stream, stage = TokenStream(opened.train), recipe.stages[0]
@@ -59,7 +59,7 @@ def batches(
 
 def final_loss(program: Program, data: Path, rules: track.Track = TRACK, *, shift: int = 1) -> float:
     """Validation loss after training; the score itself is always the right one."""
-    opened = shard_folder.open_track(data, rules.data)
+    opened = shards.open_track(data, rules.data)
     state = program.init(jax.random.key(0))
     for batch in batches(program.recipe, opened, shift):
         placed = (mesh.place(x, program.mesh) for x in batch)
@@ -134,7 +134,7 @@ def test_a_wrong_program_does_not(smoke_data, request, make, shift):
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
-    python_docs.make(DOCS_TRACK, folder)
+    generated.make(DOCS_TRACK, folder)
     return folder
 
 

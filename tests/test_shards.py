@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from speedrun import cli
 from speedrun.base import track
 from speedrun.base.errors import DataError, StorageError
-from speedrun.data import overview, shard_folder, shards, synthetic
+from speedrun.data import overview, shards, synthetic
 from speedrun.data.overview import verify
-from speedrun.data.shard_folder import Manifest, ShardEntry, open_track
-from speedrun.data.shards import open_shard, write_shard
+from speedrun.data.shards import Manifest, ShardEntry, open_shard, open_track, write_shard
 
 VOCAB_SIZE = 50257
 
@@ -160,7 +159,7 @@ def folder(tmp_path: Path) -> Path:
         write_shard(tmp_path / name, ids)
     entry = ShardEntry(10, 1, shards.sha256(tmp_path / VAL))
     names = [TRAIN, "t_train_2.bin", VAL]
-    shard_folder.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
+    shards.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
     return tmp_path
 
 
@@ -175,7 +174,7 @@ def test_a_valid_folder_passes(folder: Path):
     assert [v.sha256 for v in verify(folder, DATA, full=False)] == [None] * 3
     full = verify(folder, listed(folder, TRAIN, "t_train_2.bin", VAL), full=True)
     assert [v.sha256 for v in full] == [shards.sha256(folder / v.name) for v in full]
-    assert shard_folder.read_manifest(folder.parent) is None
+    assert shards.read_manifest(folder.parent) is None
 
 
 def overwrite(name: str, *ids: int):
@@ -184,7 +183,7 @@ def overwrite(name: str, *ids: int):
 
 def edit_manifest(old: str, new: str):
     def edit(folder: Path):
-        path = folder / shard_folder.MANIFEST
+        path = folder / shards.MANIFEST
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
@@ -236,7 +235,7 @@ def test_faults_of_a_folder(folder: Path, name: str):
 
 
 def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
-    (folder / shard_folder.MANIFEST).unlink()
+    (folder / shards.MANIFEST).unlink()
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
     (folder / "t_train_2.bin").unlink()
     open_track(folder, data)  # the first of the list
@@ -253,7 +252,7 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
 
 def test_the_tracks_digest_finds_a_wrong_byte(folder: Path):
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
-    (folder / shard_folder.MANIFEST).unlink()
+    (folder / shards.MANIFEST).unlink()
     write_shard(folder / TRAIN, np.arange(10)[::-1])
     with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; need [0-9a-f]{64}"):
         verify(folder, data, full=True)
@@ -262,10 +261,10 @@ def test_the_tracks_digest_finds_a_wrong_byte(folder: Path):
 def test_the_folder_of_a_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     smoke = track.load("smoke-cpu")
     monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
-    assert shard_folder.data_folder(smoke, None) == Path("data/smoke")
+    assert shards.data_folder(smoke, None) == Path("data/smoke")
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    assert shard_folder.data_folder(smoke, None) == tmp_path / "smoke"
-    assert shard_folder.data_folder(smoke, Path("here")) == Path("here")
+    assert shards.data_folder(smoke, None) == tmp_path / "smoke"
+    assert shards.data_folder(smoke, Path("here")) == Path("here")
 
 
 # --- overview ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from speedrun.base import track as tracks
 from speedrun.base.errors import DataError, UsageError
 from speedrun.cli import command
-from speedrun.data import fetch, shard_folder, tokenizer, vocabulary
+from speedrun.data import fetch, shards, tokenizer, vocabulary
 from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.science.models.record89_tokens import prefixes
 
@@ -260,7 +260,7 @@ def test_a_missing_or_foreign_file_is_told_in_one_line(
 
 @needs_ranks
 def test_the_ranks_come_with_the_shards_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    made = shard_folder.Manifest("kjj0/fineweb10B-gpt2", {"revision": "a"}, 50257, 50256, {})
+    made = shards.Manifest("kjj0/fineweb10B-gpt2", {"revision": "a"}, 50257, 50256, {})
     monkeypatch.setattr(fetch, "fetch", lambda folder, *_: folder.mkdir() or made)
     monkeypatch.setattr(tokenizer, "cached_ranks", RANKS.read_bytes)
     words = ["data", "get", "--track", "main-8xh100", "--out", str(tmp_path / "fineweb"), "--vocabulary"]

@@ -28,7 +28,7 @@ from speedrun.base.errors import UsageError
 from speedrun.cli.check import validate as command
 from speedrun.record import git_history as history_module
 from speedrun.record import reader as record_module
-from speedrun.record.about import HEAD_END, assemble
+from speedrun.record.about import HEAD_END, assemble, summarize
 from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import nowhere_else, unfollowed
 from speedrun.record.checks.v3_claims import CURVES, hardware
@@ -36,7 +36,6 @@ from speedrun.record.checks.v5_source import _inputs
 from speedrun.record.layout import About, Look, encode
 from speedrun.record.logged_run import FormatError
 from speedrun.record.reader import decode, load
-from speedrun.record.summary import summarize
 from speedrun.record.validate import find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS
 

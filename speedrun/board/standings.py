@@ -13,10 +13,10 @@ from msgspec import Meta
 
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError, translate_read_errors
+from speedrun.record.about import summarize
 from speedrun.record.reader import Record, load
 from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
-from speedrun.record.summary import summarize
 from speedrun.record.validate import Report, examine
 
 BOARD, CONTEXT = "leaderboard.json", "context.toml"

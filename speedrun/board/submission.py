@@ -23,10 +23,9 @@ from speedrun.base.wholefile import write_whole
 from speedrun.board import leaks
 from speedrun.board.leaks import Leak
 from speedrun.board.standings import standing_of
-from speedrun.record.about import facts
+from speedrun.record.about import facts, summarize
 from speedrun.record.layout import sha256
 from speedrun.record.reader import Record
-from speedrun.record.summary import summarize
 from speedrun.record.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")

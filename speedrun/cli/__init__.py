@@ -67,9 +67,11 @@ class _Commands(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def load(self, ctx: click.Context, name: str) -> click.Command | None:
-        module = importlib.import_module(f"speedrun.cli.{COMMANDS[name][0]}")
-        return getattr(module, name.replace("-", "_"))
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"speedrun.cli.{COMMANDS[cmd_name][0]}")
+        return getattr(module, cmd_name.replace("-", "_"))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -155,13 +157,6 @@ def command(*, debug: bool) -> None:
         os.environ[DEBUG] = "1"  # also for child processes
 
 
-def _lost_output() -> str:
-    """Return why standard output is incomplete; empty if it is complete or its reader closed it."""
-    sys.stdout.flush()
-    lost = LOST.get(sys.stdout.fileno())
-    return "" if lost is None or isinstance(lost, BrokenPipeError) else str(lost.strerror)
-
-
 def main() -> None:
     """Run the command line of this process and exit; with 2 if only standard output is incomplete."""
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
@@ -173,10 +168,12 @@ def main() -> None:
     except SystemExit as end:
         if end.code in (Terminated.exit_code, INTERRUPTED):
             leave(end.code)
-        if not (why := _lost_output()):
+        sys.stdout.flush()
+        lost = LOST.get(sys.stdout.fileno())
+        if lost is None or isinstance(lost, BrokenPipeError):  # complete, or its reader closed it
             raise
         click.echo(
-            f"error: standard output: {why}; everything else is done; redirect it to a disk with room",
+            f"error: standard output: {lost.strerror}; everything else is done; redirect it to a disk with room",
             err=True,
         )
         sys.exit(end.code or UsageError.exit_code)

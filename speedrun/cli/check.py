@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -74,11 +74,8 @@ def validate(
     explain: str | None,
     replay: "Which | None",
     relower: bool,
-    nonce: str | None,
-    checkpoints: tuple[Path, ...],
-    data: Path | None,
-    unsafe: bool,
     verbose: bool,
+    **given: Any,
 ) -> cli.Answer:
     """Check every claim of the records in the folders RECORD.
 
@@ -93,14 +90,14 @@ def validate(
     if replay or relower:
         from speedrun.record.examine.replay import Options, checked_nonce, examined, relowered
 
-        options = Options(replay or "some", checked_nonce(nonce), checkpoints, data, unsafe)
+        options = Options(replay or "some", **{**given, "nonce": checked_nonce(given["nonce"])})
         echo = sys.stderr if ctx.params["as_json"] else sys.stdout
         for asked, judge in ((replay, examined), (relower, relowered)):
             if asked:
                 reports = {path: judge(Path(path), one, options, echo) for path, one in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
     facts = {path: report.facts() for path, report in reports.items()}
-    lines = []
+    lines: list[str] = []
     for path, report in reports.items():
         lines += [clean(path)] if len(reports) > 1 else []
         lines += _lines(report, verbose=verbose)
@@ -192,7 +189,7 @@ def reproduce(
     found = load_result(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
     pair = [(record, folder), *([(rival, folder / "rival")] if rival is not None else [])]
-    sides = [again.prepared(*one, data, sys.stderr, unsafe=unsafe) for one in pair]
+    sides = [again.Repetition(*one, data, sys.stderr, unsafe=unsafe) for one in pair]
     if rival is not None:
         _check_alike(*(side.record for side in sides))
     for side in sides:

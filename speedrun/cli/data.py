@@ -15,10 +15,9 @@ from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import fetch, generated, overview, prepare, shard_folder, tokenizer
+from speedrun.data import fetch, generated, overview, prepare, shards, tokenizer
 from speedrun.data.documents import HUB, READERS, open_source, texts
-from speedrun.data.shard_folder import Manifest
-from speedrun.data.shards import MAX_TOKENS
+from speedrun.data.shards import MAX_TOKENS, Manifest
 from speedrun.data.vocabulary import RANKS
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
@@ -70,7 +69,7 @@ def get(*, track: str, vocabulary: bool, out: Path | None, **given: Any) -> cli.
     """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
     source = fetch.source_of(rules, given["repo"], given["shards"])
-    folder = shard_folder.data_folder(rules, out)
+    folder = shards.data_folder(rules, out)
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:
@@ -104,7 +103,7 @@ def prep_(*, sources: tuple[str, ...], **given: Any) -> cli.Answer:
         raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
     # Local files are checked before the network.
     chosen = tokenizer.load(given["tokenizer"], document_text=given["document_text"])
-    folder = shard_folder.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
+    folder = shards.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
     source = open_source(sources or (FINEWEB,), column=given["column"], revision=given["revision"])
     workers = given["workers"] or _num_cores()
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
@@ -130,7 +129,7 @@ def synth(*, track: str, out: Path | None) -> cli.Answer:
 
 def _made(track: str, out: Path | None) -> cli.Answer:
     rules = tracks.load(track)
-    folder = shard_folder.data_folder(rules, out)
+    folder = shards.data_folder(rules, out)
     with signals.handled_by(signals.stop), lock_folder(folder, partial(click.echo, err=True)):
         manifest = generated.make(rules, folder)
     return _shards(rules, folder, manifest, manifest.source)
@@ -152,7 +151,7 @@ def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> cli.
 def verify(*, track: str, data: Path | None, full: bool) -> cli.Answer:
     """Check the shards of a track: headers and sizes at once, every byte with --full."""
     rules = tracks.load(track)
-    folder = shard_folder.data_folder(rules, data)
+    folder = shards.data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
         verified = overview.verify(folder, rules.data, full=full, report=progress.update)
     facts = {"track": rules.id, "folder": str(folder), "full": full}

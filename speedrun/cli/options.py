@@ -28,11 +28,7 @@ class Group(click.Group):
         """Return the command of that name; raise UsageError if there is none."""
         if cmd_name not in self.list_commands(ctx):
             raise unknown("command", cmd_name, self.list_commands(ctx))
-        return self.load(ctx, cmd_name)
-
-    def load(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Return the command of a name that exists."""
-        return super().get_command(ctx, name)
+        return super().get_command(ctx, cmd_name)
 
 
 class Answer(NamedTuple):
@@ -222,13 +218,7 @@ dtype_option = option(
 
 
 def only_with_resume(ctx: click.Context, *others: str) -> None:
-    """Refuse options that `--resume` does not take, because a resumed run keeps its settings.
-
-    Allowed are `--json` and the `others`.
-
-    Raises:
-        UsageError: names the first other option.
-    """
+    """Raise UsageError for an option that `--resume` does not take; it takes `--json` and the `others`."""
     for name in ctx.params:
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and name not in ("resume", "as_json", *others):
@@ -249,6 +239,34 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--set {key} was given twice; keep one")
         settings[key] = value
     return settings
+
+
+def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: str) -> Path:
+    """Return the folder of several runs: that of `--resume`, or a new one, where a child declares what is asked for.
+
+    The child is a `module` of ours. `allowed` are the options beside `--resume`.
+    """
+    if ctx.params["resume"] is not None:
+        only_with_resume(ctx, *allowed)
+        return ctx.params["resume"]
+    from speedrun.base import children, track
+    from speedrun.data import generated  # NumPy comes with it
+
+    request = asked()
+    config = request.config
+    generated.ensure(track.load(config.track), config.data, functools.partial(click.echo, err=True))
+    if code := children.run_module(module, request):
+        ctx.exit(children.shell_code(code))
+    return config.out
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Parse `1,2,3`; raise UsageError for other text."""
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        need = f"need whole numbers with commas between them: {option} 1,2,3"
+        raise UsageError(f"{option} {text!r}; {need}") from None
 
 
 def request_of(given: dict[str, Any], overrides: dict[str, str], out: Path, **more: Any) -> "RunConfig":

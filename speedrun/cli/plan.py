@@ -118,11 +118,8 @@ def plan(
         basis = "arithmetic" if missing or compiled is False else "compiled program"
         num_devices = devices or (rules.rules.num_devices if rules else 8)
         planned = planning.plan(chosen, kind, num_devices, microbatches, basis)
-        error, facts, lines = (
-            planning.refusal(chosen, planned),
-            planned.facts(dollars),
-            planned.lines(dollars),
-        )
+        error = planning.refusal(chosen, planned)
+        facts, lines = planned.facts(dollars), planned.lines(dollars)
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
         batch = budgets.budget(rules, chosen, num_runs, Path("records"), planned, dollars=dollars)

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -29,13 +29,6 @@ def resumable(what: str, folder: Path) -> Iterator["Progress"]:
             f"stopped; the shards in {folder} are whole; run the same command again to continue", err=True
         )
         raise
-
-
-@contextmanager
-def counted(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show the progress of work that says how much of a known total is done."""
-    with Progress(what, unit) as progress:
-        yield lambda done: progress.update(done, total)
 
 
 class Progress:

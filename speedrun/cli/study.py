@@ -7,15 +7,13 @@ from typing import Any
 
 import click
 
-from speedrun.base import children
-from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs, plots
 from speedrun.board.standings import LeftOut, Row, judge
 from speedrun.cli import options as cli
 from speedrun.lab import proof, trials
-from speedrun.lab.report import table
+from speedrun.lab.effects import table
 from speedrun.lab.trials import Kind, Request
 from speedrun.record.reader import load
 from speedrun.record.statistics import Interval
@@ -51,11 +49,7 @@ def plot(*, records: tuple[Path, ...], kind: str, out: Path | None) -> cli.Answe
 
 
 def _rows(records: Sequence[Path]) -> list[Row]:
-    """Return the results of the records that have one, with a warning for the others.
-
-    Raises:
-        UsageError: if none has.
-    """
+    """Return the results of the records that have one, with a warning for the others; raise UsageError if none has."""
     rows = {record: judge(load(record), record.resolve().name) for record in records}
     shown = plots.results(row for row in rows.values() if isinstance(row, Row))
     for record, row in rows.items():
@@ -154,30 +148,20 @@ def _number(number: float | None) -> str:
 @cli.config_options
 @cli.option("--resume DIR", cli.PATH, "Run what is missing.")
 @click.pass_context
-def sweep(ctx: click.Context, *, data: Path | None, resume: Path | None, **given: Any) -> cli.Answer:
+def sweep(ctx: click.Context, **given: Any) -> cli.Answer:
     """Run a recipe as it is and in other variants, all with the same seeds; report which are better.
 
     The variants have other settings (--set), lack a feature (--features), or are ancestors (--ladder). Loss and time
     are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again with fresh
     seeds. This is research: nothing of it is ranked.
     """
-    # NumPy comes with them.
-    from speedrun.data import generated
-    from speedrun.lab.run_experiment import Runner
+    from speedrun.lab.several_runs import Sweep  # NumPy comes with it
 
-    if resume is None:
-        request = _request({**given, "data": data})
-        generated.ensure(tracks.load(given["track"]), data, partial(click.echo, err=True))
-        if code := children.run_module("speedrun.lab.design", request):
-            ctx.exit(children.shell_code(code))
-        folder = request.config.out
-    else:
-        cli.only_with_resume(ctx, "data")
-        folder = resume
-    done = Runner(folder, data, lambda line: click.echo(clean(line), err=True)).run()
-    paths = [str(path) for path in done.plots]
-    facts = {"experiment": str(folder), "summary": done.summary, "plots": paths}
-    return cli.Answer(facts, map(clean, [*table(done.summary), *(f"plot    {path}" for path in paths[-1:])]))
+    folder = cli.begun(ctx, "speedrun.lab.design", partial(_request, given), "data")
+    found, plots = Sweep(folder, given["data"], lambda line: click.echo(clean(line), err=True)).run()
+    paths = [str(path) for path in plots]
+    facts = {"experiment": str(folder), "summary": found, "plots": paths}
+    return cli.Answer(facts, map(clean, [*table(found), *(f"plot    {path}" for path in paths[-1:])]))
 
 
 def _request(given: dict[str, Any]) -> Request:

@@ -16,13 +16,13 @@ from speedrun.base.recipe_files import own_file
 from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
 from speedrun.record import reader
-from speedrun.record.summary import Summary
+from speedrun.record.about import Summary
 from speedrun.record.validate import Report, Status, validate
 from speedrun.train import connect, local_processes, watchdog
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
-    from speedrun.lab.run_batch import Outcome, Promise
+    from speedrun.lab.several_runs import Outcome, Promise
 
 
 def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
@@ -223,47 +223,33 @@ def _child_words(ctx: click.Context, out: Path) -> list[str]:
 @cli.ghost_option
 @cli.wandb_option
 @click.pass_context
-def batch(ctx: click.Context, *, resume: Path | None, **given: Any) -> cli.Answer:
+def batch(ctx: click.Context, **given: Any) -> cli.Answer:
     """Declare a batch, run it, and test its mean loss. The record holds all runs, also failed ones.
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
     """
-    # NumPy comes with them.
-    from speedrun.data import generated
-    from speedrun.lab.run_batch import Batch
+    from speedrun.lab.several_runs import Batch  # NumPy comes with it
 
     ctx.with_resource(children.stoppable())
-    if resume is None:
-        folder = given["out"] or cli.new_folder(given["track"])
-        promise = _promise(given, folder)
-        generated.ensure(tracks.load(given["track"]), given["data"], partial(click.echo, err=True))
-        if code := children.run_module("speedrun.lab.run_batch", promise):
-            ctx.exit(children.shell_code(code))
-    else:
-        cli.only_with_resume(ctx, "data", "title", "ghost", "wandb")
-        folder = resume
+    allowed = ("data", "title", "ghost", "wandb")
+    folder = cli.begun(ctx, "speedrun.lab.several_runs", partial(_promise, given), *allowed)
     with relayed(folder, given["wandb"]):
         as_json, chosen = ctx.params["as_json"], {name: given[name] for name in ("data", "title", "ghost")}
         declared = Batch(folder, **chosen, say=partial(click.echo, err=as_json), to_stderr=as_json)
         return _answer(folder, declared.run())
 
 
-def _promise(given: dict[str, Any], folder: Path) -> "Promise":
+def _promise(given: dict[str, Any]) -> "Promise":
     """Return the batch that the options say."""
-    from speedrun.lab.run_batch import Promise, num_runs
+    from speedrun.lab.several_runs import Promise, num_runs
 
     rules, then, expect = tracks.load(given["track"]), given["then"], given["expect"]
-    num_looks = 1 if then is None else 2
-    text = given["seeds"] or ""
-    try:
-        seeds = tuple(int(word) for word in text.split(",") if word)
-    except ValueError:
-        raise UsageError(f"--seeds {text!r}; need whole numbers with commas between them") from None
+    folder = given["out"] or cli.new_folder(rules.name)
     return Promise(
         config=cli.request_of(given, cli.parse_settings(given["settings"]), folder),
-        num_runs=given["runs"] or num_runs(rules, expect, num_looks=num_looks),
+        num_runs=given["runs"] or num_runs(rules, expect, num_looks=1 if then is None else 2),
         then=then,
-        seeds=seeds,
+        seeds=tuple(cli.numbers("--seeds", given["seeds"] or "")),
         expected_loss=expect,
     )
 

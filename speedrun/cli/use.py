@@ -15,7 +15,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.serving import serving, stoppable
 from speedrun.cli import options as cli
-from speedrun.cli.progress import counted
+from speedrun.cli.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +104,7 @@ def sample(
     trained = weight_sources.load(source, **chosen)
     spoken = trained.words
     texts = prompts if prompts or ids else ("",)
-    starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
+    starts = [*map(spoken.encode, texts), *(spoken.checked(cli.numbers("--ids", text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]
     decoder = decode.decoder_of(trained, max(map(len, starts)) + given["tokens"])
     click.echo(str(trained), err=True)
@@ -158,13 +158,6 @@ def _write(
         for number, text in enumerate(found, 1):
             click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
     return num_timed, seconds if num_timed else 0.0
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UsageError(f"--ids {text!r}; need numbers with commas between them: --ids 1,2,3") from None
 
 
 @cli.new_command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
@@ -247,10 +240,11 @@ def eval(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answer:
         score = eval_tasks.scorer(trained, context, id_bytes_V)
         found["scores"] = []
         for part in parts:
-            with counted(part.name, part.tokens, "tokens") as say:
-                found["scores"].append(score(part, say))
+            with Progress(part.name, "tokens") as progress:
+                found["scores"].append(score(part, partial(progress.update, total=part.tokens)))
     if asks:
-        with counted("hellaswag", len(questions), "questions") as say:
+        with Progress("hellaswag", "questions") as progress:
+            say = partial(progress.update, total=len(questions))
             found["hellaswag"] = eval_tasks.ask(trained, questions, say)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
     if named:

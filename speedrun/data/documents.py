@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.data import hub
-from speedrun.data.shard_folder import Place
+from speedrun.data.shards import Place, sha256
 
 HUB = "hub:"  #: prefix of the names of datasets
 BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
@@ -36,28 +36,11 @@ class Block(NamedTuple):
     read_bytes: int  #: of the source's files, up to the end of this block
 
 
-class Source(Protocol):
-    """Where documents come from."""
-
-    name: str  #: as the user gave it
-    total_bytes: int  #: of its files; 0 if unknown
-
-    def identity(self) -> dict[str, str | int]:
-        """Return what determines the documents and their order."""
-        ...
-
-    def blocks(self, start: Place) -> Iterator[Block]:
-        """Yield all blocks from this row on."""
-        ...
-
-
-def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> Source:
+def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> "Source":
     """Return the source with these names: files and folders, or one `hub:OWNER/NAME[:CONFIG]`.
 
-    Args:
-        names: a folder stands for all readable files in it, sorted by name.
-        column: the field of a row that holds the text.
-        revision: of a dataset of the hub; resolved to a commit.
+    A folder stands for all readable files in it, sorted by name. `column` is the field of a row that holds the text.
+    The `revision` of a dataset is resolved to a commit.
 
     Raises:
         UsageError: if the names cannot be combined, or a package is missing.
@@ -91,11 +74,11 @@ class Dataset:
         """
         need("datasets")
         self.name = f"{HUB}{path}" + (f":{config}" if config else "")
-        self.total_bytes = 0
+        self.total_bytes = 0  # unknown
         self._path, self._config, self._revision, self._column = path, config, revision, column
 
     def identity(self) -> dict[str, str | int]:
-        """Return repository, config, commit and column."""
+        """Return what determines the documents and their order: repository, config, commit and column."""
         chosen = {"dataset": self._path, "config": self._config, "revision": self._revision}
         return {**{key: value for key, value in chosen.items() if value}, "column": self._column}
 
@@ -164,15 +147,17 @@ class Files:
         self.total_bytes = sum(self._bytes.values())
 
     def identity(self) -> dict[str, str | int]:
-        """Return a digest of names and contents. To tokenize takes many times as long as to read.
+        """Return what determines the documents and their order: a digest of names and contents, and the column.
+
+        To tokenize takes many times as long as to read.
 
         Raises:
             DataError: if a file cannot be read.
         """
         digests = {}
         for label, path in self._paths.items():
-            with _one_line(path), path.open("rb") as file:
-                digests[label] = hashlib.file_digest(file, "sha256").hexdigest()
+            with _one_line(path):
+                digests[label] = sha256(path)
         listing = json.dumps(list(digests.items()))
         return {
             "files": len(self._bytes),
@@ -181,11 +166,7 @@ class Files:
         }
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Yield all blocks from `start` on.
-
-        Raises:
-            DataError: if a file cannot be read or has no such column.
-        """
+        """Yield all blocks from `start` on; raise DataError if a file cannot be read or has no such column."""
         labels = list(self._paths)
         first = labels.index(start.file) if start.file else 0
         read_bytes = sum(self._bytes[label] for label in labels[:first])
@@ -197,6 +178,10 @@ class Files:
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             read_bytes += self._bytes[label]
+
+
+#: Where documents come from.
+Source = Dataset | Files
 
 
 def _one_line(path: Path) -> AbstractContextManager[None]:

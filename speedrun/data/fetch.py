@@ -24,15 +24,16 @@ from speedrun.base.track import Data, Hub, Track
 from speedrun.base.wholefile import give_name, lock_folder
 from speedrun.data import hub
 from speedrun.data.overview import count_documents
-from speedrun.data.shard_folder import (
+from speedrun.data.shards import (
     MANIFEST,
     Manifest,
     ShardEntry,
+    open_shard,
     open_track,
     read_manifest,
+    sha256,
     write_manifest,
 )
-from speedrun.data.shards import open_shard, sha256
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
@@ -78,12 +79,6 @@ def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest
 
     Shards that are already there stay; those that the manifest does not name are compared with the hub's digests. A
     complete folder needs no network.
-
-    Args:
-        folder: created if missing.
-        data: what the track says of its shards.
-        source: repository, revision and number of shards.
-        progress: shows bytes and finished shards.
 
     Returns:
         The manifest, with the commit and the digests of the shards.

@@ -1,14 +1,43 @@
-"""Data that the harness makes by itself: the synthetic stream and Python's own documentation."""
+"""Data that the harness makes by itself: the synthetic stream, and a corpus from the documentation of this Python.
 
-from collections.abc import Callable
+The corpus has docstrings and help topics, parsed and never executed. A document is the docstrings of a module, or one
+topic of `help()`: from the standard library, and from installed packages that a run needs. A docstring that an earlier
+document has is skipped. Documents are sorted by a digest of their names, so that validation, which comes first,
+resembles the rest.
+
+The texts depend on the installed versions, so losses compare on one machine only. The corpus is made where it is used,
+and none of it is part of this project. Licences: PSF, BSD, Apache.
+"""
+
+import ast
+import hashlib
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
 from speedrun.base.console import memory
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import DataError, UsageError, translate_os_errors
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_folder
-from speedrun.data import python_docs, synthetic
-from speedrun.data.shard_folder import Manifest, data_folder, read_manifest
+from speedrun.base.wholefile import lock_folder, write_whole
+from speedrun.data import prepare, synthetic, tokenizer
+from speedrun.data.documents import open_source, valid
+from speedrun.data.shards import MANIFEST, Manifest, data_folder, read_manifest
+from speedrun.data.vocabulary import TOKENIZER
+
+PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")  #: dependencies of `speedrun run`
+#: Folders without documentation, or with little English.
+_SKIPPED = {
+    *("test", "tests", "site-packages", "dist-packages"),
+    *("idlelib", "lib2to3", "__pycache__", "_vendor"),
+}
+_MIN_CHARACTERS = 80  #: shorter docstrings are remarks such as "See help(type(self))."
+
+CORPUS = "corpus.jsonl"
+SOURCE = "the documentation of this Python"  #: in the manifest
 
 
 def make(track: Track, folder: Path) -> Manifest:
@@ -16,12 +45,13 @@ def make(track: Track, folder: Path) -> Manifest:
 
     Raises:
         UsageError: if the track needs other data, or the folder holds other shards.
-        DataError: if the folder cannot be written, or the shards differ from the track's digests.
+        DataError: if the folder cannot be written, the shards differ from the track's digests, or this Python has too
+            little documentation.
     """
     if track.synthetic is not None:
         return synthetic.write(track, folder)
     if track.python_docs is not None:
-        return python_docs.make(track, folder)
+        return _make_docs(track, folder)
     raise UsageError(
         f"track {track.name!r} is not synthetic, nor Python's documentation; get its shards: {track.data.get}"
     )
@@ -45,3 +75,89 @@ def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
 def _is_complete(folder: Path) -> bool:
     found = read_manifest(folder)
     return found is not None and found.complete
+
+
+# --- documentation ----------------------------------------------------------------------------------------
+
+
+def installed() -> dict[str, Path]:
+    """Return the folders to read, by name: the standard library and the installed ones of `PACKAGES`."""
+    specs = {package: find_spec(package) for package in PACKAGES}
+    roots = {name: Path(spec.origin).parent for name, spec in specs.items() if spec and spec.origin}
+    return {"python": Path(sysconfig.get_path("stdlib")), **roots}
+
+
+def collect(roots: dict[str, Path]) -> dict[str, str]:
+    """Return the texts of some folders, in order, by names such as `jax/numpy/linalg.py`."""
+    files = [
+        (f"{name}/{path.relative_to(root).as_posix()}", path)
+        for name, root in roots.items()
+        for path in sorted(root.rglob("*.py"))
+        if not _SKIPPED & set(path.relative_to(root).parts)
+    ]
+    files.sort(key=lambda named: hashlib.sha256(named[0].encode()).digest())
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for name, path in files:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about escapes in other people's code
+                tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # this Python cannot read the file, so it is not part of its documentation
+        if name == "python/pydoc_data/topics.py":
+            found |= {f"{name}:{topic}": text.strip() for topic, text in sorted(_topics(tree).items())}
+        elif fresh := [text for text in _docstrings(tree) if text not in seen]:
+            seen.update(fresh)
+            found[name] = "\n\n".join(fresh)
+    return found
+
+
+def _topics(tree: ast.Module) -> dict[str, str]:
+    """Return pydoc's topics: the only assignment of the file."""
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    return ast.literal_eval(tables[0]) if len(tables) == 1 else {}
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of module, classes and functions, in the order of the file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: 0 if isinstance(node, ast.Module) else node.lineno)
+    for node in nodes:
+        text = ast.get_docstring(node)
+        if text and len(text) >= _MIN_CHARACTERS:
+            yield valid(text)
+
+
+def _make_docs(track: Track, folder: Path) -> Manifest:
+    """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards."""
+    settings = track.python_docs or {}
+    manifest = read_manifest(folder)
+    is_ours = manifest is not None and manifest.source == SOURCE
+    if not is_ours and (manifest or any(folder.glob("*.bin"))):
+        raise UsageError(
+            f"{folder}: holds other shards; {track.id} would replace them; choose another folder, or remove them"
+        )
+    with translate_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (track.data.train, track.data.val, MANIFEST):
+        for path in folder.glob(pattern):
+            path.unlink()
+    texts = collect(installed())
+    rows = ({"name": name, "text": text} for name, text in texts.items())
+    write_whole(folder / CORPUS, *(msgspec.json.encode(row) + b"\n" for row in rows))
+    size = tokenizer.train_bpe(iter(texts.values()), settings["vocab_size"], folder / TOKENIZER)
+    if size != track.data.vocab_size:
+        raise DataError(
+            f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
+            "little documentation: install the packages of a run"
+        )
+    cut = prepare.Cut(
+        prefix=track.data.val.partition("_val_")[0],
+        shard_tokens=settings["shard_tokens"],
+        scored_tokens=track.data.val_tokens,
+    )
+    source = open_source([str(folder / CORPUS)])
+    source.name = SOURCE  # independent of the folder's path
+    return prepare.prepare(source, tokenizer.load(str(folder / TOKENIZER)), cut, folder).manifest

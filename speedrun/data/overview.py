@@ -10,8 +10,16 @@ import numpy as np
 from speedrun.base.console import quantity
 from speedrun.base.errors import DataError
 from speedrun.base.track import Data, Track
-from speedrun.data.shard_folder import MANIFEST, ShardEntry, data_folder, open_track, read_manifest
-from speedrun.data.shards import HEADER_BYTES, Shard, sha256
+from speedrun.data.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    Shard,
+    ShardEntry,
+    data_folder,
+    open_track,
+    read_manifest,
+    sha256,
+)
 
 _CHUNK_TOKENS = 2**24  #: held in memory at a time
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes
@@ -59,17 +67,10 @@ class Holding(NamedTuple):
 def verify(
     folder: Path, data: Data, *, full: bool, report: Callable[[int, int], None] = lambda *_: None
 ) -> list[Verified]:
-    """Check the shards of a track.
+    """Check the shards of a track; return one entry per shard, training shards first.
 
-    Args:
-        folder: of the shards.
-        data: what the track says of them.
-        full: read every byte: digests against track and manifest, ids, the number of documents, and the
-            document token at the start of each validation shard.
-        report: called with bytes read and bytes in total.
-
-    Returns:
-        One entry per shard, training shards first.
+    If `full`, read every byte: digests against track and manifest, ids, the number of documents, and the document token
+    at the start of each validation shard. `report` is called with bytes read and bytes in total.
 
     Raises:
         DataError: at the first problem.
@@ -103,11 +104,7 @@ def _compared(shard: Shard, data: Data, entry: ShardEntry | None) -> str:
 
 
 def count_documents(shard: Shard, document_token: int) -> int:
-    """Return the number of document tokens in a shard.
-
-    Raises:
-        DataError: if an id is outside the vocabulary, or the file changes meanwhile.
-    """
+    """Count the document tokens of a shard; raise DataError for an id outside the vocabulary, or a changed file."""
     starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
     chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
     return sum(int(np.count_nonzero(chunk == document_token)) for chunk in chunks)

@@ -25,8 +25,7 @@ from speedrun.base.console import quantity
 from speedrun.base.errors import DataError, UsageError, translate_os_errors
 from speedrun.data import shards
 from speedrun.data.documents import Source
-from speedrun.data.shard_folder import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
-from speedrun.data.shards import write_shard
+from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
@@ -90,13 +89,8 @@ def prepare(
 ) -> Prepared:
     """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`base.wholefile`).
 
-    Args:
-        source: documents in order.
-        chosen: the tokenizer.
-        cut: length and names of shards.
-        out: folder of the shards; created if missing.
-        num_workers: threads that tokenize; the bytes do not depend on it.
-        report: called after every block with bytes read, bytes in total (0 if unknown), and other facts.
+    `num_workers` threads tokenize. `report` is called after every block with bytes read, bytes in total (0 if unknown),
+    and other facts.
 
     Raises:
         UsageError: if the folder was begun with other settings, or the prefix cannot begin a file name.
@@ -106,11 +100,11 @@ def prepare(
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
     settings, ids = _settings(source, chosen, cut), (chosen.vocab_size, chosen.document_token)
     fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Place("", 0))
-    manifest = _found(out, cut, fresh)
+    manifest = _found(out, fresh)
     found = len(manifest.shards)
     if manifest.complete:
         return Prepared(out, manifest, found)
-    write_manifest(out, manifest)
+    shards.write_manifest(out, manifest)
     writer = _Writer(out, cut, manifest, chosen.id_bytes_V())
     watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
     with closing(encoded(source.blocks(start), chosen, num_workers=num_workers)) as blocks:
@@ -119,7 +113,7 @@ def prepare(
             rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)
             facts = f"{writer.num_shards} shards  {writer.tokens:,} tokens  {quantity(rate, 'tok/s')}"
             report(block.read_bytes, source.total_bytes, facts)
-            if writer.is_full:
+            if not writer.left():
                 break
     return Prepared(out, writer.finish(), found)
 
@@ -132,11 +126,11 @@ def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | in
     return {**source.identity(), "tokenizer": chosen.name, "tokenizer_sha256": digest, **own, **lengths}
 
 
-def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
+def _found(out: Path, fresh: Manifest) -> Manifest:
     """Return the manifest of a folder that was begun with the same settings, or `fresh` for an empty folder."""
     with translate_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    found = read_manifest(out)
+    found = shards.read_manifest(out)
     if found is None:
         if others := sorted(path.name for path in out.glob("*.bin")):
             raise UsageError(
@@ -175,12 +169,12 @@ class _Writer:
         #: Places of the next token, and of the first one in the current shard.
         self.next = self._first = manifest.next or Place("", 0)
         self._written, self._filled = sum(entry.tokens for entry in manifest.shards.values()), 0
-        self._buffer = np.empty(self._limit(), np.uint16)
+        self._buffer = np.empty(self.left(), np.uint16)
 
-    def _limit(self) -> int:
-        """Return the maximum number of tokens of the current shard."""
-        limit = self._cut.limit_tokens
-        return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._written)
+    def left(self) -> int:
+        """Return how many tokens the current shard still takes; none if the limit of all shards is reached."""
+        cut, left = self._cut, self._cut.shard_tokens - self._filled
+        return left if cut.limit_tokens is None else min(left, cut.limit_tokens - self.tokens)
 
     @property
     def num_shards(self) -> int:
@@ -192,28 +186,23 @@ class _Writer:
         """Tokens in whole shards and in the current one."""
         return self._written + self._filled
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the limit is reached."""
-        return self._limit() == 0
-
     def add(self, block: Encoded) -> None:
         """Append the tokens of a block; write shards as they fill up."""
         at = 0
-        while at < len(block.ids) and not self.is_full:
+        while at < len(block.ids) and self.left():
             if self._filled == 0:
                 self._first = _place(block, at)
-            stop = min(len(block.ids), at + self._limit() - self._filled)
+            stop = min(len(block.ids), at + self.left())
             self._buffer[self._filled : self._filled + stop - at] = block.ids[at:stop]
             self._filled += stop - at
             at = stop
             self.next = _place(block, at)
-            if self._filled == self._limit():
+            if not self.left():
                 self._write()
 
     def _write(self) -> None:
         name, ids = self._cut.name(self.num_shards), self._buffer[: self._filled]
-        write_shard(self._out / name, ids)
+        shards.write_shard(self._out / name, ids)
         faults.point("shard")
         counts_V = self._counts(ids)
         entry = ShardEntry(
@@ -229,7 +218,7 @@ class _Writer:
             scored_bytes = int(self._counts(scored) @ self._id_bytes_V)
             changes |= {"scored_tokens": len(scored), "scored_bytes": scored_bytes}
         self._manifest = msgspec.structs.replace(self._manifest, **changes)
-        write_manifest(self._out, self._manifest)
+        shards.write_manifest(self._out, self._manifest)
         self._written, self._filled = self._written + self._filled, 0
 
     def _counts(self, ids: np.ndarray) -> np.ndarray:
@@ -247,7 +236,7 @@ class _Writer:
         if not self._manifest.shards:
             raise DataError(f"{self._manifest.source}: holds no document; need some; name another --source")
         self._manifest = msgspec.structs.replace(self._manifest, complete=True)
-        write_manifest(self._out, self._manifest)
+        shards.write_manifest(self._out, self._manifest)
         return self._manifest
 
 

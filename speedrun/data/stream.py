@@ -197,10 +197,7 @@ def require_steps(
 ) -> None:
     """Check that the shards have enough tokens for a run; reads them only where documents are packed.
 
-    Args:
-        shards: in the order of reading.
-        shapes: of the batches of all steps, in order.
-        document_token: the first token of each document; needed to pack documents.
+    `shapes` are those of the batches of all steps, in order.
 
     Raises:
         DataError: if there are fewer tokens or documents than the steps need.

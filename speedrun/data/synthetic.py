@@ -23,8 +23,7 @@ import numpy as np
 
 from speedrun.base.errors import DataError, translate_os_errors
 from speedrun.base.track import Data, Track
-from speedrun.data.shard_folder import Manifest, ShardEntry, write_manifest
-from speedrun.data.shards import sha256, write_shard
+from speedrun.data.shards import Manifest, ShardEntry, sha256, write_manifest, write_shard
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3
@@ -141,24 +140,21 @@ def write(track: Track, folder: Path) -> Manifest:
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    shards = {name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)}
+    shards = {}
+    for stream, name in enumerate(names):
+        path, want = folder / name, track.data.sha256.get(name)
+        tokens = generate(source, stream, source.shard_lines if stream else source.val_lines)
+        if not path.is_file() or sha256(path) != want:
+            write_shard(path, tokens)
+        if want not in (got := sha256(path), None):
+            raise DataError(
+                f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
+            )
+        shards[name] = ShardEntry(tokens.size, int(np.sum(tokens == DOCUMENT)), got)
     ids = track.data.vocab_size, track.data.document_token
     manifest = Manifest(f"speedrun data synth --track {track.name}", dict(settings), *ids, shards)
     write_manifest(folder, manifest)
     return manifest
-
-
-def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
-    """Write one shard; stream 0 is validation."""
-    tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
-    want = track.data.sha256.get(path.name)
-    if not path.is_file() or sha256(path) != want:
-        write_shard(path, tokens)
-    if want not in (got := sha256(path), None):
-        raise DataError(
-            f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
-        )
-    return ShardEntry(tokens=tokens.size, documents=int(np.sum(tokens == DOCUMENT)), sha256=got)
 
 
 # --- random tokens in documents as long as FineWeb's, for timing without real shards -----------------------

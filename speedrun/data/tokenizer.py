@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from speedrun.base.errors import DataError, UsageError, translate_read_errors, u
 from speedrun.base.wholefile import read_regular, write_whole
 from speedrun.data import vocabulary
 from speedrun.data.documents import Block, need
-from speedrun.data.shard_folder import Place
+from speedrun.data.shards import Place
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -30,24 +30,7 @@ RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikt
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
-class Tokenizer(Protocol):
-    """Encodes texts as ids below `vocab_size`; none is the document token."""
-
-    name: str  #: gpt2, bytes, or the name of a file of `tokenizers`
-    raw: bytes  #: content of its file; empty for bytes
-    vocab_size: int
-    document_token: int
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text, unsigned integers [N]."""
-        ...
-
-    def id_bytes_V(self) -> np.ndarray | None:
-        """Return the bytes of UTF-8 that each id stands for, int64 [V]; None if they depend on the context."""
-        ...
-
-
-def load(name: str, *, document_text: str = END_OF_TEXT) -> Tokenizer:
+def load(name: str, *, document_text: str = END_OF_TEXT) -> "Tokenizer":
     """Load a tokenizer.
 
     Args:
@@ -82,15 +65,15 @@ def _read(name: str) -> bytes:
 class Bytes:
     """Ids 0 to 255 are the bytes of UTF-8; 256 is the document token."""
 
-    name, raw = "bytes", b""
+    name, raw = "bytes", b""  #: raw is the content of the file of a tokenizer
     vocab_size, document_token = 257, 256
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Tokenizer`."""
+        """Return the ids of each text, unsigned integers [N] below `vocab_size`; none is the document token."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def id_bytes_V(self) -> np.ndarray:
-        """As `Tokenizer`."""
+        """Return the bytes of UTF-8 that each id stands for, int64 [V]."""
         return (np.arange(self.vocab_size) < self.document_token).astype(np.int64)
 
 
@@ -139,20 +122,17 @@ class Tiktoken:
         self._own = threading.local()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Tokenizer`; the ids of `encode_ordinary`, without a Python integer per token."""
+        """As `Bytes`; the ids of `encode_ordinary`, without a Python integer per token."""
         if not hasattr(self._own, "encoding"):
             self._own.encoding = copy(self.encoding)  # 25 ms
-        return [_ids(self._own.encoding, text) for text in texts]
+        encode = partial(self._own.encoding.encode_to_numpy, disallowed_special=())
+        return [np.concatenate([*map(encode, parts(text))]) for text in texts]
 
     def id_bytes_V(self) -> np.ndarray:
-        """As `Tokenizer`."""
+        """As `Bytes`."""
         id_bytes_V = np.zeros(self.vocab_size, np.int64)
         id_bytes_V[list(self._ranks.values())] = [len(token) for token in self._ranks]
         return id_bytes_V
-
-
-def _ids(encoding: Any, text: str) -> np.ndarray:
-    return np.concatenate([encoding.encode_to_numpy(part, disallowed_special=()) for part in parts(text)])
 
 
 #: Longer documents are split: tiktoken's matcher fails on much longer white space before a word.
@@ -207,11 +187,7 @@ class FromFile:
         self.document_token = vocab[document_text]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Tokenizer`.
-
-        Raises:
-            DataError: if a text contains the document token, which is not special in the file.
-        """
+        """As `Bytes`; raise DataError if a text contains the document token, which is not special in the file."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         if any((of_text == self.document_token).any() for of_text in ids):
@@ -222,7 +198,7 @@ class FromFile:
         return ids
 
     def id_bytes_V(self) -> np.ndarray | None:
-        """As `Tokenizer`; known for byte-level models, which spell each byte as one character."""
+        """As `Bytes`; None unless the model is byte-level and so spells each byte as one character."""
         from tokenizers.decoders import ByteLevel
 
         if not isinstance(self._tokenizer.decoder, ByteLevel) or self._tokenizer.normalizer is not None:
@@ -235,17 +211,17 @@ class FromFile:
         return id_bytes_V
 
 
+#: They have the same attributes and methods.
+Tokenizer = Bytes | Tiktoken | FromFile
+
+
 # --- training ---------------------------------------------------------------------------------------------
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text: str = END_OF_TEXT) -> int:
     """Train a byte-level BPE with `tokenizers`; the same texts give the same file.
 
-    Args:
-        texts: read once.
-        vocab_size: number of ids, 258 to 65,536: the document token, which is 0, 256 bytes, and merges.
-        out: the JSON file.
-        document_text: the document token.
+    Its ids, 258 to 65,536, are the document token, which is 0, 256 bytes, and merges.
 
     Returns:
         The number of ids; less than `vocab_size` if the texts have no more pairs to merge.

@@ -13,8 +13,8 @@ from speedrun.base.console import duration, quantity
 from speedrun.base.track import Track
 from speedrun.data import overview
 from speedrun.plan.estimate import Plan
+from speedrun.record.about import summarize
 from speedrun.record.reader import load
-from speedrun.record.summary import summarize
 from speedrun.science.recipe import Recipe
 
 #: Start, compilation, warm-up and plots of a run, for the arithmetic. A guess: no GPU has run it. On two CPU cores each

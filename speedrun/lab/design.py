@@ -5,6 +5,7 @@ python -m speedrun.lab.design REQUEST.json      called by `speedrun sweep`, whic
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,11 +26,7 @@ from speedrun.train.request import decoded
 
 
 def design(request: Request) -> Experiment:
-    """Write `experiment.json` into a new folder.
-
-    Raises:
-        SpeedrunError: if `prepare` refuses an arm, or there are no two arms to compare.
-    """
+    """Write `experiment.json` into a new folder; raise SpeedrunError if there are no two arms that `prepare` takes."""
     config = request.config
     name = config.recipe or tracks.load(config.track).recipe
     drafts, left_out = _DRAFTS[request.kind](request, name)
@@ -65,13 +62,12 @@ def design(request: Request) -> Experiment:
         created_utc=now().utc,
     )
     with lock_record(config.out):
-        make_folder(config.out, {trials.EXPERIMENT: trials.encode(found)})
+        make_folder(config.out, {trials.EXPERIMENT: layout.encode(found)})
     return found
 
 
-def _draft(name: str, recipe: str, overrides: dict[str, str], against: str | None) -> Arm:
-    """Return an arm that is not checked yet, without digests."""
-    return Arm(name, recipe, overrides, against, config_sha256="", source_sha256="")
+#: Makes an arm that is not checked yet, without digests.
+_draft = partial(Arm, config_sha256="", source_sha256="")
 
 
 def _features(request: Request, name: str) -> tuple[list[Arm], list[str]]:

@@ -1,4 +1,4 @@
-"""The statistics of an experiment: paired differences between arms, and their tests.
+"""What an experiment shows: paired differences between arms, their tests, a table of them and a plot.
 
 A difference is an arm minus the one it is compared with, for one seed. Losses are nats per token, times are ranked
 seconds. A loss counts as time at the price of a nat, as in `speedrun reproduce --against`; the price is taken as exact.
@@ -9,17 +9,20 @@ The best of many arms looks better than it is, so only runs with fresh seeds con
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from speedrun.lab.proof import seconds_per_nat
+from speedrun.board.drawing import GREY, INK, PAPER, VAL, canvas, in_font, label, save
+from speedrun.lab.proof import RATE_FROM, seconds_per_nat
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
 from speedrun.record.statistics import Interval, mean_interval
 
-SUMMARY_SCHEMA = "speedrun.experiment-summary/1"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: Significance level, for adjusted p.
 LEVEL = 0.05
@@ -55,7 +58,7 @@ class Finding(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
+class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.experiment-summary/1"):
     """`summary.json` of an experiment, derived from its runs."""
 
     standing: Standing
@@ -130,8 +133,7 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
 def _effect(differences: Sequence[float]) -> Effect | None:
     from scipy import stats
 
-    interval = mean_interval(differences)
-    if interval is None:
+    if (interval := mean_interval(differences)) is None:
         return None
     # Differences without any scatter are those of copies of one run, and prove nothing.
     tested: Any = stats.ttest_1samp(differences, 0) if stdev(differences) else None
@@ -182,3 +184,161 @@ def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
         winner=best and best.arm,
         confirmation=confirmation,
     )
+
+
+# --- text and plot ----------------------------------------------------------------------------------------
+
+TITLES: dict[Kind, str] = {
+    "features": "without each feature",
+    "ladder": "each recipe against its parent",
+    "sweep": "with other settings",
+}
+_HEAD = ("arm", "loss (nats)", "train time", "both (equivalent s)", "p (Holm)", "verdict")
+_NOTE = (
+    f"paired by seed, 95 % intervals; resolved means Holm's p below {LEVEL:g}; a barnacle is worth less than "
+    f"{NEGLIGIBLE:.0%} of the time"
+)
+
+
+def table(found: Summary) -> list[str]:
+    """Return the lines: one for each arm, the price of a nat, and what the fresh seeds show."""
+    rows = [_HEAD, *(_row(one, found.kind) for one in found.findings)]
+    if found.confirmation is not None:
+        arm, *rest = _row(found.confirmation, found.kind)
+        rows.append((f"{arm}, fresh seeds", *rest))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [*lines, *_price(found), f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number and its noun: `2 runs`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _row(one: Finding, kind: Kind) -> tuple[str, ...]:
+    time = "-"
+    if (effect := one.log_time) is not None:
+        mean, low, high = (100 * math.expm1(x) for x in (effect.mean, effect.low, effect.high))
+        time = f"{mean:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    p = "-" if one.together_s is None else f"{one.together_s.adjusted_p:.2g}"
+    loss, together = _interval(one.loss, ".4f"), _interval(one.together_s, ".2f")
+    return one.arm, loss, time, together, p, _in_words(one, kind)
+
+
+def _interval(effect: Effect | None, digits: str) -> str:
+    if effect is None:
+        return "-"
+    return f"{effect.mean:+{digits}} [{effect.low:+{digits}}, {effect.high:+{digits}}]"
+
+
+def _in_words(one: Finding, kind: Kind) -> str:
+    """Return the verdict in words; with `features`, the arm is the recipe without the feature."""
+    if one.verdict == "non-finite":
+        return f"{count(one.num_non_finite, 'run')} became non-finite"
+    if one.verdict == "unresolved":
+        return f"not resolvable with {count(len(one.seeds), 'seed')}{_resolved_alone(one)}"
+    if one.verdict == "equal":
+        return ("barnacle" if kind == "features" else "no difference") + ": interval covers zero"
+    if kind == "features":
+        return "worth it" if one.verdict == "worse" else "harmful: better without it"
+    return f"{one.verdict} than {one.against!r}"
+
+
+def _resolved_alone(one: Finding) -> str:
+    """Return whether loss or time is resolved by itself: noise in the time does not blur the loss."""
+    alone = [
+        f"{what} alone is: {'better' if effect.mean < 0 else 'worse'}"
+        for what, effect in (("loss", one.loss), ("time", one.log_time))
+        if effect is not None and effect.adjusted_p < LEVEL
+    ]
+    return f" ({', '.join(alone)})" if alone else ""
+
+
+def _price(found: Summary) -> list[str]:
+    """Return the price of a nat for each arm that others are compared with."""
+    prices = {one.against: one.s_per_nat for one in found.findings if one.s_per_nat is not None}
+    lines = [f"price   {s_per_nat:.1f} s a nat for {name!r}" for name, s_per_nat in prices.items()]
+    return [*lines, f"price   {RATE_FROM}"] if lines else []
+
+
+def _best(found: Summary) -> str:
+    if found.winner is None:
+        return "no arm gains anything; nothing to confirm"
+    if (fresh := found.confirmation) is None:
+        return f"{found.winner}: not confirmed, because no fresh seeds ran"
+    confirmed = "confirmed" if found.confirmed else "NOT confirmed"
+    return f"{found.winner}: {confirmed} by {count(len(fresh.seeds), 'fresh seed')}"
+
+
+_ROW_INCHES = 0.42
+_MOST_NAME = 44  #: characters
+
+#: Title, unit and effect of each panel, and its numbers as text.
+_PANELS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("loss", "nats per token", "loss", "{:+.4f}".format),
+    ("train time", "ratio, log scale", "log_time", lambda x: f"{math.exp(x):.3f}"),
+    ("both, as time", "equivalent seconds", "together_s", "{:+.2f}".format),
+)
+
+
+def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
+    """Draw the effects into `plots/forest.svg` and `plots/forest.png`.
+
+    Returns:
+        The files written; none if no arm has two pairs of runs.
+    """
+    rows = [found for found in summary.findings if found.together_s is not None]
+    rows.sort(key=lambda found: found.together_s.mean if found.together_s else 0.0)
+    fresh = summary.confirmation
+    if fresh is not None and fresh.together_s is not None:
+        rows.append(fresh)
+    if not rows:
+        return []
+    with canvas(10.0, 1.7 + _ROW_INCHES * len(rows)) as figure:
+        axes = figure.subplots(1, len(_PANELS), sharey=True)
+        for one, (name, unit, measure, shown) in zip(axes, _PANELS, strict=True):
+            one.set_title(name, fontsize=10, color=INK)
+            one.set_xlabel(unit)
+            _draw(one, [getattr(found, measure) for found in rows], shown)
+        axes[1].xaxis.set_major_formatter(lambda x, _: f"{math.exp(x):.3f}")
+        _name(axes[0], rows, fresh)
+        figure.suptitle(in_font(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        seeds = max(len(found.seeds) for found in summary.findings)
+        note = (
+            f"Left of the line is better. Paired over {seeds} seeds, 95 % intervals; filled: resolved after Holm. "
+            f"{summary.standing.capitalize()}."
+        )
+        figure.supxlabel(in_font(note), x=0.01, ha="left", fontsize=8.5, color=GREY)
+        return save(figure, folder / "plots", "forest")
+
+
+def _draw(axes: "Axes", effects: Sequence[Effect | None], shown: Callable[[float], str]) -> None:
+    """Draw a row for each arm, the first one on top; hollow where the effect is not resolved."""
+    axes.axvline(0, color=GREY, linewidth=1, zorder=1)
+    for place, effect in enumerate(effects):
+        if effect is None:
+            continue
+        resolved = effect.adjusted_p < LEVEL
+        colour = VAL if resolved else GREY
+        ends = effect.low, effect.high
+        axes.plot(ends, (place, place), color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
+        face = colour if resolved else PAPER
+        axes.plot(effect.mean, place, "o", color=colour, markerfacecolor=face, markersize=6.5, zorder=3)
+        # Away from the line of no effect, which a label would hide.
+        form: dict[str, Any] = {"fontsize": 8.5, "color": colour, "va": "center_baseline"}
+        end, offset, side = (effect.low, -5, "right") if effect.mean < 0 else (effect.high, 5, "left")
+        label(axes, (end, place), shown(effect.mean), (offset, 0), ha=side, **form)
+    axes.margins(x=0.4)
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_ylim(len(effects) - 0.5, -0.6)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _name(axes: "Axes", rows: Sequence[Finding], fresh: Finding | None) -> None:
+    names = [in_font(found.arm[:_MOST_NAME]) + (", fresh seeds" if found is fresh else "") for found in rows]
+    axes.set_yticks(range(len(rows)), names)
+    if fresh is not None and rows[-1] is fresh and len(rows) > 1:
+        for one in axes.figure.axes:
+            one.axhline(len(rows) - 1.5, color=GREY, linewidth=0.6, linestyle=(0, (2, 3)), zorder=1)

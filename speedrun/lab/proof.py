@@ -194,11 +194,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
-    """Compare pairs of runs of one seed, as far as both finished.
-
-    Raises:
-        ValueError: for fewer than two pairs, or a time that is not above zero.
-    """
+    """Compare pairs of finished runs of one seed; raise ValueError for fewer than two, or a time not above zero."""
     done = [(a, b) for a, b in pairs if a.finished and b.finished]
     first, second = [a for a, _ in done], [b for _, b in done]
     first_s, second_s = [run.train_time_s for run in first], [run.train_time_s for run in second]

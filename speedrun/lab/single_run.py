@@ -14,12 +14,11 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.board import ghost as ghosts
 from speedrun.board.exports import relayed
 from speedrun.board.plots import plot
-from speedrun.data import generated, overview, shard_folder
+from speedrun.data import generated, overview, shards
 from speedrun.model import samples, weight_sources
 from speedrun.model.watch_server import watched
-from speedrun.record.about import assemble
+from speedrun.record.about import Summary, assemble
 from speedrun.record.salvage import ended
-from speedrun.record.summary import Summary
 from speedrun.record.validate import Report, validate
 from speedrun.train.request import RunConfig
 from speedrun.train.resume_settings import resumed
@@ -39,11 +38,7 @@ class Extras(NamedTuple):
     init_from: Path | None = None  #: weights to start from
 
     def samples(self, config: RunConfig) -> samples.Request | None:
-        """Return what is to be sampled of a run.
-
-        Raises:
-            UsageError: for prompts that nothing takes, or steps without a checkpoint.
-        """
+        """Return what to sample; raise UsageError for prompts that nothing takes, or steps without a checkpoint."""
         every, prompts = self.sample_every, self.sample_prompts
         if prompts and (every is None or tracks.load(config.track).synthetic is not None):
             raise UsageError(
@@ -76,8 +71,8 @@ class Single(NamedTuple):
         """Of validation text; None where the manifest of the data does not know the bytes."""
         if self.summary.val_loss_mean is None:
             return None
-        shards = shard_folder.data_folder(self.rules, self.config.data)
-        return overview.bits_per_byte(self.summary.val_loss_mean, shards, self.rules.data)
+        folder = shards.data_folder(self.rules, self.config.data)
+        return overview.bits_per_byte(self.summary.val_loss_mean, folder, self.rules.data)
 
     def facts(self) -> dict[str, object]:
         """All of it as one JSON object."""

@@ -12,21 +12,23 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from speedrun.base.errors import UsageError
 from speedrun.base.wholefile import read_regular
 from speedrun.record.batch import seeds_from
-from speedrun.record.layout import TrackRef, sha256
-from speedrun.record.logged_run import FormatError, Run, read_run
-from speedrun.record.reader import read_files, run_folders
+from speedrun.record.layout import Strict, TrackRef, sha256
+from speedrun.record.logged_run import FormatError, Run
+from speedrun.record.reader import decode, load
 from speedrun.train.request import RunConfig
 
+_File = TypeVar("_File", bound=Strict)
+
 EXPERIMENT = "experiment.json"
-SCHEMA = "speedrun.experiment/1"
 
 #: Name of the arm that is the recipe as it is; a ladder has none.
 BASELINE = "as it is"
@@ -35,7 +37,7 @@ Kind = Literal["features", "ladder", "sweep"]
 Standing = Literal["research, not ranked"]
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Request(Strict, frozen=True):
     """An experiment to design."""
 
     config: RunConfig  #: of every run; its overrides hold for every arm, its seed is ignored
@@ -46,7 +48,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     variants: tuple[dict[str, str], ...] = ()  #: settings of each arm of a sweep
 
 
-class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Arm(Strict, frozen=True):
     """One variant of a recipe."""
 
     name: str
@@ -57,7 +59,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source_sha256: str
 
 
-class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag=SCHEMA):
+class Experiment(Strict, frozen=True, tag_field="schema", tag="speedrun.experiment/1"):
     """`experiment.json`."""
 
     standing: Standing
@@ -77,13 +79,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         return next(arm for arm in self.arms if arm.name == name)
 
 
-class Trial(NamedTuple):
-    """A run of an experiment."""
-
-    arm: Arm
-    seed: int
-
-
+Trial = tuple[Arm, int]  #: an arm and a seed
 Runs = dict[tuple[str, int], Run]  #: by name of the arm and seed
 
 
@@ -99,30 +95,26 @@ def seeds_for(arms: Sequence[Arm], num_runs: int, num_confirming: int) -> tuple[
 def trials(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Trial]:
     """Yield all arms for each seed, in reverse for every second seed, so that slow drift of the machine cancels."""
     for block, seed in enumerate(seeds):
-        yield from (Trial(arm, seed) for arm in (arms[::-1] if block % 2 else arms))
-
-
-def encode(file: msgspec.Struct) -> bytes:
-    """Encode a file of an experiment as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+        yield from ((arm, seed) for arm in (arms[::-1] if block % 2 else arms))
 
 
 def read(folder: Path) -> Experiment:
-    """Read `experiment.json`.
-
-    Raises:
-        UsageError: if it is missing, cannot be read, or was edited.
-    """
-    path = folder / EXPERIMENT
-    try:
-        found = msgspec.json.decode(read_regular(path), type=Experiment)
-    except OSError:
-        raise UsageError(f"{folder} holds no {EXPERIMENT}; start with 'speedrun sweep'") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}; restore it, or start a new sweep") from None
+    """Read `experiment.json`; raise UsageError if it is missing, cannot be read, or was edited."""
+    found, _ = declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
     if problem := _problem(found):
-        raise UsageError(f"{path}: {problem}; restore it, or start a new sweep")
+        raise UsageError(f"{folder / EXPERIMENT}: {problem}; restore it, or start a new sweep")
     return found
+
+
+def declared(path: Path, kind: type[_File], command: str) -> tuple[_File, str]:
+    """Read a file that a command declared; return it and its digest. Raise UsageError if it is missing or damaged."""
+    try:
+        raw = read_regular(path)
+        return decode(raw, kind), sha256(raw)
+    except OSError:
+        raise UsageError(f"{path.parent} holds no {path.name}; start with '{command}'") from None
+    except FormatError as error:
+        raise UsageError(f"{path}: {error}; restore it, or start anew with '{command}'") from None
 
 
 def _problem(found: Experiment) -> str | None:
@@ -142,10 +134,10 @@ def arm_folder(folder: Path, experiment: Experiment, arm: Arm) -> Path:
     return folder / f"{number:02}-{re.sub(r'[^A-Za-z0-9._=-]+', '-', arm.name)[:60]}"
 
 
-def new_folder(folder: Path, experiment: Experiment, trial: Trial) -> Path:
+def new_folder(folder: Path, experiment: Experiment, arm: Arm, seed: int) -> Path:
     """Return the folder for the next attempt at a trial; earlier attempts are kept."""
-    place = arm_folder(folder, experiment, trial.arm)
-    return place / f"{trial.seed}-{len([*place.glob(f'{trial.seed}-*')]) + 1}"
+    place = arm_folder(folder, experiment, arm)
+    return place / f"{seed}-{len([*place.glob(f'{seed}-*')]) + 1}"
 
 
 def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> Runs:
@@ -157,12 +149,7 @@ def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> 
     found: Runs = {}
     for arm, seed in wanted:
         for attempt in sorted(arm_folder(folder, experiment, arm).glob(f"{seed}-*")):
-            raw, _ = read_files(attempt)
-            for name in run_folders(raw):
-                try:
-                    run = read_run(raw, name)
-                except FormatError:  # it was killed
-                    continue
+            for run in load(attempt).runs:  # the log of one that was killed cannot be read
                 if run.outcome not in ("finished", "non-finite"):
                     continue
                 start = run.start.seed, run.start.config_sha256, run.start.source_sha256
@@ -210,21 +197,14 @@ def parse(key: str, text: str) -> tuple[str, ...] | Range:
         return tuple(value.strip() for value in re.split(r",(?![^()]*\))", text) if value.strip())
     low, _, high = text.partition("..")
     found = Range(low, high)
-    try:
-        good = 0 < float(low) < float(high) < math.inf or (found.is_whole and int(low) < int(high))
-    except ValueError:
-        good = False
-    if not good:
-        raise UsageError(f"--set {key}={text}; need LOW..HIGH, two numbers above zero, the smaller one first")
-    return found
+    with suppress(ValueError):
+        if 0 < float(low) < float(high) < math.inf or (found.is_whole and int(low) < int(high)):
+            return found
+    raise UsageError(f"--set {key}={text}; need LOW..HIGH, two numbers above zero, the smaller one first")
 
 
 def grid(space: Space) -> list[dict[str, str]]:
-    """Return every combination.
-
-    Raises:
-        UsageError: for a range, or too many.
-    """
+    """Return every combination; raise UsageError for a range, or too many."""
     axes: dict[str, tuple[str, ...]] = {}
     for key, values in space.items():
         if isinstance(values, Range):
@@ -236,11 +216,7 @@ def grid(space: Space) -> list[dict[str, str]]:
 
 
 def draw(space: Space, trials: int, seed: int) -> list[dict[str, str]]:
-    """Draw distinct combinations; fewer than `trials` if there are no more.
-
-    Raises:
-        UsageError: for too many.
-    """
+    """Draw distinct combinations, fewer than `trials` if there are no more; raise UsageError for too many."""
     if trials > MOST_ARMS:
         raise UsageError(f"got {trials:,} trials; need at most {MOST_ARMS}")
     rng, found = random.Random(seed), []

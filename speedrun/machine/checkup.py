@@ -16,7 +16,8 @@ from pathlib import Path
 from speedrun.base import provenance
 from speedrun.base import track as tracks
 from speedrun.base.track import Track
-from speedrun.data import hub, overview, shard_folder
+from speedrun.data import hub, overview
+from speedrun.data.shards import data_folder
 from speedrun.machine import check_devices
 from speedrun.machine.check_devices import Check
 from speedrun.record import git_history
@@ -229,7 +230,7 @@ _ANSWER_S = 4.0  #: of the hub
 
 def disk(track: Track) -> Check:
     """Check that a track's data has room and may be written; the folder may not exist yet."""
-    root = shard_folder.data_folder(track, None).parent.absolute()
+    root = data_folder(track, None).parent.absolute()
     there = next(folder for folder in (root, *root.parents) if folder.is_dir())
     free_bytes, need_bytes = shutil.disk_usage(there).free, overview.disk_bytes(track)
     found = f"{free_bytes / 1e9:,.1f} GB free in {there}; {track.name} needs {need_bytes / 1e9:.1f} GB"

@@ -31,8 +31,7 @@ from msgspec import Meta
 from speedrun.base import mesh as meshes
 from speedrun.base.errors import DataError, NonFiniteError, UsageError, translate_read_errors
 from speedrun.base.wholefile import read_regular
-from speedrun.data import shard_folder
-from speedrun.data.shards import Shard, open_shard
+from speedrun.data.shards import Shard, open_shard, open_track
 from speedrun.model.incremental import DecodingKernels
 from speedrun.model.weights import Trained
 from speedrun.science.params import SHARDS, Params
@@ -80,7 +79,7 @@ def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int |
     data, batch = trained.track.data, SHARDS * context
     found = [(open_shard(path, vocab_size=data.vocab_size), 0) for path in shards]
     if not found:
-        official = shard_folder.open_track(trained.folder, data).val[0]
+        official = open_track(trained.folder, data).val[0]
         found = [(official, 0)]
         if official.num_tokens > data.val_tokens + batch:
             found.append((official, data.val_tokens))

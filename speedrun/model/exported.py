@@ -19,8 +19,8 @@ from speedrun.base.errors import DataError, UsageError, translate_os_errors, tra
 from speedrun.base.wholefile import make_folder
 from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
-from speedrun.data import shard_folder, vocabulary
-from speedrun.data.shards import sha256
+from speedrun.data import vocabulary
+from speedrun.data.shards import data_folder, sha256
 from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, own_recipe, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
@@ -241,7 +241,7 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     meshes.prepare("any")
     known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
     program = Program(chosen, meshes.make_mesh(1), vocabulary=known)
-    shards, packed = shard_folder.data_folder(track, data), placed(program, arrays(folder, program))
+    shards, packed = data_folder(track, data), placed(program, arrays(folder, program))
     origin = {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
     own = folder if facts.tokenizer else None
     return Trained(program, track, shards, facts.step, packed, facts.overrides, origin=origin, tokenizer=own)

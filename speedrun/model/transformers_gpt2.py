@@ -19,7 +19,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.track import Track
-from speedrun.data import shard_folder
+from speedrun.data.shards import data_folder
 from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.model.exported import card, named_arrays, placed, save_folder, tokenizer_file
 from speedrun.model.weights import WEIGHTS, Tensors, Trained, form_of, read_json
@@ -156,7 +156,7 @@ def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Train
     meshes.prepare("any")
     program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(1))
     packed = placed(program, _arrays(tensors, program.layout.table))
-    shards = shard_folder.data_folder(track, data)
+    shards = data_folder(track, data)
     # Its own tokenizer, if the track has such a file; else GPT-2's, which every machine can get.
     own = folder if track.python_docs is not None else None
     return Trained(program, track, shards, 0, packed, overrides, origin=origin, is_ours=False, tokenizer=own)

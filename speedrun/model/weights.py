@@ -20,7 +20,8 @@ from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
 from speedrun.base.track import Track
 from speedrun.base.wholefile import read_regular
-from speedrun.data import shard_folder, tokenizer, vocabulary
+from speedrun.data import tokenizer, vocabulary
+from speedrun.data.shards import data_folder
 from speedrun.record.layout import config_sha256
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
@@ -164,7 +165,7 @@ def load(
     track = tracks.load(kept.config.track)
     chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
     meshes.prepare(track.rules.platform)
-    shards = shard_folder.data_folder(track, data or kept.config.data)
+    shards = data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
     program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
     if step is not None and step not in steps:

@@ -114,13 +114,9 @@ class Record:
 
 
 def load(root: Path) -> Record:
-    """Read a record folder; problems are part of the result.
-
-    Raises:
-        UsageError: if `root` is not a folder.
-    """
+    """Read a record folder; problems are part of the result. Raise UsageError if `root` is not a folder."""
     raw, refused = read_files(root)
-    folders = run_folders(raw)
+    folders = sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})
     malformed: list[str] = [] if folders else ["the record holds no runs"]
 
     def attempt(path: str, read: Callable[..., _Read], *given: object) -> _Read | None:
@@ -171,11 +167,7 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
 
 
 def load_result(folder: Path) -> Record:
-    """Read a whole record of a known track with a finished run.
-
-    Raises:
-        UsageError: if it is none.
-    """
+    """Read a whole record of a known track with a finished run; raise UsageError if it is none."""
     record = load(folder)
     if not record.finished or record.track is None or not record.whole or record.malformed:
         need = "is no whole record with a finished run of a known track"
@@ -281,8 +273,3 @@ def _walk(folder: Path, prefix: str, refused: dict[str, str]) -> Iterator[tuple[
             yield from _walk(folder / entry.name, f"{path}/", refused)
         else:
             yield path, entry
-
-
-def run_folders(raw: dict[str, bytes]) -> list[str]:
-    """Return the names of the run folders."""
-    return sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})

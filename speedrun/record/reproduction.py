@@ -132,12 +132,8 @@ def loss_difference(
 ) -> Difference:
     """Return the loss of these runs minus the record's: of all its runs, or of those with the same seeds.
 
-    Args:
-        record: its finished runs.
-        here: finished runs.
-        sigma: sd over seeds that the track declares.
-        same_seeds: compare with the same seeds only. The noise is that of fresh seeds all the same: unless the bits are
-            equal, rounding grows until runs of one seed differ like runs of two (README).
+    `sigma` is the sd over seeds that the track declares. With the same seeds, the noise is that of fresh ones all the
+    same: unless the bits are equal, rounding grows until runs of one seed differ like runs of two (README).
     """
     losses = [run.val_loss for run in record]
     scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
@@ -184,13 +180,7 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
 
 
 def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Judgement:
-    """Judge a record by the runs of a reproduction without a `runs_problem`.
-
-    Args:
-        found: the reproduction.
-        record: the finished runs of the record.
-        sigma: sd of losses over seeds that the track declares.
-    """
+    """Judge the finished runs of a record by a reproduction without a `runs_problem`; `sigma` is the track's."""
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None
     time = time_ratio(record, done) if done else None

@@ -14,7 +14,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base import processes, provenance, runlog
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
-from speedrun.data import shard_folder, shards, stream, vocabulary
+from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
@@ -39,7 +39,7 @@ class Ready:
     track: tracks.Track
     recipe: Recipe
     program: Program
-    shards: shard_folder.TrackShards
+    shards: shards.TrackShards
     folder: Path
     source: str
 
@@ -94,7 +94,7 @@ class Ready:
     def facts(self) -> dict[str, str]:
         """Return what must be equal in all processes, by name. Shards are compared by names, sizes and manifest."""
         names = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
-        data = msgspec.json.encode([names, shard_folder.read_manifest(self.folder)])
+        data = msgspec.json.encode([names, shards.read_manifest(self.folder)])
         shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
         options = msgspec.to_builtins(shared, enc_hook=str)
         constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
@@ -138,7 +138,7 @@ def _prepare(config: RunConfig) -> Ready:
     _check_platform(track)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
-    folder = shard_folder.data_folder(track, config.data)
+    folder = shards.data_folder(track, config.data)
     known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
     _check_ids(recipe, track)
     microbatches = config.microbatches or max(SHARDS, num_devices)
@@ -146,7 +146,7 @@ def _prepare(config: RunConfig) -> Ready:
     contract.check(program)
     contract.check_fixed(recipe, program.step.plan.rows, track)
     program = footprint.fitted_here(program)
-    found = shard_folder.open_track(folder, track.data)
+    found = shards.open_track(folder, track.data)
     shapes = [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens) for one in recipe.stages]
     steps = [shape for shape, one in zip(shapes, recipe.stages, strict=True) for _ in range(one.num_steps)]
     stream.require_steps(found.train, steps, track.data.document_token)

@@ -5,10 +5,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from speedrun.base import runlog
+from speedrun.record.about import summarize
 from speedrun.record.checks.table import Skip, check, check_run
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
-from speedrun.record.summary import summarize
 
 #: Nats; a stated loss is stored in full, so it may differ from its sum by rounding only.
 _ROUNDING = 1e-6

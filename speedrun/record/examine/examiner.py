@@ -27,7 +27,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import CheckpointError, SpeedrunError, UsageError
 from speedrun.base.output import reported
 from speedrun.base.wholefile import require_regular
-from speedrun.data import shard_folder, stream
+from speedrun.data import shards, stream
 from speedrun.record.examine import causality
 from speedrun.record.examine.stablehlo import Programs, unpack
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
@@ -64,7 +64,7 @@ class _Examiner:
         self.request, self.track = request, tracks.load(request.track)
         self.archive = unpack(request.programs.read_bytes())
         self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas))
-        self.shards = shard_folder.open_track(request.data, self.track.data)
+        self.shards = shards.open_track(request.data, self.track.data)
         self.end = request.num_steps
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}
         # What its author stored: the log and the track say how many, and when.

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
 from speedrun.base import provenance, runlog
-from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
-from speedrun.data import generated, shard_folder
 from speedrun.data.overview import verify
 from speedrun.record import archive, layout
 from speedrun.record.checks.table import Skip
@@ -51,11 +49,7 @@ class Options(NamedTuple):
 
 
 def checked_nonce(given: str | None) -> str:
-    """Return the nonce that the user gave, or a random one.
-
-    Raises:
-        UsageError: unless it is 8 to 64 hex digits.
-    """
+    """Return the nonce that the user gave, or a random one; raise UsageError unless it is 8 to 64 hex digits."""
     if given is not None and not re.fullmatch(r"[0-9a-f]{8,64}", given):
         raise UsageError(
             f"--nonce {given!r}; need 8 to 64 hex digits, as an earlier examination printed them"
@@ -80,11 +74,7 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
     With checkpoints: the first steps; a few steps after two of them; and all steps from the last checkpoint before some
     validation (or the end) to the step after it, which reveals training during a pause.
 
-    Args:
-        run: to examine.
-        checkpoints: their steps, by the log; None: not available.
-        val_every: steps between validations.
-        draws: seed.
+    `checkpoints` are their steps, by the log; None: not available. `val_every` is in steps; `draws` is a seed.
     """
     num_steps = run.start.num_steps
     if checkpoints is None:
@@ -99,13 +89,7 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
 
 
 def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
-    """Return the report with the results of V601 to V609 added.
-
-    Args:
-        folder: the record.
-        report: of the other checks; if one failed, nothing is executed.
-        options: of the examination.
-        echo: where progress goes.
+    """Return the report on the record in a folder with the results of V601 to V609 added. Progress goes to `echo`.
 
     Raises:
         UsageError: if a check failed, no run finished, or there is no sandbox.
@@ -115,12 +99,12 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     runs = {run.folder: run for run in record.finished}
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
-    reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
+    reruns = [Rerun(folder, options.data, echo, run_id=name, unsafe=options.unsafe) for name in names]
     raw = record.raw[archive.name_of(record.lead.of(runlog.Exported)[0].sha256)]  # V003: that of all runs
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
     print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
-    found = [_examined(rerun, raw, given.get(rerun.old.folder), options, echo) for rerun in reruns]
+    found = [_examined(rerun, raw, given.get(rerun.old.folder), options.nonce) for rerun in reruns]
     return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
 
 
@@ -151,9 +135,10 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
     def find(_record: Record) -> Iterator[str]:
         if (theirs := jax(run.preflight.software)) != (ours := jax(provenance.software())):
             raise Skip(f"lowered by {theirs}; here is {ours}, which may lower otherwise")
-        rerun = Rerun(folder, run.folder, unsafe=options.unsafe)
+        rerun = Rerun(folder, options.data, echo, run_id=run.folder, unsafe=options.unsafe)
         print(f"lowering the source of {run.folder} again", file=echo, flush=True)
-        found = layout.sha256(rerun.lowered(rerun.check_data(options.data, echo), echo))
+        rerun.check_data()
+        found = layout.sha256(rerun.lowered())
         if found != made.sha256:
             yield f"{run.folder}: its source makes {archive.name_of(found)}, not {archive.name_of(made.sha256)}"
 
@@ -177,15 +162,14 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     return found
 
 
-def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Options, echo: TextIO) -> Examined:
+def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) -> Examined:
     """Examine one run by the archive of its programs."""
-    run = rerun.old
-    rules, draws = tracks.load(run.start.track.rpartition("@")[0]), drawn(options.nonce, run.folder)
-    data = shard_folder.data_folder(rules, options.data).absolute()
+    run, rules = rerun.old, rerun.rules
+    draws = drawn(nonce, run.folder)
     if rules.synthetic is not None:
-        generated.ensure(rules, options.data, lambda text: print(text, file=echo))
+        rerun.make_data()
     if rules.data.sha256:  # damaged shards here would be held against the record
-        verify(data, rules.data, full=True)
+        verify(rerun.data, rules.data, full=True)
     # From the log, not the folder: whoever provides checkpoints must not choose among them.
     steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
     with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:
@@ -194,7 +178,7 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Optio
         wanted = Examination(
             programs=programs,
             track=rules.name,
-            data=data,
+            data=rerun.data,
             run_seed=run.start.seed,
             platform=run.preflight.platform,
             num_steps=run.start.num_steps,
@@ -205,4 +189,4 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Optio
             draws=draws,
             findings=Path(scratch, "findings.json"),
         )
-        return Examined(run, rerun.examine(wanted, Path(scratch), echo))
+        return Examined(run, rerun.examine(wanted))

@@ -1,7 +1,6 @@
 """`speedrun reproduce`: what differs here, the seeds that are planned, runs in turns with a rival's, and the result."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -56,17 +55,26 @@ class Result(NamedTuple):
         return msgspec.to_builtins(self.reproduction) | msgspec.to_builtins(self.judgement)
 
 
-@dataclass(frozen=True)
 class Repetition:
-    """A record that is run again in a folder of its own."""
+    """A record that is run again in a folder of its own. `points` is what was compared before the runs."""
 
-    folder: Path
-    record: Record
-    rerun: Rerun
-    data: Path  #: folder of shards
-    points: tuple[Point, ...]  #: what was compared before the runs
+    def __init__(self, record: Path, folder: Path, data: Path | None, echo: TextIO, *, unsafe: bool) -> None:
+        """Check a record and its data, and compare what it names with this machine; execute nothing yet.
 
-    def run_one(self, seed: int, echo: TextIO) -> Run:
+        `folder` is that of the new runs. The other arguments are those of `Rerun`.
+
+        Raises:
+            UsageError: if it is no whole record with a finished run that took time.
+            DataError: if a shard is missing or another.
+        """
+        self.folder, self.record = folder, load_result(record)
+        if any(run.train_time_s <= 0 for run in self.record.finished):
+            raise UsageError(f"{record}: a finished run took no time; need one that did, to compare with")
+        self._rerun = Rerun(record, data, echo, unsafe=unsafe)
+        self._rerun.check_data()
+        self.points = tuple(_points(self.record))
+
+    def run_one(self, seed: int) -> Run:
         """Run one seed, if it has no result yet. A non-finite loss is a result; any other error ends the command.
 
         Raises:
@@ -78,7 +86,7 @@ class Repetition:
         attempts = (self.folder / f"{seed}-{attempt}" for attempt in count(1))
         out = next(path for path in attempts if not path.exists())
         try:
-            self.rerun.run(out, seed=seed, data=self.data, echo=echo)
+            self._rerun.run(out, seed=seed)
         except SpeedrunError as error:
             if error.exit_code != NonFiniteError.exit_code:
                 resumable = SpeedrunError(f"{error}; run the same command again to continue in {self.folder}")
@@ -92,31 +100,19 @@ class Repetition:
         return found
 
     def _result(self, seed: int) -> Run | None:
-        """Return the first run of a seed that has a result, so that nobody gets a second try."""
+        """Return the first run of a seed that has a result, so that nobody gets a second try; raise as `run_one`."""
         # The stacks of a run that hung lie beside its folder.
         for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
             match load(attempt).runs:
                 # A stranger's log may claim an end before its beginning, so without hardware.
                 case [run] if run.start.seed == seed and run.outcome != "aborted" and run.hardware[0]:
-                    if run.finished:
-                        self._check_same(run, attempt)
+                    if run.finished and (differ := _differences(run, self.record.lead)):
+                        raise DataError(
+                            f"{attempt}: its run has another {', '.join(differ)} than the record, so they cannot be "
+                            "compared; move the folder away and run the same command again"
+                        )
                     return run
         return None
-
-    def _check_same(self, run: Run, attempt: Path) -> None:
-        """Raise DataError if a finished run has another source, config or data than the record."""
-        wanted = self.record.lead
-        facts = {
-            "source": (run.start.source_sha256, wanted.start.source_sha256),
-            "config": (run.start.config_sha256, wanted.start.config_sha256),
-            "data": (run.data, wanted.data),
-        }
-        differ = [name for name, (here, recorded) in facts.items() if here != recorded]
-        if differ:
-            raise DataError(
-                f"{attempt}: its run has another {', '.join(differ)} than the record, so they cannot be compared; "
-                "move the folder away and run the same command again"
-            )
 
     def judge(self, plan: Plan, runs: list[Run], by: str) -> Result:
         """Write `reproduction.json`, and judge the record by it."""
@@ -135,25 +131,14 @@ class Repetition:
         return Result(self.record, runs, found, judgement)
 
 
-def prepared(record: Path, folder: Path, data: Path | None, echo: TextIO, *, unsafe: bool) -> Repetition:
-    """Check a record and its data, and compare what it names with this machine; execute nothing yet.
-
-    Args:
-        record: to run again.
-        folder: of the new runs.
-        data: folder of shards; None: the track's own.
-        echo: where progress goes.
-        unsafe: run it without a sandbox if there is none.
-
-    Raises:
-        UsageError: if it is no whole record with a finished run that took time.
-        DataError: if a shard is missing or another.
-    """
-    found = load_result(record)
-    if any(run.train_time_s <= 0 for run in found.finished):
-        raise UsageError(f"{record}: a finished run took no time; need one that did, to compare with")
-    rerun = Rerun(record, unsafe=unsafe)
-    return Repetition(folder, found, rerun, rerun.check_data(data, echo), tuple(_points(found)))
+def _differences(first: Run, second: Run) -> list[str]:
+    """Return what makes two runs incomparable."""
+    facts = (
+        ("source", first.start.source_sha256, second.start.source_sha256),
+        ("config", first.start.config_sha256, second.start.config_sha256),
+        ("data", first.data, second.data),
+    )
+    return [name for name, one, other in facts if one != other]
 
 
 def _points(record: Record) -> Iterator[Point]:
@@ -191,7 +176,7 @@ def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO
         print(f"run {number + 1} of {len(seeds)}  seed {seed}  eta {duration(eta_s)}", file=echo)
         order = [*zip(sides, runs, strict=True)]
         for side, ended in order if number % 2 == 0 else order[::-1]:
-            ended.append(side.run_one(seed, echo))
+            ended.append(side.run_one(seed))
     return runs
 
 
@@ -200,11 +185,7 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
 
     Fresh seeds follow from the records' digests and the time of planning, so nobody picks them.
 
-    Args:
-        folder: of the runs; new, empty, or with the same plan.
-        records: to run again: one, or one and its rival.
-        num_runs: of each.
-        same_seeds: use the first record's seeds.
+    The records are one, or one and its rival. With `same_seeds`, the seeds are the first record's.
 
     Raises:
         UsageError: if more of the record's seeds are wanted than there are, or the folder holds something else.

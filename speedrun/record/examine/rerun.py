@@ -21,7 +21,7 @@ from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import EXIT_CODES, DataError, SpeedrunError, UsageError, meaning
 from speedrun.base.wholefile import write_whole
-from speedrun.data import generated, shard_folder, shards, vocabulary
+from speedrun.data import generated, shards, vocabulary
 from speedrun.record import archive
 from speedrun.record.examine import sandbox
 from speedrun.record.findings import Examination, Findings
@@ -56,11 +56,21 @@ request.with_name("programs.xz").write_bytes(made)
 class Rerun:
     """A run of a record that was checked and can be run again."""
 
-    def __init__(self, folder: Path, run_id: str | None = None, *, unsafe: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        data: Path | None,
+        echo: TextIO,
+        *,
+        run_id: str | None = None,
+        unsafe: bool = False,
+    ) -> None:
         """Read and check the record; execute nothing yet.
 
         Args:
             folder: the record.
+            data: folder of shards; None: the track's own.
+            echo: where progress goes, and what the processes print.
             run_id: of the run; None: the first finished one.
             unsafe: run it without a sandbox if there is none.
 
@@ -69,7 +79,7 @@ class Rerun:
         """
         record = load(folder)
         self.old = next((run for run in record.runs if run.folder == run_id), record.lead)
-        self._unsafe = unsafe
+        self._echo, self._given, self._unsafe = echo, data, unsafe
         self._source = record.source_files
         if not self._source or record.source_sha256 != self.old.start.source_sha256:
             raise UsageError(
@@ -84,19 +94,28 @@ class Rerun:
                 f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
             )
 
-    def check_data(self, data: Path | None, echo: TextIO) -> Path:
-        """Make the shards that can be made, read every byte of those that the run read, and return their folder.
+    @property
+    def rules(self) -> tracks.Track:
+        """The track of the run."""
+        return tracks.load(self.old.start.track.rpartition("@")[0])
 
-        Args:
-            data: folder of shards; None: the track's own.
-            echo: where progress goes.
+    @property
+    def data(self) -> Path:
+        """The folder of shards."""
+        return shards.data_folder(self.rules, self._given).absolute()
+
+    def make_data(self) -> None:
+        """Make the shards that can be made."""
+        generated.ensure(self.rules, self._given, lambda text: print(text, file=self._echo))
+
+    def check_data(self) -> None:
+        """Make the shards that can be made, and read every byte of those that the run read.
 
         Raises:
             DataError: if one is missing or another: that would be held against the record.
         """
-        rules = self._rules
-        generated.ensure(rules, data, lambda text: print(text, file=echo))
-        folder, read = shard_folder.data_folder(rules, data).absolute(), self.old.data
+        self.make_data()
+        folder, read = self.data, self.old.data
         for name, wanted in {shard.name: shard.sha256 for shard in (*read.shards, read.val_shard)}.items():
             path = folder / Path(name).name
             try:
@@ -106,48 +125,31 @@ class Rerun:
             if found != wanted:
                 raise DataError(
                     f"{path}: {found[:40]}; the run read one with sha256 {wanted[:16]}; nothing was executed; "
-                    f"{rules.data.get}"
+                    f"{self.rules.data.get}"
                 )
-        return folder
 
-    def run(self, out: Path, *, seed: int, data: Path, echo: TextIO) -> None:
-        """Unpack the source into a scratch folder, and train with it.
-
-        Args:
-            out: folder of the new record, which does not exist; what the source leaves is brought there.
-            seed: of the new run.
-            data: folder of shards: see `check_data`.
-            echo: where its output goes.
-
-        Raises:
-            SpeedrunError: if it ends with an error.
-        """
+    def run(self, out: Path, *, seed: int) -> None:
+        """Train with the source, and bring what it leaves into a new folder; raise SpeedrunError if it fails."""
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * self.old.end.cold_wall_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
-            config = self._config(made, seed, data)
-            train = ("-m", "speedrun.train.run")
+            config = self._config(made, seed, self.data)
             try:
-                self._start(train, config, Path(scratch), echo, code, [data], limit_s)
+                self._start(("-m", "speedrun.train.run"), config, Path(scratch), code, [self.data], limit_s)
             finally:
                 _bring(made, out)
 
-    def lowered(self, data: Path, echo: TextIO) -> bytes:
-        """Unpack the source into a scratch folder, let it lower its programs, and return their archive.
+    def lowered(self) -> bytes:
+        """Let the source lower its programs, and return their archive; raise SpeedrunError if it fails or leaves none.
 
-        Args:
-            data: folder of shards: see `check_data`. Of validation shards the source sees headers and sizes only.
-            echo: where its output goes.
-
-        Raises:
-            SpeedrunError: if it ends with an error, or leaves no archive.
+        Of validation shards it sees headers and sizes only.
         """
         with tempfile.TemporaryDirectory(prefix="speedrun-source-") as name:
             scratch = Path(name)
             code, seen = self._unpacked(scratch), scratch / "data"
-            readable = _without_text(data, seen, self._rules.data)
+            readable = _without_text(self.data, seen, self.rules.data)
             config = self._config(scratch / "record", self.old.start.seed, seen)
-            self._start(("-c", _LOWER), config, scratch, echo, code, readable, _LEAST_S)
+            self._start(("-c", _LOWER), config, scratch, code, readable, _LEAST_S)
             try:
                 return plain(scratch / "programs.xz", archive.MOST_BYTES)
             except (OSError, ValueError) as error:
@@ -162,19 +164,13 @@ class Rerun:
             file.write_text(text, encoding="utf-8")
         return code
 
-    def examine(self, request: Examination, scratch: Path, echo: TextIO) -> Findings:
-        """Run our examiner on the programs of the record, without any of its source.
+    def examine(self, request: Examination) -> Findings:
+        """Run our examiner on the programs of the record, without any of its source; raise SpeedrunError if it fails.
 
-        Args:
-            request: what to examine; its paths to programs and findings lie in `scratch`.
-            scratch: the only folder that it can write to.
-            echo: where its output goes.
-
-        Raises:
-            SpeedrunError: if it ends with an error.
+        It can write to the folder of its findings only.
         """
         readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
-        self._start(_EXAMINER, request, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
+        self._start(_EXAMINER, request, request.findings.parent, _PACKAGE.parent, readable, _MOST_S)
         return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
 
     def _start(
@@ -182,7 +178,6 @@ class Rerun:
         words: tuple[str, str],
         request: object,
         scratch: Path,
-        echo: TextIO,
         code: Path,
         readable: Iterable[Path],
         limit_s: float,
@@ -197,8 +192,9 @@ class Rerun:
             scratch,
             readable=readable,
             environment={**keep, **self._environment, "PYTHONPATH": str(code)},
-            stdout=echo,
-            limits=sandbox.Limits(limit_s, gpu=self.old.preflight.platform == "gpu"),
+            stdout=self._echo,
+            wall_s=limit_s,
+            gpu=self.old.preflight.platform == "gpu",
             unsafe=self._unsafe,
         )
         if found:
@@ -208,15 +204,11 @@ class Rerun:
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
-    @property
-    def _rules(self) -> tracks.Track:
-        return tracks.load(self.old.start.track.rpartition("@")[0])
-
     def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
         """Return the request for the run, with another seed and folders."""
         start = self.old.start
         return RunConfig(
-            track=self._rules.name,
+            track=self.rules.name,
             out=out.absolute(),
             recipe=start.recipe,
             seed=seed,
@@ -237,7 +229,7 @@ def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
     seen.mkdir()
     files = [path for path in data.iterdir() if path.is_file()]
     blank = [path for path in files if fnmatch(path.name, rules.val)]
-    needed = (rules.train, shard_folder.MANIFEST, vocabulary.RANKS, vocabulary.TOKENIZER)
+    needed = (rules.train, shards.MANIFEST, vocabulary.RANKS, vocabulary.TOKENIZER)
     others = [path for path in files if path not in blank and any(fnmatch(path.name, one) for one in needed)]
     for path in blank:
         with path.open("rb") as shard, (seen / path.name).open("wb") as made:

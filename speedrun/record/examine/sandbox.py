@@ -18,7 +18,6 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, TextIO
@@ -108,21 +107,13 @@ _SHELL = 128  #: a shell adds this to the signal that ended a program
 _MOST_BYTES = 32 << 30  #: of address space; more if the machine has more
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a process."""
-
-    wall_s: float
-    gpu: bool = False  #: gets the GPUs, and no memory limit: their driver maps more memory than there is
-
-
 @cache
 def problem() -> str | None:
     """Return why this machine cannot sandbox a process, or None. Runs a probe."""
     if not sys.platform.startswith("linux"):
         return "namespaces need Linux"
     with tempfile.TemporaryDirectory(prefix="speedrun-probe-") as scratch, ExitStack() as stack:
-        argv = _argv(stack, [sys.executable, "-I", "-c", _PROBE], Path(scratch), (), Limits(_PROBE_S))
+        argv = _argv(stack, [sys.executable, "-I", "-c", _PROBE], Path(scratch), (), gpu=False)
         try:
             done = subprocess.run(
                 argv, env={}, capture_output=True, text=True, timeout=_PROBE_S, check=False, cwd="/"
@@ -136,10 +127,7 @@ def problem() -> str | None:
 
 
 def protections(*, unsafe: bool) -> str:
-    """Return one line on the protections in force, to print before anything runs.
-
-    Args:
-        unsafe: whether the user accepts none.
+    """Return one line on the protections in force, to print before anything runs; `unsafe` accepts none.
 
     Raises:
         UsageError: if there is no sandbox and the user did not accept that.
@@ -171,19 +159,16 @@ def run(
     readable: Iterable[Path] = (),
     environment: Mapping[str, str],
     stdout: TextIO,
-    limits: Limits,
+    wall_s: float,
+    gpu: bool = False,
     unsafe: bool,
 ) -> int:
     """Run a command in the sandbox and return its exit code.
 
-    Args:
-        argv: the command.
-        scratch: its working folder and home, and the only folder that it can write to.
-        readable: what it can read besides the system's libraries and this Python.
-        environment: the whole environment.
-        stdout: where its output goes, line by line and sanitised.
-        limits: of time and memory.
-        unsafe: run it without a sandbox if there is none.
+    Its working folder and home is `scratch`, the only folder that it can write to. It can read `readable` besides the
+    system's libraries and this Python. `environment` is the whole one. Its output goes to `stdout`, line by line and
+    sanitised. After `wall_s` it is killed. With `gpu`, it gets the GPUs and no memory limit: their driver maps more
+    memory than there is. If `unsafe`, it runs without a sandbox where there is none.
 
     Raises:
         UsageError: as `protections`.
@@ -193,7 +178,7 @@ def run(
     env = {**environment, "HOME": str(scratch), "TMPDIR": str(scratch)}
     with ExitStack() as stack:
         if problem() is None:
-            argv = _argv(stack, argv, scratch, readable, limits)
+            argv = _argv(stack, argv, scratch, readable, gpu=gpu)
         # In our session it could type into our terminal.
         child = _Group(
             argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -201,14 +186,14 @@ def run(
         )  # fmt: skip
         relay = threading.Thread(target=_relay, args=(child.stdout, console.Printer(stdout)), daemon=True)
         relay.start()
-        timer = threading.Timer(limits.wall_s, child.send_signal, (signal.SIGKILL,))
+        timer = threading.Timer(wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
         code = children.wait_for(child)
         relay.join(_LAST_WORDS_S)
         if timer.finished.is_set():
             raise SpeedrunError(
-                f"the record's code was still running after {limits.wall_s:.0f} s; nothing was judged"
+                f"the record's code was still running after {wall_s:.0f} s; nothing was judged"
             )
         timer.cancel()
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
@@ -224,18 +209,21 @@ def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
 
 
 def _argv(
-    stack: ExitStack, argv: Sequence[str], scratch: Path, readable: Iterable[Path], limits: Limits
+    stack: ExitStack, argv: Sequence[str], scratch: Path, readable: Iterable[Path], *, gpu: bool
 ) -> list[str]:
     """Return the command with the one that makes its sandbox before it."""
     root = stack.enter_context(tempfile.TemporaryDirectory(prefix="speedrun-root-"))
-    memory = "unlimited" if limits.gpu else str(max(_MOST_BYTES, _memory_bytes()) // 1024)
+    memory_bytes = max(_MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    memory, devices = str(memory_bytes // 1024), [*_DEVICES]
     seen = [Path(sys.prefix), Path(sys.base_prefix), *(path.absolute() for path in readable)]
-    if limits.gpu:
-        seen += [Path("/sys")]
+    if gpu:
+        memory = "unlimited"
+        seen.append(Path("/sys"))
+        devices += sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir())
     words = [_mount("ro", Path(path)) for path in _SYSTEM if Path(path).exists()]
     words += [_mount("ro", path) for path in sorted(set(seen), key=lambda path: len(path.parts))]
     # A device mounted read-only can still be written; only its mode cannot be changed.
-    words += [f"ro:{path}" for path in (*_DEVICES, *(_gpus() if limits.gpu else ()))]
+    words += [f"ro:{path}" for path in devices]
     words += [f"rw:{scratch.absolute()}"]
     script = ("sh", "-c", _SCRIPT, "sh", root, memory, *words)
     command = (*_UNPRIVILEGED, "env", f"--chdir={scratch.absolute()}", *argv)
@@ -244,11 +232,3 @@ def _argv(
 
 def _mount(kind: str, path: Path) -> str:
     return f"ln:{path}:{os.readlink(path)}" if path.is_symlink() else f"{kind}:{path}"
-
-
-def _gpus() -> list[str]:
-    return sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir())
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,38 +1,52 @@
-"""Declares a batch, and runs it. Each run is a child process, so that this process holds no device.
+"""Several runs that are declared before the first one: a batch of equal runs, or the arms of an experiment.
 
-python -m speedrun.lab.run_batch PROMISE.json      declares: checks everything, then writes `batch.json`
+Each run is a child process, so that this process holds no device.
+
+python -m speedrun.lab.several_runs PROMISE.json      declares: checks everything, then writes `batch.json`
 """
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from speedrun.base import children, clock, signals
+from speedrun.base import children, clock, provenance, signals
 from speedrun.base import track as tracks
-from speedrun.base.console import Printer
+from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.output import reported
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_record, make_folder, read_regular
+from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.board import ghost as ghosts
 from speedrun.board.plots import plot
 from speedrun.data import generated
+from speedrun.lab import effects, trials
+from speedrun.lab.effects import TITLES, count, forest
+from speedrun.lab.trials import EXPERIMENT, Experiment, Runs, Trial
 from speedrun.record import layout, statistics
-from speedrun.record.about import assemble
+from speedrun.record.about import Summary, assemble
 from speedrun.record.batch import Standing, seeds_from, standing
 from speedrun.record.batch import looks as looks_of
-from speedrun.record.logged_run import FormatError
-from speedrun.record.reader import decode, load
+from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
-from speedrun.record.summary import Summary
 from speedrun.train import child_run
 from speedrun.train.request import RunConfig, decoded
+
+
+def _train(declared: layout.Declaration | Experiment, printer: Printer, lock: int, **more: Any) -> int:
+    """Train once as declared, in a child that holds the lock, too; return its exit code."""
+    same = {name: getattr(declared, name) for name in ("num_devices", "microbatches", "attention")}
+    config = RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
+    with printer:
+        return child_run.trained(config, printer, keep_open=(lock,))[0]
+
+
+# --- a batch ----------------------------------------------------------------------------------------------
 
 
 def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
@@ -112,11 +126,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Batch:
-    """A declared batch in its folder.
-
-    Raises:
-        UsageError: if there is no declaration, or none that can be read.
-    """
+    """A declared batch in its folder; raise UsageError if there is no declaration, or none that can be read."""
 
     folder: Path
     data: Path | None  #: folder of shards; None: the track's
@@ -127,16 +137,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         path = self.folder / layout.BATCH
-        try:
-            raw = read_regular(path)
-            self._declared = decode(raw, layout.Declaration)
-        except OSError:
-            raise UsageError(
-                f"{self.folder} holds no {layout.BATCH}; declare a batch: speedrun batch --runs N"
-            ) from None
-        except FormatError as error:
-            raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
-        self._sha256 = layout.sha256(raw)
+        self._declared, self._sha256 = trials.declared(path, layout.Declaration, "speedrun batch --runs N")
         self._told: set[str] = set()  # runs that were killed
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
         self._ghost = ghosts.chosen(self.ghost, self._rules.id)
@@ -154,8 +155,19 @@ class Batch:
                 generated.ensure(self._rules, self.data, self.say)
             while now.missing:
                 seed = now.missing[0]
-                with Printer(sys.stderr if self.to_stderr else sys.stdout, self._ghost) as printer:
-                    code, _ = child_run.trained(self._request(seed), printer, keep_open=(lock,))
+                printer = Printer(sys.stderr if self.to_stderr else sys.stdout, self._ghost)
+                recipe = self._declared.recipe
+                code = _train(
+                    self._declared,
+                    printer,
+                    lock,
+                    out=self.folder,
+                    recipe=recipe.name,
+                    overrides=recipe.overrides,
+                    seed=seed,
+                    data=self.data,
+                    batch_sha256=self._sha256,
+                )
                 now = self._standing()
                 if seed in now.missing or code not in (0, NonFiniteError.exit_code):
                     raise children.run_error(code, "batch", self.folder, self.data)
@@ -178,21 +190,6 @@ class Batch:
         default = f"{self._declared.recipe.name} on {self._declared.track.id}"
         return assemble(self.folder, title=self.title, default_title=default)
 
-    def _request(self, seed: int) -> RunConfig:
-        declared = self._declared
-        return RunConfig(
-            track=self._rules.name,
-            out=self.folder,
-            recipe=declared.recipe.name,
-            seed=seed,
-            overrides=declared.recipe.overrides,
-            data=self.data,
-            num_devices=declared.num_devices,
-            microbatches=declared.microbatches,
-            attention=declared.attention,
-            batch_sha256=self._sha256,
-        )
-
 
 def progress(declared: layout.Declaration, now: Standing) -> str:
     """Return a line with the number of runs, their mean, and the test at the last look."""
@@ -208,6 +205,97 @@ def progress(declared: layout.Declaration, now: Standing) -> str:
         verdict = "proven" if now.test.passed else "not proven"
         parts.append(f"p = {now.test.p:.2g}, need less than {now.test.alpha:g}: {verdict}")
     return " | ".join(parts)
+
+
+# --- an experiment ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sweep:
+    """An experiment in its folder; raise UsageError if there is no plan, or none that can be read."""
+
+    folder: Path
+    data: Path | None  #: folder of shards; None: the track's
+    say: Callable[[str], None]  #: called with lines of progress
+
+    def __post_init__(self) -> None:
+        self._plan = trials.read(self.folder)
+        self._sha256 = layout.sha256((self.folder / EXPERIMENT).read_bytes())
+        self._rules = tracks.load(self._plan.track.id.rpartition("@")[0])
+
+    def run(self) -> tuple[effects.Summary, list[Path]]:
+        """Run what is missing: every arm with the first seeds, then the best arm with fresh seeds.
+
+        Returns:
+            The summary, and the plots.
+
+        Raises:
+            UsageError: if another process runs this experiment, or the source changed since it was designed.
+            SpeedrunError: if a run breaks off.
+        """
+        plan = self._plan
+        with children.locked(self.folder / EXPERIMENT) as lock:
+            fresh = count(len(plan.confirming), "fresh seed")
+            self.say(
+                f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
+                f"the best | {plan.standing} | {self.folder}"
+            )
+            for reason in plan.left_out:
+                self.say(f"left out  {reason}")
+            self._check_source()
+            runs = self._run_missing([*trials.trials(plan.arms, plan.seeds)], lock)
+            found = effects.summary(plan, self._sha256, runs)
+            if best := effects.winner(found.findings) if plan.confirming else None:
+                self.say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
+                pair = [plan.arm(best.against), plan.arm(best.arm)]
+                runs |= self._run_missing([*trials.trials(pair, plan.confirming)], lock)
+                found = effects.summary(plan, self._sha256, runs)
+            write_whole(self.folder / "summary.json", layout.encode(found))
+            title = f"{plan.arms[-1].recipe} on {plan.track.id}: {TITLES[plan.kind]}"
+            return found, forest(found, self.folder, title)
+
+    def _check_source(self) -> None:
+        rules = [tracks.TRACKS_DIR / f"{self._rules.name}.toml"]
+        for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in self._plan.arms}):
+            roots = [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
+            if layout.sha256(provenance.closure(roots, rules).encode()) != sha256:
+                raise UsageError(
+                    f"the source of {recipe} changed since {self.folder} was designed, or is not in $SPEEDRUN_RECIPES; "
+                    "restore it, or start a new sweep"
+                )
+
+    def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
+        """Run unfinished trials; return all finished ones."""
+        runs = trials.completed(self.folder, self._plan, wanted)
+        for number, (arm, seed) in enumerate(wanted, 1):
+            if (arm.name, seed) in runs:
+                continue
+            left = len(wanted) - len(runs)
+            walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
+            eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
+            self.say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
+            out = trials.new_folder(self.folder, self._plan, arm, seed)
+            generated.ensure(self._rules, self.data, self.say)
+            code = _train(
+                self._plan,
+                Printer(sys.stderr),
+                lock,
+                out=out,
+                recipe=arm.recipe,
+                overrides=arm.overrides,
+                seed=seed,
+                data=self.data,
+            )
+            runs |= trials.completed(self.folder, self._plan, [(arm, seed)])
+            run = runs.get((arm.name, seed))
+            if run is not None:
+                change = f"One run of the experiment with sha256 {self._sha256[:16]}: {self._plan.standing}."
+                assemble(out, title=f"{arm.recipe}, {arm.name}", changes=[change])
+                if run.finished:
+                    plot(out)
+            if run is None or code not in (0, NonFiniteError.exit_code):
+                raise children.run_error(code, "sweep", self.folder, self.data)
+        return runs
 
 
 if __name__ == "__main__":
