@@ -9,7 +9,7 @@ and plots are drawn again from the logs.
 import base64
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -41,27 +41,17 @@ class _Entry(NamedTuple):
     published: bool  #: by somebody else
 
 
-class _Table(NamedTuple):
-    """Our records on a track, or what others published."""
-
-    head: str
-    columns: Sequence[str]  #: those that are not empty
-    entries: list[_Entry]
-
-
-def _tables(board: Board) -> list[_Table]:
-    """Return a table for each track with a record of ours, and below them one for all results of others."""
+def _tables(board: Board) -> Iterator[tuple[str, list[str], list[_Entry]]]:
+    """Yield head, used columns and lines of a table for each track with a record of ours, then for all of others."""
     first = {row.track: row for row in board.rows}
     parts = [(track, row.rules.rank_by, [*map(_of_record, board.of(track))]) for track, row in first.items()]
     if theirs := sorted(board.published, key=lambda one: (one.track, one.minutes)):
         parts.append((_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
-    tables = []
     for head, rank_by, entries in parts:
         # What the track ranks by follows the rank.
         names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
         used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
-        tables.append(_Table(head, used, entries))
-    return tables
+        yield head, used, entries
 
 
 def _of_record(row: Row) -> _Entry:
@@ -106,13 +96,12 @@ def filled(page: str, figures: Mapping[str, str]) -> str:
 
 def markdown(board: Board, *, records: str = "records") -> str:
     """Return all tables; `records` is the path from the Markdown file to the folder of records."""
-    return "\n\n".join(_markdown(table, records) for table in _tables(board)) + "\n"
+    return "\n\n".join(_markdown(*table, records) for table in _tables(board)) + "\n"
 
 
-def _markdown(table: _Table, records: str) -> str:
-    columns = table.columns
-    lines = [f"**{_words(table.head)}**", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for entry in table.entries:
+def _markdown(head: str, columns: list[str], entries: list[_Entry], records: str) -> str:
+    lines = [f"**{_words(head)}**", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for entry in entries:
         link = entry.path if entry.published else f"{records}/{quote(entry.path)}"
         cells = entry.cells | {"record": f"[{_words(entry.name)}]({link}){_words(entry.about, limit=200)}"}
         if entry.published:
@@ -159,11 +148,11 @@ th.ariaSort=up?'ascending':'descending';
 def page(board: Board, plots: dict[str, bytes]) -> str:
     """Return the board as one HTML page with its plots; `plots` holds SVGs by caption."""
     parts: list[str] = []
-    for table in _tables(board):
-        heads = [f'<th scope="col"><button type="button">{name}</button></th>' for name in table.columns]
-        rows = [_html_row(entry, table.columns) for entry in table.entries]
+    for head, columns, entries in _tables(board):
+        heads = [f'<th scope="col"><button type="button">{name}</button></th>' for name in columns]
+        rows = [_html_row(entry, columns) for entry in entries]
         body = f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody>"
-        parts.append(f"<h2>{_text(table.head)}</h2>\n<table>{body}</table>\n")
+        parts.append(f"<h2>{_text(head)}</h2>\n<table>{body}</table>\n")
     figures = [
         f'<figure><img alt="{_text(name)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
         f"<figcaption>{_text(name, limit=200)}</figcaption></figure>"
