@@ -28,11 +28,11 @@ from typed import as_words, invoke, speedrun
 from speedrun import recipes
 from speedrun.base import children, provenance, runlog, track
 from speedrun.base.errors import UsageError
-from speedrun.lab import design, effects, features, trials
+from speedrun.lab import design, effects, trials
 from speedrun.lab import several_runs as running
 from speedrun.lab import trials as experiment
+from speedrun.lab.design import FEATURES
 from speedrun.lab.effects import forest
-from speedrun.lab.features import FEATURES
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Range, Request
 from speedrun.record import layout
 from speedrun.record.logged_run import Run, read_run
@@ -49,20 +49,20 @@ HAD = [
     (name, feature)
     for name in recipes.names()
     for feature, off in FEATURES.items()
-    if features.without(recipes.load(name), off)
+    if design.without(recipes.load(name), off)
 ]
 
 
 def without(feature: str, recipe: str = "record21") -> Recipe:
     full = recipes.load(recipe)
-    return full.override(features.without(full, FEATURES[feature]))
+    return full.override(design.without(full, FEATURES[feature]))
 
 
 @pytest.mark.parametrize(("recipe", "feature"), HAD)
 def test_a_feature_that_is_off_is_another_recipe_which_does_not_have_it(recipe: str, feature: str):
     less = without(feature, recipe)
     assert describe(less) != describe(recipes.load(recipe))
-    assert features.without(less, FEATURES[feature]) == {}
+    assert design.without(less, FEATURES[feature]) == {}
 
 
 def test_between_them_the_recipes_have_every_feature():
@@ -516,7 +516,7 @@ FEW = {key: value for key, value in SMALL.items() if key != "config.mixing"} | {
 @pytest.mark.parametrize("feature", [feature for recipe, feature in HAD if recipe == "smoke"])
 def test_a_recipe_without_a_feature_trains(feature: str, smoke_data, tmp_path):
     """A value that the kernels cannot take would look like a feature of great worth."""
-    off = features.without(recipes.load("smoke").override(FEW), FEATURES[feature])
+    off = design.without(recipes.load("smoke").override(FEW), FEATURES[feature])
     done = train(RunConfig("smoke-cpu", tmp_path / "run", overrides=FEW | off, data=smoke_data))
     assert done.status == "finished"
 

@@ -94,7 +94,7 @@ def inputs(num_tokens: int = 24, vocab_size: int = 33) -> tuple[np.ndarray, np.n
     prefix_N[::3] = -1
     next_N[4], prefix_N[4] = next_N[3], next_N[3]
     next_N[7], prefix_N[7] = vocab_size - 1, -1  # -1 as an index is the last column
-    next_N[10] = 0
+    next_N[5] = 0
     return x_ND.astype(np.float32), head_VD.astype(np.float32), ahead(next_N, prefix_N)
 
 

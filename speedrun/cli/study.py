@@ -136,7 +136,7 @@ def _number(number: float | None) -> str:
 @cli.option(
     "--features NAME,...",
     str,
-    "Instead, switch off one feature at a time: 'all', or names of speedrun/lab/features.py.",
+    "Instead, switch off one feature at a time: 'all', or names in speedrun/lab/design.py.",
 )
 @cli.flag("--ladder", "Instead, compare the recipe and its ancestors, each with its parent.")
 @cli.option("--runs N", cli.COUNT, "Runs of each arm, all with the same N seeds.")
