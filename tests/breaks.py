@@ -48,7 +48,7 @@ _SMALLEST = "test_recipes.py::test_the_smallest_model_and_the_smallest_run_may_b
 _FORMS = "test_attention.py::TestForms::test_float32"
 #: By module, the tests that cover it: the quickest and likeliest first.
 TESTS = {
-    "science/models/record21.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py", _SMALLEST, *_GOLDEN],
+    "science/models/record21_model.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py", _SMALLEST, *_GOLDEN],
     "science/nn.py": ["test_nn.py", _TRACE, "test_qk_norm.py", *_GOLDEN],
     "science/kernels/attention.py": [
         "test_attention.py::test_visibility_is_the_rule",
@@ -92,7 +92,7 @@ TESTS = {
         "test_recipes.py::test_record_21_keeps_its_tables_and_their_moments_in_16_bits",
         *_GOLDEN,
     ],
-    "science/optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
+    "science/optim/orthogonal.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
     "science/optim/banks.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
     "science/optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE, "test_rungs.py", *_GOLDEN],
     "science/params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py", *_GOLDEN],

@@ -44,7 +44,7 @@ from speedrun.base import mesh, track
 from speedrun.data import synthetic
 from speedrun.plan import deviceless
 from speedrun.record.about import assemble
-from speedrun.science.models import record21
+from speedrun.science.models import record21_model as record21
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.train import health
 from speedrun.train.request import RunConfig

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.record89 import AdamGroup, NorMuonAndAdam
+from speedrun.science.optim.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 from speedrun.science.step import Step
 

@@ -24,7 +24,7 @@ from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.models import record89 as model
+from speedrun.science.models import record89_model as model
 from speedrun.science.models import record89_tokens as tokens89
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage

@@ -24,7 +24,7 @@ from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
-from speedrun.science.models import record89
+from speedrun.science.models import record89_model as record89
 
 ON_GPU = jax.default_backend() == "gpu"
 _LOSS = 2e-3  #: allowed error of a sum over tokens, whose roundings cancel

@@ -10,7 +10,7 @@ import pytest
 
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.groups import Adam
-from speedrun.science.optim.muon import orthogonalize, scale_by_muon, shape_factor
+from speedrun.science.optim.orthogonal import orthogonalize, scale_by_muon, shape_factor
 from speedrun.science.params import Member
 
 

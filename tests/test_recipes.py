@@ -13,7 +13,7 @@ from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
 from speedrun.science.kernels.cross_entropy import MAX_CAP
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
-from speedrun.science.models import record21
+from speedrun.science.models import record21_model as record21
 from speedrun.science.recipe import IDENTITY, Recipe, Stage, describe, settings
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program

@@ -195,7 +195,7 @@ def test_a_run_of_the_closure_gives_identical_losses(record, smoke_data, tmp_pat
 def test_the_closure_holds_the_science_and_no_command_line(record):
     files = split_source((record / "source.txt").read_text())
     assert next(iter(files)) == "speedrun/recipes/smoke.py"
-    some = ("science/step.py", "science/models/record21.py", "tracks/smoke-cpu.toml")
+    some = ("science/step.py", "science/models/record21_model.py", "tracks/smoke-cpu.toml")
     assert {f"speedrun/{path}" for path in some} <= set(files)
     assert not [path for path in files if path.startswith("speedrun/cli")]
     assert not [path for path in files if "webmini" in path]

@@ -31,7 +31,7 @@ from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.lab import trials
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
-from speedrun.science.models.record21 import NO_TABLE
+from speedrun.science.models.record21_model import NO_TABLE
 from speedrun.science.recipe import Recipe, settings
 from speedrun.train.preflight import prepare
 from speedrun.train.request import decoded

@@ -23,7 +23,7 @@ from speedrun.science.kernels import choose, cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Choice, Form
 from speedrun.science.optim.groups import MuonAndAdam
-from speedrun.science.optim.muon import orthogonalize
+from speedrun.science.optim.orthogonal import orthogonalize
 from speedrun.science.params import SHARDS
 from speedrun.train.program import Program
 

@@ -23,7 +23,7 @@ from speedrun.data.shards import data_folder
 from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.model.exported import card, named_arrays, placed, save_folder, tokenizer_file
 from speedrun.model.weights import WEIGHTS, Tensors, Trained, form_of, read_json
-from speedrun.science.models import gpt2
+from speedrun.recipes import gpt2
 from speedrun.science.params import ParamSpec, Table
 from speedrun.train.program import Program
 

@@ -5,17 +5,106 @@ Claim: none yet; not run at full size. Published: 22.3 minutes on 8xH100 and 3.2
 Differs: the residual stream is bfloat16 (upstream from record 10 on); the RMS norm has an epsilon of 1e-7, not 1e-6.
 Run: speedrun run --track main-8xh100 --recipe muon
 Credits: K. Jordan, J. Bernstein (@jxbz), @bozavlado.
+
+Legend: B batch, T time, D model, H heads, K head width, F mlp.
+Source: modded-nanogpt, record 4 (K. Jordan); rotary from Su et al. 2021.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from speedrun.base.limits import Count
 from speedrun.recipes import gpt2
-from speedrun.science.models import muon
+from speedrun.science import nn
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
-from speedrun.science.params import Member
+from speedrun.science.params import Member, Params, ParamSpec, Table, uniform_within_fan_in
 from speedrun.science.recipe import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes."""
+
+    vocab_size: Count
+    num_layers: Count
+    model_dim: Count
+    num_heads: Count
+    head_dim: Count
+    mlp_dim: Count
+
+
+class Context(NamedTuple):
+    """What the attention of all layers shares."""
+
+    attend: gpt2.Attend
+    #: Puts positions into (q_BTHK, k_BTHK).
+    turn: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def block_table(name: str, cfg: Config) -> Table:
+    """Declare the matrices of one layer."""
+    inner, init = cfg.num_heads * cfg.head_dim, uniform_within_fan_in
+    return {
+        f"{name}.qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), init, "matrix"),
+        f"{name}.attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), init, "matrix"),
+        f"{name}.mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), init, "matrix"),
+        f"{name}.mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), init, "matrix"),
+    }
+
+
+def table(cfg: Config) -> Table:
+    """Declare the parameters of the model. The token table is also the head, and starts like one."""
+    rows = cfg.vocab_size, cfg.model_dim
+    specs = {"embed": ParamSpec(rows, ("vocab", "model"), uniform_within_fan_in, "head")}
+    for i in range(cfg.num_layers):
+        specs |= block_table(f"block.{i}", cfg)
+    return specs
+
+
+def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines [T, K/2] of rotary: f_i = 10000^(-2 i / K)."""
+    f_K = 10_000.0 ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    theta_TK = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * f_K[None, :]
+    return jnp.cos(theta_TK), jnp.sin(theta_TK)
+
+
+def heads(h_BTD: jax.Array, p: Params, block: str, cfg: Config) -> tuple[jax.Array, ...]:
+    """Return queries, keys and values: each [B, T, H, K]."""
+    shape = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
+    return tuple((h_BTD @ w.T).reshape(shape) for w in p[f"{block}.qkv"])
+
+
+def project(o_BTHK: jax.Array, p: Params, block: str) -> jax.Array:
+    """Return the outputs of all heads in the residual stream: [B, T, D]."""
+    return o_BTHK.reshape(*o_BTHK.shape[:2], -1) @ p[f"{block}.attn_out"].T
+
+
+def attention(h_BTD: jax.Array, p: Params, block: str, ctx: Context, cfg: Config) -> jax.Array:
+    """Apply attention."""
+    q_BTHK, k_BTHK, v_BTHK = heads(h_BTD, p, block, cfg)
+    return project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, block)
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
+    del inputs
+    angles = rotary_angles(tokens_BT.shape[1], cfg.head_dim)
+    attend = gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels)
+    ctx = Context(attend, lambda q_BTHK, k_BTHK: (nn.rotary(q_BTHK, angles), nn.rotary(k_BTHK, angles)))
+    x_BTD = nn.lookup(p["embed"], tokens_BT)
+    for block in (f"block.{i}" for i in range(cfg.num_layers)):
+        x_BTD += attention(nn.rms_norm(x_BTD), p, block, ctx, cfg) / math.sqrt(2 * cfg.num_layers)
+        h_BTF = nn.gelu(nn.rms_norm(x_BTD) @ p[f"{block}.mlp_up"].T)
+        x_BTD += h_BTF @ p[f"{block}.mlp_down"].T
+    return nn.rms_norm(x_BTD)
 
 
 def longer_side_root(matrix: Member) -> float:
@@ -28,7 +117,7 @@ RECIPE = replace(
     name="muon",
     summary="12 layers, 124M parameters, 3.3B tokens: Muon and rotary, record 4",
     parent="gpt2",
-    config=muon.Config(
+    config=Config(
         vocab_size=50257,
         num_layers=12,
         model_dim=768,
@@ -36,8 +125,8 @@ RECIPE = replace(
         head_dim=64,
         mlp_dim=3072,
     ),
-    table=muon.table,
-    forward=muon.forward,
+    table=table,
+    forward=forward,
     optimizer=MuonAndAdam(
         muon_lr=0.00036,
         muon_steps=5,

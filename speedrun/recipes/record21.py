@@ -8,7 +8,7 @@ Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, 
 """
 
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
-from speedrun.science.models.record21 import NO_TABLE, Config, forward, logits, loss, table
+from speedrun.science.models.record21_model import NO_TABLE, Config, forward, logits, loss, table
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.recipe import Recipe, Stage

@@ -5,7 +5,7 @@ Run: speedrun run --track smoke-cpu
 Credits: the architecture is modded-nanogpt's record 21; the numbers were tuned here (docs/LOG.md).
 """
 
-from speedrun.science.models import record21
+from speedrun.science.models import record21_model as record21
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.recipe import Recipe, Stage

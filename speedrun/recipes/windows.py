@@ -5,14 +5,45 @@ Claim: none yet; not run at full size. Published: 4.66 minutes on 8xH100 and 3.2
 Differs: as unet.
 Run: speedrun run --track main-8xh100 --recipe windows
 Credits: @KoszarskyB, @fernbear.bsky.social, K. Jordan.
+
+Legend: B batch, T time, D model.
+Source: modded-nanogpt, records 12 (@KoszarskyB) and 13 (@fernbear.bsky.social).
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
-from speedrun.recipes import unet
-from speedrun.science.models import windows
+import jax
+
+from speedrun.base.limits import Count, Natural
+from speedrun.recipes import gpt2, modern, shortcuts, unet
+from speedrun.science import nn
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.attention import Window
+from speedrun.science.kernels.choose import Kernels
 from speedrun.science.optim.groups import Adam
+from speedrun.science.params import Params
 from speedrun.science.recipe import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Config(shortcuts.Config):
+    """Sizes."""
+
+    document_token: Natural  #: opens a document
+    block_tokens: Count  #: in which windows are counted
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype.
+
+    A token sees as many tokens as the blocks of the input `window_blocks` have, itself included.
+    """
+    doc_BT, blocks = nn.documents(tokens_BT, cfg.document_token), inputs.window("window_blocks")
+    # Counted in tokens, so that it slides by single tokens.
+    window = Window(blocks.blocks * cfg.block_tokens, blocks.most * cfg.block_tokens)
+    attend = gpt2.attend_in(doc_BT, window, 1, cfg.head_dim, kernels)
+    return unet.hidden(p, tokens_BT, modern.context(tokens_BT, attend, cfg, kernels), cfg)
+
 
 PARENT = unet.RECIPE
 THEN = replace(unet.SCHEDULE.then, cooldown_fraction=640 / 1750, final_window=28.0, window_grows="down")
@@ -22,8 +53,8 @@ RECIPE = replace(
     name="windows",
     summary="12 layers, 162M parameters, 0.9B tokens: documents and growing windows, record 13",
     parent="unet",
-    config=windows.Config(**asdict(PARENT.config), document_token=50256, block_tokens=64),
-    forward=windows.forward,
+    config=Config(**asdict(PARENT.config), document_token=50256, block_tokens=64),
+    forward=forward,
     optimizer=replace(PARENT.optimizer, muon_lr=0.05, adam=Adam(beta1=0.8, beta2=0.95, eps=1e-8)),
     schedule=SCHEDULE,
     stages=(Stage(num_steps=1750, num_sequences=8, seq_len=65536),),

@@ -21,7 +21,7 @@ from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.optim.record89 import AdamGroup, NorMuonAndAdam
+from speedrun.science.optim.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science.params import Params, ParamSpec, Table, constant, uniform_fan_in
 from speedrun.science.recipe import Batch, Constants, Forward, Loss, Recipe, Stage, Vocabulary
 

@@ -12,7 +12,7 @@ import optax
 from speedrun.base.errors import UsageError
 from speedrun.base.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.muon import scale_by_muon, shape_factor
+from speedrun.science.optim.orthogonal import scale_by_muon, shape_factor
 from speedrun.science.params import Dtype, Layout, Member
 
 
