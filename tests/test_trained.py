@@ -673,14 +673,14 @@ def test_a_run_starts_from_given_weights_and_is_marked(run, smoke_data, tmp_path
     out = tmp_path / "out"
     how: Any = {"num_devices": 8, "keep_checkpoints": 0, "checkpoint_every": 6}
     config = RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, **how)
-    extras = Extras(sample_every=6, init_from=tmp_path / "model")
+    extras = Extras(sample_every=6, init_from=tmp_path / "model", to_stderr=True)
     # Killed before its step 0 is whole: nothing could be resumed without it.
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.Checkpoints, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             start_from(config, tmp_path / "model")
         assert not checkpoint.folder_of(out).exists()
-    done = single_run.run(config, nullcontext(), extras, to_stderr=True, verbose=False)
+    done = single_run.run(config, nullcontext(), extras)
     assert done is not None
     begun = weights.load(out, data=smoke_data, step=0).packed
     assert all(np.array_equal(begun[name], x) for name, x in trained.packed.items())

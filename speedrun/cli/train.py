@@ -171,9 +171,9 @@ def run(
         cli.only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
     group = connect.find_group(*(given[name] for name in PROCESS_ARGUMENTS[1:]))
     page = given["watch_port"] or (cli.WATCH_PORT if given["watch"] else None)
-    same = {name: given[name] for name in ("ghost", "wandb", "sample_every", "sample_prompts", "init_from")}
-    extras, shown = single_run.Extras(**same, watch_port=page), {"verbose": given["verbose"]}
-    done = single_run.run(config, connect.joined(group), extras, to_stderr=ctx.params["as_json"], **shown)
+    same = ("ghost", "wandb", "sample_every", "sample_prompts", "init_from", "verbose")
+    extras = {name: given[name] for name in same} | {"watch_port": page, "to_stderr": ctx.params["as_json"]}
+    done = single_run.run(config, connect.joined(group), single_run.Extras(**extras))
     if done is None:
         return None
     lines = [card(done.rules, done.summary, done.report)]

@@ -36,6 +36,8 @@ class Extras(NamedTuple):
     sample_every: int | None = None  #: steps
     sample_prompts: tuple[str, ...] = ()
     init_from: Path | None = None  #: weights to start from
+    to_stderr: bool = False  #: where the console is
+    verbose: bool = False  #: the console shows the kernels, and the reasons for their choice
 
     def samples(self, config: RunConfig) -> samples.Request | None:
         """Return what to sample; raise UsageError for prompts that nothing takes, or steps without a checkpoint."""
@@ -85,18 +87,10 @@ class Single(NamedTuple):
         }
 
 
-def run(
-    config: RunConfig,
-    joined: AbstractContextManager[object],
-    extras: Extras,
-    *,
-    to_stderr: bool,
-    verbose: bool,
-) -> Single | None:
+def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extras) -> Single | None:
     """Train, or resume, and write the record. With `config.resume`, only its folder is read.
 
-    `joined` connects the processes of the run while it trains. The console is standard error if `to_stderr`, and shows
-    the kernels and the reasons for their choice if `verbose`.
+    `joined` connects the processes of the run while it trains.
 
     Returns:
         None in all processes of a run but the first.
@@ -119,7 +113,7 @@ def run(
                 config = _begun(config, extras.init_from)
                 page = watched(config.out, extras.watch_port, extras.ghost)
                 with page, relayed(config.out, extras.wandb), samples.beside(request):
-                    _train(config, extras.ghost, to_stderr=to_stderr, verbose=verbose)
+                    _train(config, extras)
                     if extras.sample_every is not None:
                         _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")
     except BaseException:
@@ -141,14 +135,14 @@ def _begun(config: RunConfig, init_from: Path | None) -> RunConfig:
     return config if init_from is None else weight_sources.start_from(config, init_from)
 
 
-def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bool) -> None:
+def _train(config: RunConfig, extras: Extras) -> None:
     """Train; of several processes, only the first one prints."""
     if not processes.is_first():
         train(config)
         return
-    rival = ghosts.chosen(ghost, tracks.load(config.track).id)
-    stream = sys.stderr if to_stderr else sys.stdout
-    with Printer(stream, rival, verbose=verbose) as reader:
+    rival = ghosts.chosen(extras.ghost, tracks.load(config.track).id)
+    stream = sys.stderr if extras.to_stderr else sys.stdout
+    with Printer(stream, rival, verbose=extras.verbose) as reader:
         train(config, reader)
 
 

@@ -274,13 +274,13 @@ def scores(
     for task in tasks:
         if not Path(task).is_file() and not known.match_tasks([task]):
             raise UsageError(f"unknown task {task!r}; 'lm-eval ls tasks' lists them, or name a file of YAML")
-    # Errors of the hub, `datasets`, and files of tasks.
-    with translate_read_errors(
-        "a task cannot be run", "its data must be here, or on the hub", yaml.YAMLError
-    ):
+    try:
         found = harness.simple_evaluate(
             model=adapter(trained, say), tasks=[*tasks], limit=limit, task_manager=known, bootstrap_iters=0
         )
+    except (OSError, ValueError, yaml.YAMLError) as error:  # of the hub, `datasets`, and files of tasks
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"a task cannot be run: {reason}; its data must be here, or on the hub") from None
     return {
         task: {name.removesuffix(",none"): x for name, x in metrics.items() if isinstance(x, float)}
         for task, metrics in found["results"].items()
