@@ -208,7 +208,7 @@ def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
     assert ghost.best(Path("records"), "smoke-cpu@1") is not None
-    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-25-six-seeds"
+    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-25-400-steps"
     assert rules(None, "smoke-cpu@1")["ghost"] is None
     for choice, track, problem in (
         ("best", "smoke-cpu@2", "whose target may differ"),

@@ -1,6 +1,6 @@
 """smoke: record 21's architecture at laptop size, for the synthetic stream of the smoke-cpu track.
 
-Claim: 3.206 nats per token (sd 0.021, 5 seeds, 2026-11-21); the optimum is 3.00. Under a minute on 2 CPU cores.
+Claim: 3.206 nats per token (sd 0.021, 5 seeds, 2026-11-21); some seeds learn late (docs/LOG.md). The optimum is 3.00.
 Run: speedrun run --track smoke-cpu
 Credits: the architecture is modded-nanogpt's record 21; the numbers were tuned here (docs/LOG.md).
 """
