@@ -142,6 +142,46 @@ def test_a_recipe_imports_no_recipe_but_its_ancestors() -> None:
             assert there.rpartition(".")[2] in above, f"{here} imports {there}, its ancestors are {above}"
 
 
+def reads_time(tree: ast.AST) -> bool:
+    """Whether code takes anything from the modules of time but sleep and dates that it is given."""
+    given = {
+        "time": {"sleep"},
+        "date": {"fromisoformat"},
+        "datetime": {"datetime", "date", "fromisoformat"},
+        "timeit": set(),
+    }
+    imported = {
+        one.asname or one.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for one in node.names
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=("time" | "datetime" | "timeit") as module, names=names):
+                if {one.name for one in names} - given[module]:
+                    return True
+            case ast.Import(names=names) if any(one.asname and one.name in given for one in names):
+                return True
+            case ast.Attribute(value=ast.Name(id=name), attr=what) if name in imported & {*given}:
+                if what not in given[name]:
+                    return True
+    return False
+
+
+def test_one_module_reads_time() -> None:
+    for code in (
+        "from time import time_ns",
+        "import time as t",
+        "import time; time.perf_counter_ns()",
+        "from datetime import datetime; datetime.utcnow()",
+        "from datetime import date; date.today()",
+        "from timeit import timeit",
+    ):
+        assert reads_time(ast.parse(code)), code
+    assert {module for module, tree in TREES.items() if reads_time(tree)} == {"speedrun.base.clock"}
+
+
 def test_a_run_starts_without_mosaic() -> None:
     """A third of the time until its first line, for kernels that only Hopper has."""
     script = "import sys, speedrun.train.run; sys.exit('jax.experimental.mosaic.gpu' in sys.modules)"
