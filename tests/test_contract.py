@@ -144,6 +144,10 @@ MISTAKES = {
         "WIDTHS = {}\ndef forward(*given): return WIDTHS['wide']\nCHANGES = {'forward': forward}",
         r"\S+/bad_key.py:5: no 'wide' in its table, carry or schedule",
     ),
+    "arguments": (
+        "def logits(params, x_ND, config): return x_ND\nCHANGES = {'logits': logits}",
+        r"its logits: too many positional arguments; need logits\(params, x_ND, inputs, config\)",
+    ),
     "logits": (
         "def logits(*given): return toy89.logits(*given)[:, :-1]\nCHANGES = {'logits': logits}",
         "its logits are .64, 255. for 64 hidden states; config.vocab_size asks for 256 columns",

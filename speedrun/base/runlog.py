@@ -17,13 +17,14 @@ import msgspec
 
 from speedrun.base.clock import Stamp
 from speedrun.base.errors import translate_os_errors
+from speedrun.base.limits import Count, Natural
 
 GENESIS = "0" * 16
 #: Of a record, raised when an older one can no longer be read.
 FORMAT = 2
 
 Outcome = Literal["finished", "non-finite", "aborted"]
-Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True):
@@ -59,7 +60,7 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     recipe: str
     recipe_revision: int
     overrides: dict[str, str]  #: settings of `--set`
-    seed: Seed
+    seed: Natural
     num_steps: int
     source_sha256: str
     config: dict
@@ -113,7 +114,7 @@ class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     temp_bytes_per_device: int
     kernels: dict[str, str] = {}  #: operation and shape -> the chosen form, and why
     compiler_options: dict[str, bool | int | str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}  #: of each parameter
+    shapes: dict[str, Shape] = {}  #: of each parameter
 
 
 class Compile(Event, tag="compile", frozen=True, omit_defaults=True):

@@ -24,7 +24,7 @@ from speedrun.record.validate import examine
 
 
 @cli.new_command(
-    "speedrun describe RECORD --title 'smoke in 264 steps' --author ada --change 'sixteen steps fewer'",
+    "speedrun describe RECORD --title 'smoke in 380 steps' --author ada --change 'twenty steps fewer'",
     "speedrun describe RECORD --parent records/smoke-cpu/2026-11-25-first",
     cls=click.Command,
 )

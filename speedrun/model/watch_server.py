@@ -3,7 +3,7 @@
 With `run --watch`, from a process beside the run. The run depends on none of it: the process only reads its log, at low
 priority, and ends with it.
 
-A page that connects again gets all of it again. Files are only read, and the reader knows nothing of what is in a line.
+A page that connects again gets all of it again. Files are only read; a line that is no event of a log is not shown.
 
     event: files    all files that there are: {"files": [...], "folders": [...]}; again when one appears
     event: lines    {"key", "anew", "lines"}: complete lines of one file; null for one that cannot be shown

@@ -1,4 +1,4 @@
-"""The weights of a run, from its newest checkpoint, and tensors of other folders. Nothing is written or executed.
+"""The weights of a run, from its newest checkpoint, and tensors of other folders. Nothing of them is written or run.
 
 A record is small and has no weights: they lie beside it, in RECORD.checkpoints, if the run was told to keep some.
 """

@@ -128,7 +128,7 @@ class Anatomy(msgspec.Struct, frozen=True):
     memory: Any  #: as XLA assigns it on one device, without scratch space that libraries allocate at run time
     collectives: tuple[Collective, ...]  #: in the order of the schedule
     custom_calls: dict[str, int]  #: number of runs, by target
-    traffic: dict[str, int]  #: bytes to and from memory (`hlo.Module.traffic_bytes`) by kind of kernel
+    traffic: dict[str, int]  #: bytes to and from memory (`hlo.Executed.traffic_bytes`) by kind of kernel
     arrays: dict[str, int]  #: bytes of every array in memory, by its type: "bf16[49152,768]"
     unknown_loops: int  #: loops of unknown length, counted once
 

@@ -33,8 +33,6 @@ _REDUCTIONS = {"reduce", "reduce-window"}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
 _HEADER = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
-#: A type, an opcode, operands whose types may be tuples, and attributes.
-_CALL = re.compile(r"(.*?) ([a-z][\w-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)")
 _ASSIGNMENT = re.compile(r" +(ROOT )?%([\w.-]+) = ")
 #: Opcodes that communicate between devices.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -229,14 +227,26 @@ def _executed(computations: dict[str, Computation], name: str, times: int) -> It
 
 def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
     """Parse `bf16[8,4]{1,0} add(%a, %b), metadata={...}`."""
-    if not (called := _CALL.match(text)):
-        raise ValueError(f"got {text[:60]!r}; need a type, an opcode, and operands in parentheses")
-    kind, opcode, inner, attributes = called.groups()
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    opening = text.index("(", end)
+    closing = _closing(text, opening)
+    opcode, inner = text[end:opening].strip(), text[opening + 1 : closing - 1]
     arrays = tuple(
-        Array(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(kind)
+        Array(dtype, tuple(map(int, filter(None, dims.split(",")))))
+        for dtype, dims in _ARRAY.findall(text[:end])
     )
     operands = (inner,) if opcode == "parameter" else tuple(_NAME.findall(inner))
-    return Instruction(name, arrays, opcode, operands, attributes, is_root)
+    return Instruction(name, arrays, opcode, operands, text[closing:], is_root)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Return the index after the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    raise ValueError(f"a parenthesis in {text[:60]!r} is never closed")
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:

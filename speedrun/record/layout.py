@@ -12,7 +12,7 @@ import hashlib
 
 import msgspec
 
-from speedrun.base.runlog import Seed
+from speedrun.base.limits import Natural
 
 ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
 
@@ -54,7 +54,7 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1
     microbatches: int
     attention: str
     num_steps: int
-    seeds: tuple[Seed, ...]  #: in the order of the runs
+    seeds: tuple[Natural, ...]  #: in the order of the runs
     seeds_chosen: bool  #: whether a person chose them; else they follow from source and config
     looks: tuple[Look, ...]  #: in order; the last one is after all seeds
     expected_loss: float | None  #: the mean for which the number of runs was computed

@@ -19,10 +19,8 @@ from speedrun.record.layout import LOG
 #: Events that a finished run has exactly once.
 _ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
 #: The order of what comes before its first step.
-_ORDER = (
-    *(runlog.RunStart, runlog.Preflight, runlog.DataReady, runlog.Exported, runlog.Plan),
-    *(runlog.WarmupStart, runlog.WarmupEnd, runlog.Resume, runlog.ClockStart),
-)
+_ORDER = (runlog.RunStart, runlog.Preflight, runlog.DataReady, runlog.Exported, runlog.Plan)
+_ORDER += (runlog.WarmupStart, runlog.WarmupEnd, runlog.Resume, runlog.ClockStart)
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
@@ -254,9 +252,12 @@ def grammar_problem(run: Run) -> str | None:
     num_pauses = kinds.count(runlog.ClockPause)
     if clock != [runlog.ClockStart, *(runlog.ClockPause, runlog.ClockResume) * num_pauses, runlog.ClockStop]:
         return "the clock must start, pause and resume in turn, and stop"
-    places = [_ORDER.index(kind) for kind in kinds if kind in _ORDER]
-    if kinds[-1] is not runlog.RunEnd or places != sorted(places):
-        return "the events of a finished run come in their order, and run_end is the last"
+    if kinds[-1] is not runlog.RunEnd:
+        return "the log of a finished run must end with run_end"
+    ordered = [kind for kind in kinds if kind in _ORDER]
+    for before, after in itertools.pairwise(ordered):
+        if _ORDER.index(before) > _ORDER.index(after):
+            return f"{after.__struct_config__.tag} must come before {before.__struct_config__.tag}"
     if not run.vals or run.start.num_steps != first + len(run.steps) or not (run.steps or run.resumed):
         want = f"{run.start.num_steps - first} steps and a validation"
         return f"want {want}, got {len(run.steps)} and {len(run.vals)}"

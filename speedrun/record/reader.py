@@ -36,7 +36,7 @@ FILES = (
     (re.compile(r"(about|batch|reproduction)\.json"), MOST_ABOUT_BYTES),
     (re.compile(r"source\.txt"), 4 * _MIB),
     (archive.NAME, archive.MOST_BYTES),
-    (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
+    (re.compile(r"README\.md"), _MIB),
     (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),
     (re.compile(r"plots/[a-z0-9-]{1,60}\.(svg|png)"), 4 * _MIB),
 )

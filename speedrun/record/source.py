@@ -107,8 +107,7 @@ def read(text: str) -> Names:
     try:
         with warnings.catch_warnings():  # about odd escapes
             warnings.simplefilter("ignore")
-            tree = ast.parse(text)
-            compile(tree, "source", "exec", dont_inherit=True)  # finds a return outside of functions
+            tree = ast.parse(text)  # not compiled: copies of nested `finally` take all memory
     # Everything that a parser may raise on hostile input.
     except SyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.msg}") from None
@@ -116,6 +115,12 @@ def read(text: str) -> Names:
         raise ValueError(str(error)) from None
     except (RecursionError, MemoryError):
         raise ValueError("nested too deep for Python's parser") from None
+    left: list[ast.AST] = [tree]
+    while left:
+        if isinstance(node := left.pop(), ast.Return):
+            raise ValueError(f"line {node.lineno}: 'return' outside function")
+        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        left += (child for child in ast.iter_child_nodes(node) if not isinstance(child, inner))
     return Names(list(_imports(tree)), {name for node in tree.body for name in _bound(node)})
 
 

@@ -122,8 +122,8 @@ class Step:
         self, static: Static, state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params
     ) -> tuple[TrainState, StepMetrics]:
         """Compute one device's part of a step."""
-        inputs, num_local = self.plan.at(state.step, schedule, static), len(tokens_BT)
-        index_B = num_local * jax.lax.axis_index(self.mesh.axis_names) + jnp.arange(num_local)
+        inputs, num_sequences = self.plan.at(state.step, schedule, static), len(tokens_BT)
+        index_B = num_sequences * jax.lax.axis_index(self.mesh.axis_names) + jnp.arange(num_sequences)
         batch = Batch(tokens_BT, targets_BT, state.carry, index_B)
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
         _check_carry(loss.carry, state.carry)

@@ -5,6 +5,7 @@ A track may fix model, loss and batch, so that only the optimiser makes a differ
 Legend: B sequences, T time, D model.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ def check(program: Program) -> None:
     name = program.recipe.name
     try:
         describe(program.recipe)
+        _check_functions(program.recipe)
         _check_schedule(program.step.plan)
         _trace(replace(program, recipe=_checked(program.recipe)))
     except UsageError as error:
@@ -43,6 +45,23 @@ def check(program: Program) -> None:
         if not (line := line_of_recipe(error)):
             raise  # a fault of ours
         raise UsageError(f"recipe {name}: {line}: no {error} in its table, carry or schedule") from error
+
+
+#: What functions of a recipe are called with.
+_TAKES = {
+    "forward": ("params", "tokens_BT", "inputs", "config", "kernels"),
+    "logits": ("params", "x_ND", "inputs", "config"),
+    "loss": ("params", "batch", "inputs", "config", "kernels", "forward"),
+}
+
+
+def _check_functions(recipe: Recipe) -> None:
+    """Refuse functions that take other arguments."""
+    for name, given in _TAKES.items():
+        try:
+            inspect.signature(getattr(recipe, name)).bind(*given)
+        except TypeError as error:
+            raise UsageError(f"its {name}: {error}; need {name}({', '.join(given)})") from None
 
 
 def _check_schedule(plan: Plan) -> None:

@@ -131,6 +131,8 @@ def prepare(config: RunConfig) -> Ready:
 
 
 def _prepare(config: RunConfig) -> Ready:
+    if not 0 <= config.seed < 2**31:
+        raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
     track = tracks.load(config.track)
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
     _check_out(config)

@@ -114,12 +114,11 @@ def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
             **provenance.code(),
         )
     )
-    here = mesh.size, device.device_kind
-    if here != (wanted := (track.rules.num_devices or here[0], track.rules.device_kind or here[1])):
-        problem = "{} x {}, {} asks for {} x {}: the record will not pass V404".format(
-            *here, track.id, *wanted
-        )
-        log.emit(runlog.Warning(problem))
+    kind, number = device.device_kind, mesh.size
+    wanted = track.rules.num_devices or number, track.rules.device_kind or kind
+    if (number, kind) != wanted:
+        asks = f"{track.id} asks for {wanted[0]} x {wanted[1]}"
+        log.emit(runlog.Warning(f"{number} x {kind}, {asks}: the record will not pass V404"))
     val = ready.shards.val[0]
     log.emit(
         runlog.DataReady(

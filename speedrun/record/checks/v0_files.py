@@ -12,14 +12,20 @@ from speedrun.record.reader import Record
 from speedrun.record.reproduction import runs_problem
 from speedrun.record.source import split_source
 
-#: Control characters but tab and newline, and all that change the direction of text.
-_HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
-#: What a picture is made of, as `board.drawing` writes it.
-_SHAPES = {"svg", "g", "path", "use", "rect", "text", "clipPath", "defs", "style"}
-_SHAPES |= {"metadata", "RDF", "Work", "type", "format"}
-#: Declarations that define what a text means, and styles that load something or hide it.
-_DECLARES = re.compile(r"<[!?](?!--|xml version|DOCTYPE svg PUBLIC)")
-_LOADS = re.compile(r"//|\\|@import|url\((?!#)")
+#: Control characters but tab and newline, and all that change the direction of text, are invisible, or end a line.
+_HOSTILE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufeff\uffa0\U000e0000-\U000e0fff]"
+)
+#: What a picture is made of, as `board.drawing` writes it: of SVG, and of its metadata.
+_SHAPES = {"svg", "g", "path", "use", "rect", "text", "clipPath", "defs", "style", "metadata"}
+_NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/02/22-rdf-syntax-ns#")
+_NAMESPACES += ("http://creativecommons.org/ns#", "http://purl.org/dc/elements/1.1/")
+#: Declarations that define what a text means; comments that HTML ends earlier; styles that load or hide something.
+_DECLARES = re.compile(r"<[!?](?!--|xml version|DOCTYPE svg PUBLIC)|<!--?-?>")
+_LOADS = re.compile(
+    r"(?i)//|\\|/\*|@(import|charset|namespace|font-face)|image|src|url\((?!#)|expression|:\s*data:"
+)
 
 
 @check(
@@ -149,18 +155,18 @@ def _is_drawing(content: bytes) -> bool:
         nodes = [] if _DECLARES.search(text) else [*ElementTree.fromstring(text).iter()]
     except (UnicodeDecodeError, ElementTree.ParseError):
         return False
-    own = [node.tag.rpartition("}")[2] in _SHAPES for node in nodes]
-    given = [(name.rpartition("}")[2], value) for node in nodes for name, value in node.items()]
-    given += [("style", node.text or "") for node in nodes]
-    return (
-        bool(own)
-        and all(own)
-        and not any(
-            name.startswith("on")
-            or (name == "href" and value[:1] != "#")
-            or (name != "resource" and _LOADS.search(value))
-            for name, value in given
-        )
+    kinds = [node.tag[1:].partition("}") for node in nodes]
+    own = [space in _NAMESPACES and (name in _SHAPES or space != _NAMESPACES[0]) for space, _, name in kinds]
+    styles = [node for node, (_, _, name) in zip(nodes, kinds, strict=True) if name == "style"]
+    if not all(own) or kinds[:1] != [(_NAMESPACES[0], "}", "svg")] or any(map(len, styles)):
+        return False
+    given = [(name.rpartition("}")[2].lower(), value) for node in nodes for name, value in node.items()]
+    given += [("style", node.text or "") for node in styles]
+    return not any(
+        name.startswith("on")
+        or (name == "href" and value[:1] != "#")
+        or (name not in ("resource", "d", "href") and _LOADS.search(value))
+        for name, value in given
     )
 
 

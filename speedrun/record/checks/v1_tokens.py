@@ -39,9 +39,9 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     listed = [name for name in data.train_shards if name != data.val_shard]
     if listed != sorted(set(listed)):
         yield "the list of training shards is not sorted by name"
-    first = sorted(name for name in rules.sha256 if fnmatchcase(name, rules.train))
-    if listed[: len(first)] != first[: len(listed)]:
-        yield f"the training shards are {', '.join(listed)}; the track begins with {', '.join(first)}"
+    known = sorted(name for name in rules.sha256 if fnmatchcase(name, rules.train))
+    if wrong := next((pair for pair in zip(listed, known, strict=False) if pair[0] != pair[1]), None):
+        yield "{} is in the place of {}, which the track begins with".format(*wrong)
     names = [shard.name for shard in run.data.shards if not _is_scored(shard, run)]
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:
@@ -62,9 +62,9 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     for shard, after in pairwise(run.data.shards):
         if after.name != shard.name and not _cuts(run) and (left := shard.tokens - shard.stop) > most + 1:
             yield f"{shard.name} is left {left:,} tokens before its end, of which a batch takes {most:,}"
-    whole = next((one for one in record.finished if not one.resumed), run)
-    if not run.resumed and run.end.first_batch_sha256 != whole.end.first_batch_sha256:
-        yield f"its first batch is not that of {whole.folder}; the data must not depend on the seed"
+    reference = next((one for one in record.finished if not one.resumed), run)
+    if not run.resumed and run.end.first_batch_sha256 != reference.end.first_batch_sha256:
+        yield f"its first batch is not that of {reference.folder}; the data must not depend on the seed"
 
 
 @check_run(
@@ -177,8 +177,11 @@ def shard_sizes(record: Record) -> Iterator[str]:
 )
 def read_once(run: Run, _record: Record) -> Iterator[str]:
     """Count how many ranges cover a position of a shard. All tracks permit one."""
-    for name in dict.fromkeys(shard.name for shard in run.data.shards):
-        if (times := _depth(shard for shard in run.data.shards if shard.name == name)) > 1:
+    ranges: dict[str, list[runlog.ShardRange]] = {}
+    for shard in run.data.shards:
+        ranges.setdefault(shard.name, []).append(shard)
+    for name, own in ranges.items():
+        if (times := _depth(own)) > 1:
             yield f"{name}: a position is read {times} times; the track reads each once"
 
 

@@ -10,7 +10,7 @@ from speedrun.record.checks.table import check_run
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 
-#: Two readings of one time may differ so, as an event is stamped after the clock is read: 10 us on a quiet machine.
+#: An event is stamped right after the clock is read: 10 us later on a quiet machine. More than this is an edit.
 _SLACK_S = 0.1
 #: A forward pass is one third of a training step's arithmetic.
 _FORWARD_SHARE = 1 / 3
@@ -18,6 +18,8 @@ _FORWARD_SHARE = 1 / 3
 _FEWEST_STEPS = 4
 #: Longest pause: a constant, plus a multiple of the training time for as many tokens.
 _MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
+#: Instead of the constant after the stop: digests of shards, a checkpoint and the second bench come there.
+_MOST_END_S = 300.0
 _MOST_SLOWER = 10.0  #: by which a pause may be longer on a machine whose speed changed
 #: The benchmark may have been disturbed more than the run.
 _BENCH_SLACK = 1.25
@@ -82,7 +84,12 @@ def pauses(run: Run, record: Record) -> Iterator[str]:
     num_steps = run.start.num_steps
     want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)]
     want.append(num_steps)
-    got = [val.step for val in run.vals]
+    done, got = run.origin.step, []
+    for line in run.lines:
+        done += isinstance(line.event, runlog.Step)
+        got += [line.event.step] if isinstance(line.event, runlog.Val) else []
+        if got and isinstance(line.event, runlog.Val) and got[-1] != done:
+            yield f"line {line.i + 1}: a validation before step {got[-1]}, after {done} steps"
     if got != want:
         yield f"validated before steps {_some(got)}; the track says {_some(want)}"
     shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
@@ -109,7 +116,7 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
     paused_ns, scored = 0, 0
     for line in run.lines:
         match line.event:
-            case runlog.ClockPause():
+            case runlog.ClockPause() | runlog.ClockStop():
                 paused_ns, scored = line.t_mono_ns, 0
             case runlog.Val() as val:
                 scored += val.tokens
@@ -117,9 +124,10 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
                 need_s = flops / (fastest * 1e9) if fastest else 0.0
                 if val.seconds < need_s or val.seconds <= 0:
                     yield f"step {val.step}: {val.seconds:.6f} s for {val.tokens:,} tokens; need {need_s:.6f} s"
-            case runlog.ClockResume():
+            case runlog.ClockResume() | runlog.RunEnd():
                 pause_s = (line.t_mono_ns - paused_ns) / 1e9
-                most_s = _MOST_PAUSE_S + slower * _MOST_PAUSE_SHARE * token_s * scored
+                rest_s = _MOST_PAUSE_S if isinstance(line.event, runlog.ClockResume) else _MOST_END_S
+                most_s = rest_s + slower * _MOST_PAUSE_SHARE * token_s * scored
                 if pause_s > most_s:
                     yield f"line {line.i + 1}: a pause of {pause_s:.1f} s; at most {most_s:.1f} s for its tokens"
 
@@ -130,9 +138,8 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
     hint="look for a shape or dtype that changes after the warm-up",
 )
 def no_compile(run: Run, _record: Record) -> Iterator[str]:
-    """Pauses count as running, since compiling in one would be hidden."""
-    begun, ended = run.line_of(runlog.ClockStart).i, run.line_of(runlog.ClockStop).i
-    for line in run.lines[begun:ended]:
+    """Pauses and the last validation count as running, since compiling there would be hidden."""
+    for line in run.lines[run.line_of(runlog.ClockStart).i :]:
         if isinstance(line.event, runlog.Compile):
             yield f"line {line.i + 1}: {line.event.name} was compiled after the clock started"
 

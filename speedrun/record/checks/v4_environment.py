@@ -95,6 +95,8 @@ def packages(run: Run, record: Record) -> Iterator[str]:
         yield if_ranked(record, f"{named} belongs neither to this version nor to a commit that is known here")
         return
     pins = provenance.pinned(text.decode(errors="replace"))
+    if lacking := [name for name in NEEDED if name not in pins and name != "python"]:
+        yield f"{path} pins no {', '.join(lacking)}"
     for name, version in hw.software.items():
         if name in pins and version not in pins[name]:
             yield f"{name} {version} ran; the lock file has {', '.join(sorted(filter(None, pins[name])))}"

@@ -72,7 +72,7 @@ class _Examiner:
         if self.foreign and request.checkpoints is None:
             raise UsageError(f"it ran on a {request.platform}; need its final state here; pass --checkpoints")
         steps, scored = self.programs.lowered.steps, self.programs.lowered.scored
-        if len(steps) != self.end or not validated <= scored.keys():
+        if len(steps) != self.end or validated != scored.keys():
             got = f"{len(steps):,} steps and {len(scored)} validations"
             raise UsageError(
                 f"its programs are of {got}, the log and the track of {self.end:,} and {len(validated)}"
