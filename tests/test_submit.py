@@ -85,7 +85,6 @@ def plotted(folder: Path) -> None:
 #: Ways for a token to get into a record that passes every check.
 LEAKS = {
     "README.md": lambda folder: edited_in_place(folder / "README.md", f"\n\nlogin with {TOKEN}\n"),
-    "NOTES.md": lambda folder: (folder / "NOTES.md").write_text(TOKEN),
     "about.json": lambda folder: assemble(folder, changes=[f"see https://somebody:{'p4ssword'}@example.org"]),
     "plots/loss.svg": plotted,
     "runs/tiny-1-00a1/metrics.jsonl": preflight(device_kind=TOKEN),
