@@ -243,6 +243,15 @@ def test_an_expected_error_is_one_line(raiser, error: BaseException, exit_code: 
     assert exit_code in errors.EXIT_CODES
 
 
+@pytest.mark.parametrize(
+    "argv", [["validate"], ["stats"], ["describe"], ["data", "verify", "--data"]], ids=" ".join
+)
+def test_a_name_that_no_disk_holds_is_told(argv):
+    told = invoke(*argv, "a" * 300)
+    assert (told.exit_code, told.stderr.count("\n")) == (2, 1) or told.exit_code == 3
+    assert told.stderr.startswith("error: ")
+
+
 def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
     raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
     assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"

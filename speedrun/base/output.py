@@ -1,5 +1,6 @@
 """Standard streams, and errors as one line and an exit code."""
 
+import errno
 import io
 import logging
 import os
@@ -60,8 +61,7 @@ def leave(exit_code: int) -> NoReturn:
 def expected(error: BaseException) -> SpeedrunError | Terminated | None:
     """Return an error that a user can cause as one of ours, else None.
 
-    Besides ours, these are out of memory, and whatever a recipe raises: also SystemExit, or an error of ours with an
-    exit code that means something else.
+    Besides ours: out of memory, a name too long, and whatever a recipe raises, also SystemExit or an error of ours.
     """
     said, recipe = text_of(error), line_of_recipe(error)
     short = said[:_LONGEST].rstrip(".")
@@ -69,6 +69,8 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
         return UsageError(said)
     if isinstance(error, SpeedrunError | Terminated) and not recipe:
         return error
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{str(error.filename)[:80]}...: {error.strerror}; need a shorter name")
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
         return UsageError(f"out of memory: {short or 'no more to be had'}; ask for less, or use more devices")
     if recipe and not isinstance(error, KeyboardInterrupt):

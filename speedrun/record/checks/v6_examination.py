@@ -67,8 +67,7 @@ def tolerance(dtype: str, start: int, num_steps: int) -> float:
 
     The states were equal before step `start`, `num_steps` ago. `dtype` is that of `Findings`.
     """
-    first = _FIRST if start >= _SETTLED else _EARLY
-    return first[dtype] * (1 + num_steps**_GROWTH)
+    return (_FIRST if start >= _SETTLED else _EARLY)[dtype] * (1 + num_steps**_GROWTH)
 
 
 def _unasked(_record: Record) -> Iterator[str]:
