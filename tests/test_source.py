@@ -2,14 +2,19 @@
 
 import contextlib
 import difflib
+from collections.abc import Callable
+from time import process_time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from record_forge import RECIPE, forge
+from record_forge import RECIPE, forge, shard
 
 from speedrun.base.sourcefile import join_source
 from speedrun.record import source
+from speedrun.record.checks.v1_tokens import read_once
 from speedrun.record.validate import validate
 
 MANY = 100_000
@@ -117,3 +122,39 @@ def test_changed_lines_are_at_most_those_of_a_diff(lines, parent_lines):
     texts = [join_source({"speedrun/science/nn.py": side}) for side in sides]
     added = sum(line.startswith("+ ") for line in difflib.ndiff(parent_lines, lines))
     assert max(0, len(lines) - len(parent_lines)) <= source.changed_lines(*texts) <= added
+
+
+def processor_s(function: Callable[[], object]) -> float:
+    """The least of three."""
+
+    def once() -> float:
+        begun = process_time()
+        function()
+        return process_time() - begun
+
+    return min(once() for _ in range(3))
+
+
+def nested(depth: int) -> str:
+    """A compiler copies each `finally` to every way out of its `try`: five times the time a level."""
+    body = "return 0"
+    for level in range(depth):
+        lines = [f"try:\n    if x: return {level}\n    if y: return {level}", "finally:", f"    {body}"]
+        body = "\n".join(lines).replace("\n", "\n    ")
+    return f"def f(x, y):\n    {body}\n"
+
+
+def test_time_to_read_a_source_does_not_double_with_its_depth():
+    shallow, deep = (processor_s(lambda depth=depth: source.read(nested(depth))) for depth in (4, 8))
+    assert deep < 20 * max(shallow, 1e-4)
+
+
+def test_time_to_look_for_positions_read_twice_does_not_grow_with_the_square():
+    def read(number: int) -> float:
+        shards = [shard(f"t_{i}", 0, 1) for i in range(number)]
+        record: Any = SimpleNamespace(
+            finished=[SimpleNamespace(data=SimpleNamespace(shards=shards), folder="a")]
+        )
+        return processor_s(lambda: [*read_once.find(record)])
+
+    assert read(8000) < 20 * read(1000)

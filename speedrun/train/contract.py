@@ -60,7 +60,7 @@ def _check_functions(recipe: Recipe) -> None:
     for name, given in _TAKES.items():
         try:
             inspect.signature(getattr(recipe, name)).bind(*given)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UsageError(f"its {name}: {error}; need {name}({', '.join(given)})") from None
 
 

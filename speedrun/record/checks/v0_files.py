@@ -22,7 +22,7 @@ _SHAPES = {"svg", "g", "path", "use", "rect", "text", "clipPath", "defs", "style
 _NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/02/22-rdf-syntax-ns#")
 _NAMESPACES += ("http://creativecommons.org/ns#", "http://purl.org/dc/elements/1.1/")
 #: Declarations that define what a text means; comments that HTML ends earlier; styles that load or hide something.
-_DECLARES = re.compile(r"<[!?](?!--|xml version|DOCTYPE svg PUBLIC)|<!--?-?>")
+_DECLARES = re.compile(r'<[!?](?!--|xml version="1.0" encoding="utf-8"|DOCTYPE svg PUBLIC)|<!--?-?>')
 _LOADS = re.compile(
     r"(?i)//|\\|/\*|@(import|charset|namespace|font-face)|image|src|url\((?!#)|expression|:\s*data:"
 )
