@@ -789,6 +789,17 @@ def test_programs_of_other_steps_than_the_log_has_are_told(trained, tmp_path, ch
         _Examiner(examination(trained, tmp_path, **changes))
 
 
+def test_programs_for_validations_that_the_track_does_not_declare_are_refused(trained, tmp_path):
+    """Among many harmless ones, the one that leaks would hardly be drawn."""
+    found = unpack(programs_in(trained.out).read_bytes())
+    lowered = found.platforms["cpu"]
+    more = replace(lowered, scored={**lowered.scored, 5: lowered.scored[12]})
+    path = tmp_path / "padded.xz"
+    path.write_bytes(pack(replace(found, platforms={"cpu": more})))
+    with pytest.raises(UsageError, match="its programs are of 12 steps and 3 validations"):
+        _Examiner(examination(trained, tmp_path, programs=path))
+
+
 @pytest.mark.compile
 def test_each_validation_is_scored_with_the_window_of_its_own_step(trained, tmp_path):
     """A window that grows: the first validation sees less than the last, as in the run."""
