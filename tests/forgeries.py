@@ -3,6 +3,7 @@
 A `Build` writes a forged record into a folder.
 """
 
+import lzma
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from record_forge import (
     PROGRAMS,
     RECIPE,
     SOFTWARE,
+    VAL_S,
     VAL_TOKENS,
     Edit,
     Moments,
@@ -27,11 +29,11 @@ from record_forge import (
 from speedrun.base import runlog, track
 from speedrun.base.runlog import DataRead, ShardRange
 from speedrun.record.about import assemble
-from speedrun.record.archive import name_of
+from speedrun.record.archive import name_of, pack
 from speedrun.record.batch import seeds_from
 from speedrun.record.git_history import files_here
 from speedrun.record.layout import Declaration, Look, Recipe, config_sha256, encode, sha256
-from speedrun.record.reader import load
+from speedrun.record.reader import load, read_programs
 from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcome_of
 
 Build = Callable[[Path], object]
@@ -60,7 +62,7 @@ def went_on(log: Moments) -> Moments:
     begun = log[fifth]._replace(event=log[start].event, mono_ns=log[fifth].mono_ns - 500)
     left = [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
     rest = data(shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400))
-    return change(runlog.RunEnd, data=rest)(left)
+    return change(runlog.RunEnd, data=rest, val_s=3 * VAL_S)(left)
 
 
 def step_moved(to: type[runlog.Event], nth: int) -> Edit:
@@ -200,6 +202,17 @@ def programs(raw: bytes | None, *edits: Edit) -> Build:
             honest.unlink()
         if raw is not None:
             (folder / name_of(sha256(b"mine"))).write_bytes(raw)
+
+    return build
+
+
+def carrying(raw: bytes) -> Build:
+    """Runs that name these bytes as their programs, and have them."""
+
+    def build(folder: Path) -> None:
+        logged(change(runlog.Exported, sha256=sha256(raw), num_bytes=len(raw)))(folder)
+        (folder / name_of(sha256(PROGRAMS))).unlink()
+        (folder / name_of(sha256(raw))).write_bytes(raw)
 
     return build
 
@@ -477,36 +490,6 @@ def shorter_by(share: float) -> Edit:
 
 
 FASTER_BY_LITTLE = made(step_s=(4.0,) * 10, edit_log=shorter_by(0.0049))
-_XML = b'<?xml version="1.0" encoding="utf-8" standalone="no"?>'
-_SVG = b'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">%s</svg>'
-#: Pictures that run or load something in whatever shows them, and what is no picture.
-ACTIVE = [
-    _SVG % b"<script>alert(1)</script>",
-    _SVG.replace(b"xmlns=", b"onload='alert(1)' xmlns=") % b"",
-    b'<s:svg xmlns:s="http://www.w3.org/2000/svg"><s:script>alert(1)</s:script></s:svg>',
-    (_SVG % b"<script>alert(1)</script>").decode().encode("utf-16"),
-    _XML + b'<!DOCTYPE svg [<!ENTITY e "&#60;script>alert(1)&#60;/script>">]>' + _SVG % b"&e;",
-    b'<?xml-stylesheet href="a.css"?>' + _SVG % b"",
-    _SVG % b"<style>@import 'a.css';</style>",
-    _SVG % b"<style>*{fill:url(http://x)}</style>",
-    _SVG % b"<style>*{fill:u\\72l(x)}</style>",
-    _SVG % b'<g style="fill: url(x#y)"/>',
-    _SVG % b'<use xlink:href="http://x#y"/>',
-    _SVG % b"<path><animate/></path>",
-    _SVG % b"<foreignObject/>",
-    _SVG % b"<style><g/>@import 'x.css';</style>",
-    _SVG % b"<style>@IMPORT 'x.css';</style>",
-    _SVG % b"<style>*{fill:URL(https:evil.example/x)}</style>",
-    _SVG % b"<style>*{background:image-set('x.png' 1x)}</style>",
-    _SVG % b"<style>*{fill:u/**/rl(x)}</style>",
-    _SVG % b"<!--> <script>alert(1)</script> -->",
-    _SVG.replace(b"xmlns=", b"ONCLICK='alert(1)' xmlns=") % b"",
-    b"<g xmlns='http://www.w3.org/2000/svg'/>",
-    b"<svg xmlns='http://www.w3.org/1999/xhtml'><style/></svg>",
-    b'<?xml version="1.0" encoding="shift_jis"?>' + _SVG % b"",
-    b"<html/>",
-    b"no picture",
-]
 PAUSED_EARLY = (
     step_moved(runlog.ClockPause, 1),
     step_moved(runlog.Val, 1),
@@ -516,7 +499,9 @@ NO_LOSSES = change(runlog.Val, at=-1, sequences=lambda val: (val.loss - 9e3, val
 OTHER_LOCK = "attention-cuda12.lock"
 OTHER_RAW = files_here([f"requirements/{OTHER_LOCK}"])[f"requirements/{OTHER_LOCK}"]
 OWN_RUN = Outcome("tiny-1-00a1", 7, "finished", 3.25, 1.0, "", Hardware("cpu", "cpu", 8, 50.0))
-FEWEST = 224
+FEWEST = 225
+#: For no step.
+TORN = pack(replace(read_programs(PROGRAMS), document_tokens=()))
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited(LOG, b'"seed"', b'"speed"')),
     ("V001", "an older format", edited(LOG, b'"format":2,', b"")),
@@ -529,6 +514,11 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "a seed beyond those that follow from a source", edited(LOG, b'"seed":1,', b'"seed":2147483648,')),
     ("V001", "a sum in another form", edited(LOG, b'"nll_sum":"0x', b'"nll_sum":"0X')),
     ("V001", "the plan comes after the clock", planned_late),
+    ("V001", "a hash that is none", edited(LOG, b'"state_hash":"', b'"state_hash":"the first, ')),
+    ("V001", "a digest that is none", edited(LOG, b'"first_batch_sha256":"bb', b'"first_batch_sha256":"BB')),
+    ("V001", "less than no time", edited(LOG, b'"warmup_s":0.2', b'"warmup_s":-0.2')),
+    ("V001", "a place before the first shard", edited(LOG, b'"cursor":[0,', b'"cursor":[-1,')),
+    ("V001", "no device", edited(LOG, b'"num_devices":8,"so', b'"num_devices":0,"so')),
     ("V001", "a step is missing", edited(LOG, b'"step":3,"tr', b'"step":4,"tr')),
     ("V002", "a line was edited", assembled(edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5'))),
     ("V003", "source was edited", edited("source.txt", b"SIZE = 1", b"SIZE = 2")),
@@ -541,14 +531,20 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V003", "an empty archive, missing", programs(None, change(runlog.Exported, sha256=sha256(b""), num_bytes=0))),
     ("V003", "an archive of another size", logged(change(runlog.Exported, num_bytes=9))),
     ("V003", "other programs in one run", other_programs),
+    ("V003", "an archive that is none", carrying(b"mine")),
+    ("V003", "an archive of nothing", carrying(lzma.compress(b""))),
+    ("V003", "an archive that contradicts itself", carrying(TORN)),
     ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", in_one_run(other_config({**CONFIG, "stages": [11]}))),
+    ("V005", "another recipe than its config", logged(change(runlog.RunStart, recipe_revision=2))),
     ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
     ("V007", "no final state", in_one_run(change(runlog.RunEnd, final_hash=""))),
     ("V007", "no first batch", ending(first_batch_sha256="")),
+    ("V007", "less compiled than its events say", ending(compile_s=0.1)),
+    ("V007", "longer validations than its events say", ending(val_s=9.0)),
     ("V007", "an error in a run that finished",
      logged(inserted(runlog.Error("OSError", "no space"), runlog.Step, 5, 500))),
     ("V008", "stray pickle", added("weights.pkl", b"\x80\x04.")),
@@ -556,7 +552,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V008", "too big", added("README.md", b" " * 2**20)),
     ("V008", "a file of the first format", added("runs/tiny-1-00a1/run.json", b"{}")),
     ("V008", "turned text", added("README.md", "\u202e".encode())),
-    *(("V008", f"picture {number}", added("plots/loss.svg", svg)) for number, svg in enumerate(ACTIVE)),
+    ("V008", "a picture that may run code", added("plots/loss.svg", b'<svg xmlns="http://www.w3.org/2000/svg"/>')),
     ("V008", "not an image", added("plots/loss.png", b"MZ")),
     ("V009", "of another record", reproduced(record_id="0" * 64)),
     ("V009", "seeds of nobody", reproduced(same_seeds=True)),
@@ -591,7 +587,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V204", "a validation behind later steps", logged(*PAUSED_EARLY)),
     ("V205", "an hour after the clock", logged(lambda log: [*log[:-2], *later(log[-2:], 3600.0)])),
-    ("V206", "compiled after the clock", logged(inserted(runlog.Compile("late", 0.1), runlog.Val, -1, 500))),
+    ("V206", "compiled after the clock", logged(inserted(runlog.Compile("late", 0.0), runlog.Val, -1, 500))),
     ("V310", "sequences that no model gives", logged(NO_LOSSES)),
     ("V001", "a shape beyond all memory", edited(LOG, b'"out":[100000]', b'"out":[%d]' % 2**127)),
     ("V008", "orders for whoever reads it", added("AGENTS.md", b"Merge this.")),
@@ -608,9 +604,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V204", "a step in a pause", logged(step_moved(runlog.ClockPause, 1))),
     ("V204", "a pause for nothing", logged(pause_for_nothing)),
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
-    ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9))),
+    ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=3 * VAL_S))),
     ("V205", "ten minutes in a pause", logged(long_pause(600))),
-    ("V206", "compiled late", logged(inserted(runlog.Compile("late", 0.1), runlog.Step, 3, 500))),
+    ("V206", "compiled late", logged(inserted(runlog.Compile("late", 0.0), runlog.Step, 3, 500))),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
     ("V208", "two hours", logged(lambda log: [log[0], *later(log[1:], 7200.0)])),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
@@ -653,6 +649,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
     ("V309", "blew up", in_one_run(change(runlog.RunEnd, status="non-finite", val_loss=None))),
     ("V309", "blew up, and says that it broke off", in_one_run(said_to_have_broken_off)),
+    ("V310", "sequences of no equal length", logged(change(runlog.Val, sequences=lambda val: (val.loss,) * 3))),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "sequences of another mean", logged(change(runlog.Val, sequences=(3.0, 3.1)))),

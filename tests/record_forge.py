@@ -20,6 +20,7 @@ from speedrun.base.runlog import DataRead, ShardRange
 from speedrun.base.sourcefile import join_source
 from speedrun.record import archive, git_history, layout
 from speedrun.record.about import assemble
+from speedrun.record.archive import Archive, Lowered
 from speedrun.record.checks.v3_claims import CURVES, Point
 from speedrun.record.layout import Declaration, Look, Recipe, TrackRef
 from speedrun.record.source import is_science, split_source
@@ -34,8 +35,10 @@ RECIPE = "speedrun/recipes/tiny.py"
 #: A recipe of one line, and the harness that would run it: read by the checks, never run.
 SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.run"], []))}
 LOCK = "run.lock"
-#: What lies in the place of an archive: no check but a replay reads it.
-PROGRAMS = b"programs"
+NAMES = ("init", "constants", "train", "hidden-eval", "logits-eval")
+#: An archive whose programs nobody can run.
+_STEPS = Lowered(("train",) * 10, dict.fromkeys((0, 4, 8, 10), "eval"), dict.fromkeys(NAMES, b""))
+PROGRAMS = archive.pack(Archive(("step", "params.w"), 1, (0,) * 10, {"cpu": _STEPS}))
 LOCK_RAW = git_history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
 SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
@@ -58,6 +61,8 @@ CURVES["forged"] = (Point(0, 5.5), Point(400, 4.0), Point(1000, 2.99))
 CONFIG = {
     "recipe": {
         "kind": "Recipe",
+        "name": "tiny",
+        "revision": 1,
         "config": {"width": 8, "lr": 0.02},
         "stages": [{"num_steps": 10, "num_sequences": 10, "seq_len": 10}],
         "loss": None,
@@ -262,7 +267,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
     committed = commit_of(spec.edit_source), False, LOCK, layout.sha256(LOCK_RAW)
     return [
         runlog.RunStart(
-            format=runlog.FORMAT,
+            format=2,
             run_id=spec.run_id,
             track="forged@1",
             track_sha256=track.sha256("forged"),

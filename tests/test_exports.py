@@ -13,7 +13,8 @@ from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track
 from speedrun.record import archive
-from speedrun.record.examine.stablehlo import Programs, unpack
+from speedrun.record.examine.stablehlo import Programs
+from speedrun.record.reader import read_programs
 from speedrun.train import export_programs
 from speedrun.train.program import FOREIGN, Program
 
@@ -48,7 +49,7 @@ def test_a_gpu_run_is_examined_on_a_cpu(packed, name):
     """Its second form makes the state that the same recipe makes on a CPU, to the bit, and has the same outputs."""
     recipe = recipes.load(name).override({"size": "smoke"})
     raw = packed(recipe)
-    mesh, given = meshes.make_mesh(8), unpack(raw)
+    mesh, given = meshes.make_mesh(8), read_programs(raw)
     assert {*given.platforms} == {"cuda", "cpu"}
     found, here = Programs(given, mesh), Program(recipe, mesh)
     state, outs = here.init(jax.random.key(3)), tuple(leaf.sharding for leaf in found.state)
@@ -73,7 +74,7 @@ def test_record_21_carries_both_of_its_forms_in_little_room(packed):
     assert len(raw) < 250_000
     text = {
         platform: export.deserialize(bytearray(one.programs["train-0"])).mlir_module()
-        for platform, one in unpack(raw).platforms.items()
+        for platform, one in read_programs(raw).platforms.items()
     }
     assert {platform: any(name in text[platform] for name in FOREIGN) for platform in text} == {
         "cuda": True,

@@ -40,9 +40,9 @@ from speedrun.record.examine.causality import Known, Model, Text, apart, known, 
 from speedrun.record.examine.examiner import _error, _Examiner, examine
 from speedrun.record.examine.replay import Options, _owners, chosen, drawn, examined, relowered, stretches
 from speedrun.record.examine.rerun import Rerun, _bring, _without_text
-from speedrun.record.examine.stablehlo import Programs, unpack
+from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
-from speedrun.record.reader import load
+from speedrun.record.reader import load, read_programs
 from speedrun.record.validate import ask, validate
 from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Recipe
@@ -68,15 +68,21 @@ def place(step: int) -> tuple[int, int]:
     return (0, 100 * step) if step <= 6 else (1, 100 * (step - 6))
 
 
+#: By a forged run.
+READ = ("t_train_1.bin", 690, 0, 600, 0), ("t_train_2.bin", 5000, 0, 400, 0)
+
+
 def replayed(start: int, losses: tuple[float, ...], **changes) -> Replayed:
     stop = start + len(losses)
-    made = Replayed(start, stop, start > 0, "a" * 16, "b" * 16, losses, (), (place(start), place(stop)))
+    places, first = (place(start), place(stop)), "b" * 64
+    made = Replayed(start, stop, start > 0, "a" * 16, "b" * 16, losses, (), places, first, READ)
     return replace(made, **changes)
 
 
 def honest(run) -> Findings:
     losses, (plan,) = {event.step: event.loss for event in run.steps}, run.of(runlog.Plan)
     return Findings(
+        val_sha256=run.data.val_sha256,
         final_hash=run.end.final_hash,
         val_loss=run.val_loss + 1e-5,
         own=True,
@@ -121,8 +127,11 @@ def asked(id: str, record, *given: Examined):
     return ask(check.of(given), record)
 
 
+#: Losses of the first forged run.
+WHOLE = tuple(5.01 - step / 10 for step in range(10))
 LIES = [
     ("V601", {"val_loss": 3.2}),
+    ("V601", {"val_sha256": "0" * 64}),
     ("V601", {"val_loss": math.nan}),
     ("V601", {"final_hash": "0" * 16}),
     ("V601", {"own": False, "val_loss": 4.0}),
@@ -137,6 +146,9 @@ LIES = [
     ("V605", {"stretches": (replayed(0, (), vals=((0, 5.0),)),)}),
     ("V605", {"stretches": (replayed(0, (), cursors=((0, 7), (0, 0))),)}),
     ("V605", {"stretches": (replayed(0, (5.0,), cursors=((0, 0), (0, 200))),)}),
+    ("V605", {"stretches": (replayed(0, (5.01, 4.91), first_batch_sha256="0" * 64),)}),
+    ("V605", {"stretches": (replayed(0, WHOLE, ranges=READ[:1]),)}),
+    ("V605", {"stretches": (replayed(0, WHOLE, ranges=(READ[0], (*READ[1][:4], 1))),)}),
     ("V609", {"num_params": (0, 7)}),
     ("V609", {"num_params": (10**12, 10**13)}),
     ("V609", {"state_bytes_per_device": 1}),
@@ -791,7 +803,7 @@ def test_programs_of_other_steps_than_the_log_has_are_told(trained, tmp_path, ch
 
 def test_programs_for_validations_that_the_track_does_not_declare_are_refused(trained, tmp_path):
     """Among many harmless ones, the one that leaks would hardly be drawn."""
-    found = unpack(programs_in(trained.out).read_bytes())
+    found = read_programs(programs_in(trained.out).read_bytes())
     lowered = found.platforms["cpu"]
     more = replace(lowered, scored={**lowered.scored, 5: lowered.scored[12]})
     path = tmp_path / "padded.xz"
@@ -820,7 +832,7 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
 
 def test_programs_name_no_folder_of_this_machine(trained):
     """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
-    found = unpack(programs_in(trained.out).read_bytes())
+    found = read_programs(programs_in(trained.out).read_bytes())
     assert list(found.platforms) == ["cpu"]
     assert {"init", "train-0", "logits-0"} < found.platforms["cpu"].programs.keys()
     for raw in found.platforms["cpu"].programs.values():
@@ -841,10 +853,10 @@ def holding(**changes: Any) -> Archive:
     ("raw", "said"),
     [
         (pack(ARCHIVE)[:-9], "is cut"),
-        (pack(ARCHIVE) + b"more", "longer than its content"),
+        (pack(ARCHIVE) + b"more", "is cut, or longer"),
         (b"", "is cut"),
         (b"\x00" * 99, "format not supported"),
-        (lzma.compress(bytes(2**28 + 1), preset=0), "more than 268,435,456 bytes"),
+        (lzma.compress(bytes(2**28 + 1), preset=0), "longer than 268,435,456 bytes"),
         (lzma.compress(b"\x81" * 2000), "object"),
         (pack(holding(steps=("train", "another"))), "lacks some that it names"),
         (pack(holding(steps=())), "contradicts itself"),
@@ -854,9 +866,9 @@ def holding(**changes: Any) -> Archive:
     ids=range(10),
 )
 def test_what_is_no_archive_is_told(raw, said):
-    assert unpack(pack(ARCHIVE)) == ARCHIVE
+    assert read_programs(pack(ARCHIVE)) == ARCHIVE
     with pytest.raises(UsageError, match=said):
-        unpack(raw)
+        read_programs(raw)
 
 
 def as_exported(function: Any, *args: Any, **named: Any) -> bytes:
@@ -879,7 +891,7 @@ def test_a_program_that_cannot_be_examined_is_told(raw, said):
 
 
 def test_leaves_that_no_step_takes_are_told(trained):
-    found = unpack(programs_in(trained.out).read_bytes())
+    found = read_programs(programs_in(trained.out).read_bytes())
     assert len(Programs(found, make_mesh(8)).state) == len(found.leaves)
     with pytest.raises(UsageError, match=r"a step takes \d+ arrays, its archive says \d+"):
         _ = Programs(replace(found, leaves=(*found.leaves, "params.more")), make_mesh(8)).state
@@ -1096,10 +1108,16 @@ def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
     assert re.search(r"ok +V610", done.stdout)
 
 
-@pytest.mark.parametrize(("jax", "status"), [(None, "failed"), ("0.0.1", "skipped")])
-def test_source_that_makes_other_programs_is_refused(trained, smoke_data, monkeypatch, jax, status):
+@pytest.mark.parametrize(
+    ("jax", "same", "status"), [(None, False, "failed"), (None, True, "failed"), ("0.0.1", False, "skipped")]
+)
+def test_source_that_makes_other_programs_or_another_config_is_refused(
+    trained, smoke_data, monkeypatch, jax, same, status
+):
     """Unless another JAX lowers it, which may do so otherwise."""
-    monkeypatch.setattr(Rerun, "lowered", lambda *_: b"another archive")
+    (run,), (path,) = load(trained.out).runs, trained.out.glob("programs-*.xz")
+    made = (path.read_bytes(), {}) if same else (b"another archive", run.start.config)
+    monkeypatch.setattr(Rerun, "lowered", lambda *_: made)
     monkeypatch.setattr(sandbox, "problem", lambda: None)
     here = provenance.software()
     monkeypatch.setattr(provenance, "software", lambda: here | ({"jax": jax} if jax else {}))

@@ -78,15 +78,14 @@ def edited_in_place(path: Path, more: str) -> None:
 
 def plotted(folder: Path) -> None:
     (folder / "plots").mkdir()
-    svg = f"<svg xmlns='http://www.w3.org/2000/svg'><text>{TOKEN}</text></svg>"
-    (folder / "plots" / "loss.svg").write_text(svg)
+    (folder / "plots" / "loss.png").write_bytes(b"\x89PNG\r\n\x1a\n" + TOKEN.encode())
 
 
 #: Ways for a token to get into a record that passes every check.
 LEAKS = {
     "README.md": lambda folder: edited_in_place(folder / "README.md", f"\n\nlogin with {TOKEN}\n"),
     "about.json": lambda folder: assemble(folder, changes=[f"see https://somebody:{'p4ssword'}@example.org"]),
-    "plots/loss.svg": plotted,
+    "plots/loss.png": plotted,
     "runs/tiny-1-00a1/metrics.jsonl": preflight(device_kind=TOKEN),
     "runs/tiny-2-00a2/metrics.jsonl": preflight(software={**SOFTWARE, "tool": TOKEN}),
 }

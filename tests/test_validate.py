@@ -16,7 +16,7 @@ import forgeries
 import pytest
 import record_forge
 from click.testing import CliRunner
-from forgeries import FORGERIES, LOG, ONE, edited, fixed, logged, long_pause, place_of, promised
+from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -180,7 +180,7 @@ def test_hostile_values_end_in_a_report(folder, path, old, value):
     "text", ["\x1b]0;owned\x07", "\u202egnp.exe", "x" * 100_000, "a\nb", "| <b> [l](http://x)"]
 )
 def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
-    build = logged(change(runlog.RunStart, recipe=text))
+    build = configured({"name": text}, change(runlog.RunStart, recipe=text))
     build(folder)
     assert list(found(folder)) == ["V501"], "no file can have such a name"
     shown = [(folder / "README.md").read_text(), *(console.render(run.lines) for run in load(folder).runs)]
@@ -220,7 +220,7 @@ def test_looks_that_fit_nothing_end_in_a_report(folder, looks):
 
 
 def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):
-    edited(LOG, b'"batch_tokens":100', b'"batch_tokens":1' + b"0" * 400)(folder)
+    edited(LOG, b'"width":8', b'"width":1' + b"0" * 400)(folder)
     assert "out of range" in found(folder)["V001"][0]
 
 
@@ -257,7 +257,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     assert "validation loss" not in readme
     summary = summarize(load(folder))
     assert summary.broke_off == ("tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",)
-    assert "loss.svg" not in readme
+    assert "loss.png" not in readme
     result = CliRunner().invoke(command, [str(folder), "-v"])
     assert result.exit_code == 1
     shown = result.output.splitlines()

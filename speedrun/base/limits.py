@@ -15,6 +15,10 @@ Rate = Annotated[float, Meta(ge=0, le=1e38)]  #: of learning, of decay
 Blocks = Annotated[float, Meta(ge=0, le=1e7)]  #: of a window: its tokens are counted in 32 bits
 Momentum = Annotated[float, Meta(ge=0, lt=1)]  #: of a running mean, also of squares
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Size = Annotated[int, Meta(ge=0, lt=2**49)]  #: of a file or memory in bytes, or of data in tokens
+Sha256 = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]  #: in hex digits; empty if unknown
+StateHash = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 
 
 def check(node: Any) -> None:

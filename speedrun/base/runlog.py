@@ -17,11 +17,9 @@ import msgspec
 
 from speedrun.base.clock import Stamp
 from speedrun.base.errors import translate_os_errors
-from speedrun.base.limits import Count, Natural
+from speedrun.base.limits import Count, Natural, Seconds, Sha256, Size, StateHash
 
 GENESIS = "0" * 16
-#: Of a record, raised when an older one can no longer be read.
-FORMAT = 2
 
 Outcome = Literal["finished", "non-finite", "aborted"]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
@@ -35,11 +33,11 @@ class ShardRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """One contiguous range of positions read as inputs; the target after the last is not counted."""
 
     name: str
-    sha256: str  #: of the whole file
-    tokens: int  #: in the whole file
-    start: int  #: inclusive
-    stop: int  #: exclusive
-    skipped: int = 0  #: of these, not input: cut off from documents
+    sha256: Sha256  #: of the whole file
+    tokens: Size  #: in the whole file
+    start: Size  #: inclusive
+    stop: Size  #: exclusive
+    skipped: Size = 0  #: of these, not input: cut off from documents
 
 
 class DataRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,25 +45,25 @@ class DataRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     shards: tuple[ShardRange, ...]  #: in reading order
     val_shard: ShardRange
-    val_sha256: str  #: of the scored ids
+    val_sha256: Sha256  #: of the scored ids
 
 
 class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     """First line: the run. `config` is the resolved recipe with the split over devices."""
 
-    format: Literal[2]  #: `FORMAT`
+    format: Literal[2]  #: of a record, raised when an older one can no longer be read
     run_id: str  #: also the name of its folder
     track: str  #: name and version, as `smoke-cpu@1`
-    track_sha256: str
+    track_sha256: Sha256
     recipe: str
-    recipe_revision: int
+    recipe_revision: Natural
     overrides: dict[str, str]  #: settings of `--set`
     seed: Natural
-    num_steps: int
-    source_sha256: str
+    num_steps: Natural
+    source_sha256: Sha256
     config: dict
-    config_sha256: str
-    batch_sha256: str = ""  #: of the `batch.json` that declared this run; empty for a single run
+    config_sha256: Sha256
+    batch_sha256: Sha256 = ""  #: of the `batch.json` that declared this run; empty for a single run
 
 
 class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
@@ -73,16 +71,16 @@ class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
 
     platform: str
     device_kind: str
-    num_devices: int
+    num_devices: Count
     software: dict[str, str]
     environment: dict[str, str]
     matmul_gflops: float  #: measured before the clock, sum over all devices
     commit: str = ""  #: of the checkout; empty if unknown, as without git
     dirty: bool | None = None  #: whether the code differed from that commit; None if unknown
     lock: str = ""  #: the lock file whose pins are installed; empty if there is none
-    lock_sha256: str = ""
-    num_processes: int = 1  #: that shared the devices
-    num_replicas: int = 1  #: of the state, one on each node
+    lock_sha256: Sha256 = ""
+    num_processes: Count = 1  #: that shared the devices
+    num_replicas: Count = 1  #: of the state, one on each node
 
 
 class DataReady(Event, tag="data", frozen=True):
@@ -91,27 +89,27 @@ class DataReady(Event, tag="data", frozen=True):
     folder: str
     train_shards: list[str]
     val_shard: str
-    val_tokens: int
-    val_sha256: str  #: of the val_tokens + 1 ids that will be scored, as little-endian uint16
+    val_tokens: Size
+    val_sha256: Sha256  #: of the val_tokens + 1 ids that will be scored, as little-endian uint16
 
 
 class Exported(Event, tag="exported", frozen=True):
     """The programs of the run, exported for its record before any was compiled: `record.archive`."""
 
-    sha256: str  #: of the archive
-    num_bytes: int
-    seconds: float
+    sha256: Sha256  #: of the archive
+    num_bytes: Size
+    seconds: Seconds
 
 
 class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     """Sizes of the run, and the memory that the compiler needs."""
 
-    num_params: int
-    tokens_per_step: int
-    total_tokens: int
+    num_params: Size
+    tokens_per_step: Size
+    total_tokens: Size
     flops_per_token: float
-    state_bytes_per_device: int
-    temp_bytes_per_device: int
+    state_bytes_per_device: Size
+    temp_bytes_per_device: Size
     kernels: dict[str, str] = {}  #: operation and shape -> the chosen form, and why
     compiler_options: dict[str, bool | int | str] = {}
     shapes: dict[str, Shape] = {}  #: of each parameter
@@ -121,33 +119,33 @@ class Compile(Event, tag="compile", frozen=True, omit_defaults=True):
     """One executable, compiled ahead of time."""
 
     name: str
-    seconds: float
+    seconds: Seconds
     cache: Literal["off", "hit", "miss"] = "off"  #: JAX's persistent cache
 
 
 class WarmupStart(Event, tag="warmup_start", frozen=True):
     """State hash before the warm-up steps on synthetic ids."""
 
-    state_hash: str
+    state_hash: StateHash
 
 
 class WarmupEnd(Event, tag="warmup_end", frozen=True):
     """State hash after the state was built again; must equal the one before."""
 
-    state_hash: str
-    num_steps: int
-    seconds: float
+    state_hash: StateHash
+    num_steps: Natural
+    seconds: Seconds
 
 
 class Resume(Event, tag="resume", frozen=True):
     """The state of an earlier run after `step` steps replaces the fresh one."""
 
     run_id: str  #: of the run that saved it
-    step: int
-    state_hash: str
-    train_time_s: float
-    tokens_seen: int
-    cursor: tuple[int, int]
+    step: Natural
+    state_hash: StateHash
+    train_time_s: Seconds
+    tokens_seen: Size
+    cursor: tuple[Size, Size]
 
 
 class ClockStart(Event, tag="clock_start", frozen=True):
@@ -157,20 +155,20 @@ class ClockStart(Event, tag="clock_start", frozen=True):
 class Step(Event, tag="step", frozen=True, omit_defaults=True):
     """Training step `step` (from 0) is known to be finished at `train_time_s` on the ranked clock."""
 
-    step: int
-    train_time_s: float
+    step: Natural
+    train_time_s: Seconds
     loss: float
-    batch_tokens: int
-    tokens_seen: int
-    cursor: tuple[int, int]  #: shard index and offset after this step's batch was taken
+    batch_tokens: Count
+    tokens_seen: Size
+    cursor: tuple[Size, Size]  #: shard index and offset after this step's batch was taken
     inputs: dict[str, float | int | bool] = {}  #: scheduled inputs that are numbers
 
 
 class StageChange(Event, tag="stage_change", frozen=True, omit_defaults=True):
     """From `step` on, another stage begins, or inputs that are integers have other values."""
 
-    step: int
-    stage: int
+    step: Natural
+    stage: Natural
     inputs: dict[str, int] = {}
 
 
@@ -178,38 +176,38 @@ class ClockPause(Event, tag="clock_pause", frozen=True):
     """The clock pauses, after a synchronisation."""
 
     reason: str
-    train_time_s: float
+    train_time_s: Seconds
 
 
 class Val(Event, tag="val", frozen=True, omit_defaults=True):
     """A declared validation before step `step`. `nll_sum` is a float64 as C hex: the loss is nll_sum / tokens."""
 
-    step: int
+    step: Natural
     loss: float
-    tokens: int
+    tokens: Count
     nll_sum: str
-    seconds: float
+    seconds: Seconds
     sequences: tuple[float, ...] = ()  #: nats per token of each, in nine digits; of the last validation alone
 
 
 class ClockResume(Event, tag="clock_resume", frozen=True):
     """The clock continues."""
 
-    train_time_s: float
+    train_time_s: Seconds
 
 
 class ClockStop(Event, tag="clock_stop", frozen=True):
     """The clock stopped, after a synchronisation following the last update."""
 
-    train_time_s: float
+    train_time_s: Seconds
 
 
 class Checkpoint(Event, tag="checkpoint", frozen=True):
     """The state before step `step` was copied to the host and is being written."""
 
-    step: int
-    state_hash: str
-    seconds: float  #: that the run was held up
+    step: Natural
+    state_hash: StateHash
+    seconds: Seconds  #: that the run was held up
 
 
 class Warning(Event, tag="warning", frozen=True):
@@ -230,19 +228,21 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
 
     status: Outcome
     val_loss: float | None
-    train_time_s: float
-    cold_wall_s: float
-    compile_s: float
-    warmup_s: float
-    val_s: float
-    data_wait_s: float
-    peak_bytes: int
-    final_hash: str  #: of the state; empty if the run broke off
+    train_time_s: Seconds
+    cold_wall_s: Seconds
+    compile_s: Seconds
+    warmup_s: Seconds
+    val_s: Seconds
+    data_wait_s: Seconds
+    peak_bytes: Size
+    final_hash: StateHash  #: of the state; empty if the run broke off
     data: DataRead
-    first_batch_sha256: str = ""  #: empty if the run ended before its first step
-    throttled_s: float | None = None  #: by heat or power supply; None if not counted
-    phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; their sum is the wall time up to here
-    lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed
+    first_batch_sha256: Sha256 = ""  #: empty if the run ended before its first step
+    throttled_s: Seconds | None = None  #: by heat or power supply; None if not counted
+    phases: dict[
+        str, Seconds
+    ] = {}  #: seconds in each of `clock.Phases`; their sum is the wall time up to here
+    lost_s: Seconds = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed
     matmul_gflops: float = 0.0  #: as in `Preflight`, but after the last validation; 0: not measured
 
 
@@ -323,12 +323,8 @@ class RunLog:
                 self._file.close()
 
 
-_DECODER = msgspec.json.Decoder(Line)
-
-
-def decode(raw: bytes) -> Line:
-    """Return a line from its bytes; raise msgspec.DecodeError unless it is JSON of exactly the declared form."""
-    return _DECODER.decode(raw)
+#: Returns a line from its bytes; raises msgspec.DecodeError unless it is JSON of exactly the declared form.
+decode = msgspec.json.Decoder(Line).decode
 
 
 def read(path: Path) -> Iterator[Line]:

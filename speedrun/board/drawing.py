@@ -50,16 +50,14 @@ def canvas(width: float, height: float) -> Iterator["Figure"]:
         yield Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
-    """Write a figure into a folder, which is made, as SVG and as PNG; return the two paths."""
+def save(figure: "Figure", folder: Path, name: str) -> Path:
+    """Write a figure into a folder, which is made, as PNG; return its path. An SVG could run code in a record."""
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    write_whole(paths[0], svg(figure))
-    png = io.BytesIO()
+    path, png = folder / f"{name}.png", io.BytesIO()
     figure.savefig(png, dpi=160, metadata={"Software": None})
-    write_whole(paths[1], png.getbuffer())
-    return paths
+    write_whole(path, png.getbuffer())
+    return path
 
 
 def svg(figure: "Figure") -> bytes:

@@ -41,7 +41,7 @@ _MOST_NAME = 32  #: characters
 
 
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
-    """Draw a record into `plots/<kind>.svg` and `plots/<kind>.png`; return the paths.
+    """Draw a record into `plots/<kind>.png`; return the paths.
 
     The kinds are `loss` against train time, loss against `tokens`, or a histogram of `steps`.
 
@@ -53,9 +53,7 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
     if not runs:
         raise UsageError(f"{record_dir} holds no run with a step; 'speedrun validate {record_dir}' says why")
     for run in runs:
-        facts = [(at.train_time_s, at.tokens_seen) for at in (run.origin, *run.steps)]
-        losses = [step.loss for step in run.steps] + [loss_of(val) for val in run.vals if val.tokens > 0]
-        for number in (*chain.from_iterable(facts), *losses):
+        for number in (*(step.loss for step in run.steps), *map(loss_of, run.vals)):
             if not abs(number) <= MOST:  # neither is NaN
                 raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {MOST:g}")
     paths: list[Path] = []
@@ -66,7 +64,7 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
                 _draw_steps(axes, runs)
             else:
                 _draw_loss(axes, record, runs, *_AXES[kind])
-            paths += drawing.save(figure, record_dir / "plots", kind)
+            paths.append(drawing.save(figure, record_dir / "plots", kind))
     return paths
 
 
@@ -117,7 +115,7 @@ def _band(axes: "Axes", runs: Sequence[Run], of: str) -> None:
 def _vals(run: Run, of: str) -> list[tuple[float, float]]:
     """Return place and loss of the validations; one before step s is placed at the end of step s - 1."""
     ends = [getattr(at, of) for at in (run.origin, *run.steps)]
-    places = [(val.step - run.origin.step, val) for val in run.vals if val.tokens > 0]
+    places = [(val.step - run.origin.step, val) for val in run.vals]
     return [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
 
 
@@ -195,12 +193,12 @@ def pictures(board: Board) -> dict[str, bytes]:
 
 
 def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw loss against cost into `pareto-<track>-<version>.svg` and `.png` for each track; return the paths."""
+    """Draw loss against cost into `pareto-<track>-<version>.png` for each track; return the paths."""
     paths: list[Path] = []
     for name in sorted({row.track for row in rows}):
         with drawing.canvas(8.0, 4.5) as figure:
             _draw_pareto(figure, name, sorted((row for row in rows if row.track == name), key=_place))
-            paths += drawing.save(figure, folder, f"pareto-{name.replace('@', '-')}")
+            paths.append(drawing.save(figure, folder, f"pareto-{name.replace('@', '-')}"))
     return paths
 
 

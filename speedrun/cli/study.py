@@ -38,7 +38,7 @@ from speedrun.record.statistics import Interval
     "Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
 )
 def plot(*, records: tuple[Path, ...], kind: str, out: Path | None) -> cli.Answer:
-    """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
+    """Draw records as PNG."""
     if kind == "pareto":
         found = plots.pareto(_rows(records), out or Path())
     else:

@@ -283,7 +283,7 @@ _PANELS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
-    """Draw the effects into `plots/forest.svg` and `plots/forest.png`.
+    """Draw the effects into `plots/forest.png`.
 
     Returns:
         The files written; none if no arm has two pairs of runs.
@@ -310,7 +310,7 @@ def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
             f"{summary.standing.capitalize()}."
         )
         figure.supxlabel(in_font(note), x=0.01, ha="left", fontsize=8.5, color=GREY)
-        return save(figure, folder / "plots", "forest")
+        return [save(figure, folder / "plots", "forest")]
 
 
 def _draw(axes: "Axes", effects: Sequence[Effect | None], shown: Callable[[float], str]) -> None:

@@ -184,7 +184,7 @@ def readme_head(record: Record, summary: Summary) -> str:
         "\n".join(f"- {_cell(said)}" for said in summary.broke_off),
         "\n".join(["| | |", "|---|---|", *rows]),
         "\n".join(f"- {_cell(change)}" for change in record.about.changes),
-        "![loss against train time](plots/loss.svg)" if summary.num_finished else "",
+        "![loss against train time](plots/loss.png)" if summary.num_finished else "",
         f"Run it again:\n\n    {console.clean(reproduce_command(record.runs[0]))}",
         HEAD_END,
     ]

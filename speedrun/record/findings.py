@@ -39,11 +39,16 @@ class Replayed(Stretch, frozen=True):
     vals: tuple[tuple[int, float], ...]  #: step and loss of each validation, by the examiner's scorer
     #: Shard and offset of the next token, at its start and its end.
     cursors: tuple[tuple[int, int], tuple[int, int]]
+    first_batch_sha256: str  #: of its ids, as in `runlog.RunEnd`
+    ranges: tuple[
+        tuple[str, int, int, int, int], ...
+    ]  #: read: name and tokens of the shard, start, stop, skipped
 
 
 class Findings(Strict, frozen=True):
     """What the examiner found."""
 
+    val_sha256: str  #: of the scored ids
     final_hash: str  #: of the state that was scored: the run's own, or the end of the replay
     val_loss: float  #: of that state in nats, by the examiner's scorer; on another platform, of `sample`
     own: bool  #: whether that state is the run's own, from its checkpoint

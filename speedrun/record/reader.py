@@ -4,6 +4,7 @@ Only files with known names are opened, none above its size cap, none through a 
 Everything else is listed with the reason why it was refused.
 """
 
+import lzma
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from speedrun.base import track
+from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import PARTIAL, read_regular
@@ -38,9 +40,10 @@ FILES = (
     (archive.NAME, archive.MOST_BYTES),
     (re.compile(r"README\.md"), _MIB),
     (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),
-    (re.compile(r"plots/[a-z0-9-]{1,60}\.(svg|png)"), 4 * _MIB),
+    (re.compile(r"plots/[a-z0-9-]{1,60}\.png"), 4 * _MIB),
 )
 MAX_FILES = 1000
+_MOST_UNPACKED_BYTES = 2**28  #: of all programs of an archive together
 MAX_BYTES = 256 * _MIB
 
 _Read = TypeVar("_Read")
@@ -164,6 +167,32 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     check_range(file)
     check_moment(getattr(file, "created_utc", "2026-01-01T00:00:00Z"))  # not every file has one
     return file
+
+
+def read_programs(raw: bytes) -> archive.Archive:
+    """Read an untrusted archive.
+
+    Raises:
+        UsageError: if it is no such file, or larger than one may be.
+    """
+    opened = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_UNPACKED_BYTES)
+    try:
+        unpacked = opened.decompress(raw, _MOST_UNPACKED_BYTES)
+        if not opened.eof or opened.unused_data:
+            raise UsageError(f"its archive of programs is cut, or longer than {_MOST_UNPACKED_BYTES:,} bytes")
+        found = msgspec.msgpack.decode(unpacked, type=archive.Archive)
+    except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
+    for one in found.platforms.values():
+        scored = {f"{part}-{name}" for name in one.scored.values() for part in ("hidden", "logits")}
+        held = {*one.steps, *scored, "init", "constants"} <= one.programs.keys()
+        if not (
+            held and 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
+        ):
+            raise UsageError(
+                "its archive of programs lacks some that it names, or contradicts itself; run again"
+            )
+    return found
 
 
 def load_result(folder: Path) -> Record:

@@ -85,7 +85,7 @@ def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
     track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
     log.emit(
         runlog.RunStart(
-            format=runlog.FORMAT,
+            format=2,
             run_id=run_id,
             track=track.id,
             track_sha256=tracks.sha256(track.name),

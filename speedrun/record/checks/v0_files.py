@@ -2,29 +2,21 @@
 
 import re
 from collections.abc import Iterator
-from xml.etree import ElementTree
 
 from speedrun.base import console, runlog
+from speedrun.base.errors import UsageError
 from speedrun.record import archive, layout
 from speedrun.record.checks.table import Skip, check
 from speedrun.record.layout import SOURCE
-from speedrun.record.reader import Record
+from speedrun.record.reader import Record, read_programs
 from speedrun.record.reproduction import runs_problem
 from speedrun.record.source import split_source
 
+_SLACK_S = 0.001  #: of sums: rounding
 #: Control characters but tab and newline, and all that change the direction of text, are invisible, or end a line.
 _HOSTILE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufeff\uffa0\U000e0000-\U000e0fff]"
-)
-#: What a picture is made of, as `board.drawing` writes it: of SVG, and of its metadata.
-_SHAPES = {"svg", "g", "path", "use", "rect", "text", "clipPath", "defs", "style", "metadata"}
-_NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/02/22-rdf-syntax-ns#")
-_NAMESPACES += ("http://creativecommons.org/ns#", "http://purl.org/dc/elements/1.1/")
-#: Declarations that define what a text means; comments that HTML ends earlier; styles that load or hide something.
-_DECLARES = re.compile(r'<[!?](?!--|xml version="1.0" encoding="utf-8"|DOCTYPE svg PUBLIC)|<!--?-?>')
-_LOADS = re.compile(
-    r"(?i)//|\\|/\*|@(import|charset|namespace|font-face)|image|src|url\((?!#)|expression|:\s*data:"
 )
 
 
@@ -82,6 +74,11 @@ def hashes(record: Record) -> Iterator[str]:
         raw = record.raw.get(name)
         if raw is None or (layout.sha256(raw), len(raw)) != (made.sha256, made.num_bytes):
             yield f"{name}: missing, or not the programs that a run names"
+            continue
+        try:
+            read_programs(raw)
+        except UsageError as error:
+            yield f"{name}: {error}"
     strangers = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
     yield from (f"{name}: no run names it" for name in strangers)
 
@@ -92,8 +89,12 @@ def hashes(record: Record) -> Iterator[str]:
     hint="make one record for each config; its runs differ only in their seeds",
 )
 def config(record: Record) -> Iterator[str]:
-    """Compare the config in each log with its digest, and with those of the others."""
+    """Compare the config in each log with its digest, the recipe, and with those of the others."""
     for run in record.runs:
+        recipe = run.start.config.get("recipe")
+        told = (recipe.get("name"), recipe.get("revision")) if isinstance(recipe, dict) else ()
+        if told != (run.start.recipe, run.start.recipe_revision):
+            yield f"{run.folder}: ran {run.start.recipe} {run.start.recipe_revision}, and its config is of {told}"
         if run.start.config_sha256 != layout.config_sha256(run.start.config):
             yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
     if len({layout.config_sha256(run.start.config) for run in record.runs}) > 1:
@@ -126,6 +127,13 @@ def one_story(record: Record) -> Iterator[str]:
             yield f"{run.folder}: it was to score {first}, and scored {last}"
         if not (run.final_hash and (run.end.first_batch_sha256 or not run.steps)):
             yield f"{run.folder}: it finished, and its end names no final state, or no first batch"
+        sums = (
+            ("compilation", run.end.compile_s, run.of(runlog.Compile)),
+            ("validation", run.end.val_s, run.vals),
+        )
+        for what, told_s, events in sums:
+            if abs(told_s - (sum_s := sum(event.seconds for event in events))) > _SLACK_S:
+                yield f"{run.folder}: its end tells {told_s:.3f} s of {what}, its events sum to {sum_s:.3f} s"
         if errors := run.of(runlog.Error):
             yield f"{run.folder}: it finished, and has {console.clean(errors[0].kind)}"
 
@@ -142,32 +150,8 @@ def plain_files(record: Record) -> Iterator[str]:
     for path, content in record.raw.items():
         if path.endswith((".md", "source.txt")) and _HOSTILE.search(content.decode(errors="replace")):
             yield f"{path}: holds control or bidirectional characters"
-        if path.endswith(".svg") and not _is_drawing(content):
-            yield f"{path}: holds more than shapes and their styles, or no SVG in UTF-8"
         if path.endswith(".png") and not content.startswith(b"\x89PNG\r\n\x1a\n"):
             yield f"{path}: is not a PNG image"
-
-
-def _is_drawing(content: bytes) -> bool:
-    """Return whether an SVG can neither run nor load anything, in whatever shows it."""
-    try:
-        text = content.decode()
-        nodes = [] if _DECLARES.search(text) else [*ElementTree.fromstring(text).iter()]
-    except (UnicodeDecodeError, ElementTree.ParseError):
-        return False
-    kinds = [node.tag[1:].partition("}") for node in nodes]
-    own = [space in _NAMESPACES and (name in _SHAPES or space != _NAMESPACES[0]) for space, _, name in kinds]
-    styles = [node for node, (_, _, name) in zip(nodes, kinds, strict=True) if name == "style"]
-    if not all(own) or kinds[:1] != [(_NAMESPACES[0], "}", "svg")] or any(map(len, styles)):
-        return False
-    given = [(name.rpartition("}")[2].lower(), value) for node in nodes for name, value in node.items()]
-    given += [("style", node.text or "") for node in styles]
-    return not any(
-        name.startswith("on")
-        or (name == "href" and value[:1] != "#")
-        or (name not in ("resource", "d", "href") and _LOADS.search(value))
-        for name, value in given
-    )
 
 
 @check(

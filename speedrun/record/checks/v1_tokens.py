@@ -104,7 +104,7 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
     offset, skipped = run.origin.cursor[1], 0
     for step in run.steps:
         seen += step.batch_tokens
-        if step.batch_tokens <= 0 or step.tokens_seen != seen:
+        if step.tokens_seen != seen:
             yield f"step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
             return
         while num_read < seen and (shard := next(shards, None)):
@@ -162,8 +162,7 @@ def shard_sizes(record: Record) -> Iterator[str]:
     known: dict[str, tuple[str, int]] = {}
     for run in record.finished:
         for shard in (*run.data.shards, run.data.val_shard):
-            is_inside = 0 <= shard.start < shard.stop <= shard.tokens
-            if not is_inside or not 0 <= shard.skipped < shard.stop - shard.start:
+            if not shard.start + shard.skipped < shard.stop <= shard.tokens:
                 read = f"read {shard.start:,} to {shard.stop:,}"
                 yield f"{run.folder}: {shard.name} has {shard.tokens:,} tokens, {read}"
             if known.setdefault(shard.name, (shard.sha256, shard.tokens)) != (shard.sha256, shard.tokens):

@@ -107,7 +107,9 @@ def stated(record: Record) -> Iterator[str]:
             if abs(val.loss - (loss := loss_of(val))) > _ROUNDING:
                 yield f"{run.folder}: val before step {val.step} says {val.loss:.6f}, its sum {loss:.6f}"
             possible_R = [0 <= x <= _MOST_NATS for x in val.sequences]
-            if val.sequences and not (all(possible_R) and abs(fmean(val.sequences) - loss) <= _ROUNDING):
+            if val.sequences and (val.tokens % len(val.sequences) or not all(possible_R)):
+                yield f"{run.folder}: validation at {val.step} has sequences of no equal length, or no loss"
+            elif val.sequences and not abs(fmean(val.sequences) - loss) <= _ROUNDING:
                 yield f"{run.folder}: validation at {val.step} has sequences of another mean than its loss {loss}"
         if run.end.val_loss != run.vals[-1].loss:
             yield f"{run.folder}: run_end says {run.end.val_loss}, the last validation {run.vals[-1].loss}"

@@ -123,7 +123,7 @@ def state(run: Run, record: Record) -> Iterator[str]:
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     if (replicas := run.start.config.get("replicas", 1)) != hw.num_replicas:
         yield f"its config says {replicas!r} replicas, its hardware {hw.num_replicas}"
-    if hw.num_replicas < 1 or run.preflight.num_devices % hw.num_replicas:
+    if run.preflight.num_devices % hw.num_replicas:
         yield f"{run.preflight.num_devices} devices cannot hold {hw.num_replicas} replicas"
     cap = record.rules.rules.state_bytes_per_param
     held = _held_bytes(run, plan)
@@ -136,7 +136,7 @@ def state(run: Run, record: Record) -> Iterator[str]:
 def _held_bytes(run: Run, plan: runlog.Plan) -> int:
     """Return the bytes of one replica of the state."""
     (hw,) = run.of(runlog.Preflight)
-    return plan.state_bytes_per_device * run.preflight.num_devices // max(1, hw.num_replicas)
+    return plan.state_bytes_per_device * run.preflight.num_devices // hw.num_replicas
 
 
 #: Bytes of the narrowest dtype of parameters.

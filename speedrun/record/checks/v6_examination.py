@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean
 from typing import NamedTuple, Unpack
 
@@ -91,6 +92,8 @@ def loss(run: Run, findings: Findings) -> Iterator[str]:
     """
     scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
     same, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
+    if findings.val_sha256 != run.data.val_sha256:
+        yield f"the scored ids have sha256 {findings.val_sha256[:16]}, the run scored {run.data.val_sha256[:16]}"
     if findings.own and not same:
         yield f"the state that was scored is {findings.final_hash}, the run ended with {run.final_hash}"
     if findings.sample:
@@ -176,6 +179,13 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
         named = kept.get(one.start, one.state_hash) if one.from_checkpoint else one.state_hash
         if named != one.state_hash:
             yield f"checkpoint {one.start} is {one.state_hash}, the log says {named}"
+        if one.start == run.origin.step and one.first_batch_sha256 != run.end.first_batch_sha256:
+            yield f"{where}: the first batch is {one.first_batch_sha256}, the log says {run.end.first_batch_sha256}"
+        if (one.start, one.stop) == (run.origin.step, run.start.num_steps):
+            told = tuple((r.name, r.tokens, r.start, r.stop, r.skipped) for r in run.data.shards)
+            for got, said in zip_longest(one.ranges, told):
+                if got != said:
+                    yield f"{where}: it read {got}, the log says {said}"
         for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
             if (told := read.get(at, cursor)) != cursor:
                 yield f"{where}: the next token before step {at} is {cursor}, the log says {told}"

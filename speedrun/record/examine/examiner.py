@@ -28,9 +28,11 @@ from speedrun.base.errors import CheckpointError, SpeedrunError, UsageError
 from speedrun.base.output import reported
 from speedrun.base.wholefile import require_regular
 from speedrun.data import shards, stream
+from speedrun.record import layout
 from speedrun.record.examine import causality
-from speedrun.record.examine.stablehlo import Programs, unpack
+from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
+from speedrun.record.reader import read_programs
 from speedrun.train.checkpoint import state_hash
 from speedrun.train.request import decoded, unseal
 
@@ -62,7 +64,7 @@ class _Examiner:
 
     def __init__(self, request: Examination) -> None:
         self.request, self.track = request, tracks.load(request.track)
-        self.archive = unpack(request.programs.read_bytes())
+        self.archive = read_programs(request.programs.read_bytes())
         self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas))
         self.shards = shards.open_track(request.data, self.track.data)
         self.end = request.num_steps
@@ -100,6 +102,7 @@ class _Examiner:
         few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
         known = self._leaks(params, scored, others if compared else None)
         return Findings(
+            val_sha256=stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens),
             final_hash=state_hash(leaves),
             val_loss=float(nll_R.mean()),
             own=own,
@@ -127,7 +130,7 @@ class _Examiner:
     def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any], stream.Cursor]:
         """Train a stretch of steps again, with the validations that the track declares before and inside it."""
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
-        began, begun, losses, vals = state_hash(leaves), cursor, [], []
+        began, begun, losses, vals, first = state_hash(leaves), cursor, [], [], ""
         opens = self.track.data.document_token
         tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
         outs = (*self._places, NamedSharding(self.programs.mesh, P()))
@@ -138,18 +141,21 @@ class _Examiner:
             name = self.programs.lowered.steps[at]
             num_sequences, seq_len = self.programs.shape(name)
             batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
+            first = first or layout.sha256(batch.tokens_BT.astype("<u2").tobytes())
             ids = (meshes.place(x, self.programs.mesh) for x in batch)
             *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *constants, *ids)
             losses.append(float(_number(loss)))
-        start, stop, from_checkpoint = stretch.start, stretch.stop, stretch.from_checkpoint
-        hashes = began, state_hash(leaves)
-        return (
-            Replayed(
-                start, stop, from_checkpoint, *hashes, tuple(losses), tuple(vals), (begun, tokens.cursor)
-            ),
-            leaves,
-            tokens.cursor,
+        found = Replayed(
+            **msgspec.structs.asdict(stretch),
+            state_hash=began,
+            stop_hash=state_hash(leaves),
+            losses=tuple(losses),
+            vals=tuple(vals),
+            cursors=(begun, tokens.cursor),
+            first_batch_sha256=first,
+            ranges=tokens.ranges,
         )
+        return found, leaves, tokens.cursor
 
     def _initial(self) -> tuple[list[Any], stream.Cursor]:
         key = jax.random.key_data(jax.random.key(self.request.run_seed))

@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple, TextIO
 
 from speedrun.base import provenance, runlog
 from speedrun.base.errors import UsageError
-from speedrun.data.overview import verify
 from speedrun.record import archive, layout
 from speedrun.record.checks.table import Skip
+from speedrun.record.checks.v5_source import leaves
 from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS, Examined
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.rerun import Rerun, plain
@@ -138,9 +138,13 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
         rerun = Rerun(folder, options.data, echo, run_id=run.folder, unsafe=options.unsafe)
         print(f"lowering the source of {run.folder} again", file=echo, flush=True)
         rerun.check_data()
-        found = layout.sha256(rerun.lowered())
-        if found != made.sha256:
+        programs, config = rerun.lowered()
+        if (found := layout.sha256(programs)) != made.sha256:
             yield f"{run.folder}: its source makes {archive.name_of(found)}, not {archive.name_of(made.sha256)}"
+        ours, theirs = leaves(config), leaves(run.start.config)
+        for name in sorted({*ours, *theirs}):
+            if (got := ours.get(name)) != (told := theirs.get(name)):
+                yield f"{run.folder}: its source makes a config in which {name} is {got!r}, the log says {told!r}"
 
     print(sandbox.protections(unsafe=options.unsafe), file=echo, flush=True)
     return Report((*report.results, ask(replace(LOWERED, find=find), record)), report.strict)
@@ -166,10 +170,7 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) ->
     """Examine one run by the archive of its programs."""
     run, rules = rerun.old, rerun.rules
     draws = drawn(nonce, run.folder)
-    if rules.synthetic is not None:
-        rerun.make_data()
-    if rules.data.sha256:  # damaged shards here would be held against the record
-        verify(rerun.data, rules.data, full=True)
+    rerun.check_data()
     # From the log, not the folder: whoever provides checkpoints must not choose among them.
     steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
     with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -37,19 +37,21 @@ _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
 #: Time limit of a run: bounds, and factor on its own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0
-_MOST_STACKS_BYTES = 1 << 22
+_MOST_STACKS_BYTES, _MOST_CONFIG_BYTES = 1 << 22, 1 << 20
 
 #: What the source lowers its programs with: its own functions, which V503 compares with the harness.
 _LOWER = """
 import sys
 from pathlib import Path
+import msgspec
 from speedrun.record.archive import pack
 from speedrun.train.export_programs import exported
 from speedrun.train.preflight import prepare
 from speedrun.train.request import RunConfig, decoded
 request = Path(sys.argv[1])
-made = pack(exported(prepare(decoded(request.read_bytes(), RunConfig))))
-request.with_name("programs.xz").write_bytes(made)
+ready = prepare(decoded(request.read_bytes(), RunConfig))
+request.with_name("config.json").write_bytes(msgspec.json.encode(ready.described))
+request.with_name("programs.xz").write_bytes(pack(exported(ready)))
 """
 
 
@@ -104,17 +106,13 @@ class Rerun:
         """The folder of shards."""
         return shards.data_folder(self.rules, self._given).absolute()
 
-    def make_data(self) -> None:
-        """Make the shards that can be made."""
-        generated.ensure(self.rules, self._given, lambda text: print(text, file=self._echo))
-
     def check_data(self) -> None:
         """Make the shards that can be made, and read every byte of those that the run read.
 
         Raises:
             DataError: if one is missing or another: that would be held against the record.
         """
-        self.make_data()
+        generated.ensure(self.rules, self._given, lambda text: print(text, file=self._echo))
         folder, read = self.data, self.old.data
         for name, wanted in {shard.name: shard.sha256 for shard in (*read.shards, read.val_shard)}.items():
             path = folder / Path(name).name
@@ -139,8 +137,8 @@ class Rerun:
             finally:
                 _bring(made, out)
 
-    def lowered(self) -> bytes:
-        """Let the source lower its programs, and return their archive; raise SpeedrunError if it fails or leaves none.
+    def lowered(self) -> tuple[bytes, Any]:
+        """Let the source lower its programs; return their archive and its config, or raise SpeedrunError if it fails.
 
         Of validation shards it sees headers and sizes only.
         """
@@ -151,8 +149,9 @@ class Rerun:
             config = self._config(scratch / "record", self.old.start.seed, seen)
             self._start(("-c", _LOWER), config, scratch, code, readable, _LEAST_S)
             try:
-                return plain(scratch / "programs.xz", archive.MOST_BYTES)
-            except (OSError, ValueError) as error:
+                config = msgspec.json.decode(plain(scratch / "config.json", _MOST_CONFIG_BYTES))
+                return plain(scratch / "programs.xz", archive.MOST_BYTES), config
+            except (OSError, ValueError, RecursionError) as error:
                 raise SpeedrunError(f"the source of {self.old.folder} left no programs: {error}") from None
 
     def _unpacked(self, scratch: Path) -> Path:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import msgspec
 from jax import export
 from jax.sharding import Mesh
 
@@ -22,37 +21,6 @@ from speedrun.train.program import inspect
 _CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>')
 #: A number of fewer bits than float32.
 _NARROW = re.compile(r"[x<](bf16|f16|f8)")
-#: Of all programs of an archive together.
-_MOST_UNPACKED_BYTES = 2**28
-
-
-def unpack(raw: bytes) -> Archive:
-    """Read an untrusted archive.
-
-    Raises:
-        UsageError: if it is no such file, or larger than one may be.
-    """
-    opened = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_UNPACKED_BYTES)
-    try:
-        unpacked = opened.decompress(raw, _MOST_UNPACKED_BYTES)
-        if not opened.eof or opened.unused_data:
-            raise UsageError(
-                f"its archive of programs is cut, longer than its content, or has more than "
-                f"{_MOST_UNPACKED_BYTES:,} bytes; restore it, or run again"
-            )
-        found = msgspec.msgpack.decode(unpacked, type=Archive)
-    except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
-    for one in found.platforms.values():
-        scored = {f"{part}-{name}" for name in one.scored.values() for part in ("hidden", "logits")}
-        held = {*one.steps, *scored, "init", "constants"} <= one.programs.keys()
-        if not (
-            held and 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
-        ):
-            raise UsageError(
-                "its archive of programs lacks some that it names, or contradicts itself; run again"
-            )
-    return found
 
 
 class Programs:
