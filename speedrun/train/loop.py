@@ -7,10 +7,12 @@ is the first token read. A loss is fetched while the next step runs.
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from speedrun.base import faults, processes, runlog, signals
 from speedrun.base import mesh as meshes
@@ -23,11 +25,10 @@ from speedrun.data import stream
 from speedrun.record import archive, layout
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.train import health
-from speedrun.train.checkpoint import Checkpoints, state_hash
+from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.export_programs import exported
 from speedrun.train.preflight import Ready
 from speedrun.train.program import inspect
-from speedrun.train.save_and_resume import BEGINNING, Place, resume, save
 from speedrun.train.validation import evaluate
 from speedrun.train.warmup import Executables, compile_all, warm_up
 
@@ -51,7 +52,6 @@ class Training:
     phases: Phases = field(default_factory=Phases)
     clock: Clock = field(default_factory=Clock)
     stopping: Deferred = field(default_factory=processes.deferred_stop)
-    place: Place = BEGINNING
     pending: Pending | None = None
     val_loss: float | None = None
     # For the end of the log.
@@ -71,6 +71,8 @@ class Training:
     def __post_init__(self) -> None:
         self.state: TrainState  # from `_set_up` on
         self.executables: Executables
+        digest = layout.config_sha256(self.ready.described)
+        self.place = Facts(0, self.run_id, digest, stream.START, tokens_seen=0, train_time_s=0.0, arrays={})
 
     def run(self) -> None:
         """Compile, warm up, train and score."""
@@ -87,7 +89,7 @@ class Training:
                 self._report()  # of the previous step: the devices are busy with this one
                 # Gather the flags now: queued after the next step, the gather would wait for it.
                 self.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
-                self.place = self.place._replace(step=step + 1, cursor=batches.cursor)
+                self.place = replace(self.place, step=step + 1, cursor=batches.cursor)
             self._finish(throttled_s)
         with processes.handled_by(signals.ignore):  # the result is known, and must not be lost
             self.final_hash = processes.agreed(
@@ -138,10 +140,23 @@ class Training:
         if self.checkpoints is not None:
             self.phases.enter("checkpoint")
             if self.ready.config.resume:
-                given = self.ready, self.checkpoints, self.run_id, self.state, self.log
-                self.state, self.place, self.lost_s = resume(*given)
-                self.clock.resume_at(self.place.train_time_s)
+                self._resume(self.checkpoints)
             self.checkpoints.rehearse(self.state)
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        """Continue from the newest checkpoint; without one, with the fresh state."""
+        out = self.ready.config.out
+        if not checkpoints.steps:
+            if earlier := _latest(out, but=self.run_id):
+                self.log.emit(runlog.Resume(earlier, 0, state_hash(self.state), 0.0, 0, stream.START))
+            return
+        self.state, old = checkpoints.restore(
+            self.ready.program, self.place.config_sha256, lambda text: self.log.emit(runlog.Warning(text))
+        )
+        done = old.train_time_s, old.tokens_seen, old.cursor
+        self.log.emit(runlog.Resume(old.run_id, old.step, state_hash(self.state), *done))
+        self.place, self.lost_s = replace(old, run_id=self.run_id), lost_s(out, old.step)
+        self.clock.resume_at(old.train_time_s)
 
     def _export(self) -> None:
         """Write the programs of this run into its record; those of a batch are the same file."""
@@ -192,7 +207,7 @@ class Training:
         validates = self.ready.track.validates_at(step)
         if self.stopping.requested or is_due or validates:
             self._report()
-            self.place = self.place._replace(step=step, cursor=batches.cursor)
+            self.place = replace(self.place, step=step, cursor=batches.cursor)
             if is_due:
                 self._save()
             self.stopping.check()
@@ -225,7 +240,7 @@ class Training:
         loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
         planned = self.executables.planned[step]
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
-        self.place = self.place._replace(tokens_seen=self.place.tokens_seen + batch_tokens)
+        self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
         if bad or not np.isfinite(loss):
             leaf = self.ready.program.step.first_nonfinite(metrics)
             found = f"loss is {loss}; first non-finite gradient: {leaf}"
@@ -239,7 +254,7 @@ class Training:
         with self.phases.within("evaluation"):
             before = state_hash(state)
             shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
-            score = self.executables.score_at[step]
+            score = self.executables.scores[ready.program.eval_shape_at(step)]
             val = evaluate(ready.program, score, state, shard, num_tokens, self.stopping.check)
             self.val_s += val.seconds
             at = int(jax.device_get(state.step))
@@ -260,8 +275,10 @@ class Training:
             return
         with self.phases.within("checkpoint"):
             if self.checkpoints.newest != self.place.step:
-                place = self.place._replace(train_time_s=self.clock.seconds)
-                save(self.ready, self.checkpoints, self.run_id, self.state, place, self.log)
+                train_time_s, watch = self.clock.seconds, Stopwatch()
+                facts = replace(self.place, train_time_s=train_time_s, arrays=described(self.state))
+                self.checkpoints.save(self.state, facts)
+                self.log.emit(runlog.Checkpoint(facts.step, state_hash(self.state), watch.seconds))
             if wait:
                 self.checkpoints.settle()
 
@@ -309,3 +326,22 @@ def _compilations(log: runlog.RunLog) -> ExitStack:
     stack = ExitStack()
     stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
     return stack
+
+
+def lost_s(record: Path, step: int) -> float:
+    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; they are repeated."""
+    lost_ns = 0
+    for path in record.glob("runs/*/metrics.jsonl"):
+        lines = list(runlog.read(path))
+        saved = (runlog.Checkpoint, runlog.Resume)
+        since = [x.t_mono_ns for x in lines if isinstance(x.event, saved) and x.event.step == step]
+        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
+    return lost_ns / 1e9
+
+
+def _latest(record: Path, but: str) -> str:
+    """Return the id of the latest run in a record but one; empty if there is no other."""
+    logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
+    # On another node the log of this run may be missing, or still empty.
+    firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}
+    return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")

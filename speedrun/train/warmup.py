@@ -38,7 +38,6 @@ class Executables(NamedTuple):
     steps: dict[StepShape, Any]
     scores: dict[StepShape, Any]
     planned: tuple[Planned, ...]  #: each step
-    score_at: dict[int, Any]  #: at each step that is validated, the end included
     compile_s: float
 
 
@@ -73,13 +72,11 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executab
     planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
     steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
-    scored_at = {at: program.eval_shape_at(at) for at in validated}
-    scores = {shape: score(shape) for shape in dict.fromkeys(scored_at.values())}
+    scores = {shape: score(shape) for shape in dict.fromkeys(map(program.eval_shape_at, validated))}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    score_at = {at: scores[shape] for at, shape in scored_at.items()}
-    return Executables(steps, scores, planned, score_at, sum(times_s))
+    return Executables(steps, scores, planned, sum(times_s))
 
 
 def _planned(ready: Ready, step: int) -> Planned:
