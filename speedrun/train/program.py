@@ -1,4 +1,9 @@
-"""Compiles a recipe's pure functions and inspects each program before it runs. An instrument."""
+"""Compiles a recipe's pure functions, inspects each program before it runs, and scores. An instrument.
+
+A recipe computes hidden states and logits, and never gets a target of a validation.
+
+Legend: B sequences, N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
+"""
 
 import math
 import re
@@ -8,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +26,6 @@ from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Cho
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
-from speedrun.train import scorer
 
 #: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
@@ -32,6 +37,10 @@ _CALLS = re.compile(
 #: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
 STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
+
+
+#: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
 
 class StepShape(NamedTuple):
@@ -96,11 +105,6 @@ class Program:
     def replicas(self) -> int:
         """Number of replicas of the state: one on each node."""
         return self.num_devices // self.num_shards
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Axes of the mesh. Batches are sharded over all of them."""
-        return self.mesh.axis_names
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -233,17 +237,54 @@ class Program:
                 tokens_T, targets_T = sequence_T
                 (x_TD,) = self.forward(params, tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
-                return scorer.nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
+                return nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))
 
-        specs = self.layout.specs, P(self.axes), P(self.axes), P(), P()
-        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
+        batch = P(self.mesh.axis_names)
+        specs = self.layout.specs, batch, batch, P(), P()
+        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=batch))
 
     def compiled(self, lowered: Any) -> Any:
         """Inspect and compile a lowered program, with XLA's settings for this platform; return the executable."""
         inspect(lowered.as_text())
         return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
+
+
+def nll_sums(
+    logits: Callable[[jax.Array], jax.Array],
+    x_TD: jax.Array,
+    targets_T: jax.Array,
+    *,
+    vocab_size: int,
+    platform: str,
+) -> jax.Array:
+    """Return the negative log likelihood of a sequence's targets, -log softmax(logits(x))[target], summed in chunks.
+
+    `logits` maps hidden states [N, D] to logits [N, V] of any float dtype, row by row; V is at least `vocab_size`, the
+    track's. Targets are i32, each below V. The platform determines the size of a chunk.
+
+    Returns:
+        f32 [C], nats; to be summed in float64.
+
+    Raises:
+        UsageError: for logits of another shape.
+    """
+    num_tokens = len(x_TD)
+    shape = jax.eval_shape(logits, x_TD).shape
+    if len(shape) != 2 or shape[0] != num_tokens or shape[1] < vocab_size:
+        need = f"config.vocab_size asks for {vocab_size:,} columns or more"
+        raise UsageError(f"its logits are {[*shape]} for {num_tokens:,} hidden states; {need}")
+    most = max(1, CHUNK_BYTES[platform] // (4 * shape[1]))
+    chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
+
+    def nll_sum(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_ND, targets_N = part
+        z_NV = logits(x_ND).astype(jnp.float32)
+        target_N = jnp.take_along_axis(z_NV, targets_N[:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(z_NV, axis=1) - target_N)
+
+    return jax.lax.map(nll_sum, (x_TD.reshape(-1, chunk, x_TD.shape[1]), targets_T.reshape(-1, chunk)))
 
 
 def recomputed(forward: Forward) -> Forward:
