@@ -257,16 +257,15 @@ class Training:
             score = self.executables.scores[ready.program.eval_shape_at(step)]
             val = evaluate(ready.program, score, state, shard, num_tokens, self.stopping.check)
             self.val_s += val.seconds
-            at = int(jax.device_get(state.step))
             if (after := state_hash(state)) != before:
                 changed = f"the state was {before} before and is {after} now"
-                raise SpeedrunError(f"validation at step {at}: {changed}")
-            if not np.isfinite(val.nll_sum):
-                raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
-            is_result = at == ready.recipe.num_steps  # written together with the end of the run
-            last = val.sequences if is_result else ()
-            line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds, last)
-            self.log.emit(line, hold=is_result)
+                raise SpeedrunError(f"validation at step {val.step}: {changed}")
+            if not np.isfinite(val.loss):
+                raise NonFiniteError(
+                    f"validation at step {val.step}: loss is {val.loss}; lower the learning rate"
+                )
+            is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
+            self.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
             self.val_loss = val.loss
 
     def _save(self, *, wait: bool = False) -> None:

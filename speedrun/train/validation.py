@@ -4,32 +4,17 @@ The loss is the total negative log likelihood divided by the number of tokens; i
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from speedrun.base import faults
+from speedrun.base import faults, runlog
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
 from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
-
-
-class Score(NamedTuple):
-    """The result of one validation."""
-
-    nll_sum: float  #: nats over all scored tokens, a float64 sum of float32 sums of one chunk each
-    tokens: int
-    seconds: float
-    sequences: tuple[float, ...]  #: nats per token of each, in nine digits
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nll_sum / self.tokens
 
 
 def evaluate(
@@ -39,8 +24,8 @@ def evaluate(
     shard: Shard,
     num_tokens: int,
     poll: Callable[[], None] = lambda: None,
-) -> Score:
-    """Score the first `num_tokens` targets of a shard, each once.
+) -> runlog.Val:
+    """Score the first `num_tokens` targets of a shard, each once. Sums of chunks are float32.
 
     `score` is the program's compiled `eval_step`. `poll` is called after every batch, and may raise.
     """
@@ -54,4 +39,5 @@ def evaluate(
         tokens += batch.targets_BT.size
         faults.point("evaluation")
         poll()
-    return Score(total, tokens, watch.seconds, tuple(sequences))
+    step = int(jax.device_get(state.step))
+    return runlog.Val(step, total / tokens, tokens, total.hex(), watch.seconds, tuple(sequences))
