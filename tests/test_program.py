@@ -21,9 +21,8 @@ from speedrun.science.step import Step, TrainState
 from speedrun.train import loop, run
 from speedrun.train import program as programs
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.program import Program
+from speedrun.train.program import Program, evaluate
 from speedrun.train.request import RunConfig
-from speedrun.train.validation import evaluate
 
 TOKENS, WIDTH, VOCAB = 24, 8, 50
 

@@ -23,8 +23,7 @@ from speedrun.science.optim.groups import MuonAndAdam, by_group, scale_by_input
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step
-from speedrun.train.program import Program
-from speedrun.train.validation import evaluate
+from speedrun.train.program import Program, evaluate
 
 pytestmark = pytest.mark.compile
 

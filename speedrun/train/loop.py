@@ -28,8 +28,7 @@ from speedrun.train import health
 from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.export_programs import exported
 from speedrun.train.preflight import Ready
-from speedrun.train.program import inspect
-from speedrun.train.validation import evaluate
+from speedrun.train.program import evaluate, inspect
 from speedrun.train.warmup import Executables, compile_all, warm_up
 
 

@@ -18,9 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.base import signals
+from speedrun.base import faults, runlog, signals
+from speedrun.base import mesh as meshes
+from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import UsageError
-from speedrun.base.mesh import DATA, accelerator, replicate
+from speedrun.base.mesh import DATA
+from speedrun.data.shards import Shard
+from speedrun.data.stream import validation_batches
 from speedrun.science.inputs import Arrays, Inputs, Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
@@ -37,8 +41,6 @@ _CALLS = re.compile(
 #: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
 STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
-
-
 #: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
@@ -109,7 +111,7 @@ class Program:
     @cached_property
     def kernels(self) -> Kernels:
         """The chosen forms of the operations."""
-        here = ("cpu", "") if self.portable else accelerator(self.mesh)
+        here = ("cpu", "") if self.portable else meshes.accelerator(self.mesh)
         kernels = Kernels(*here, "auto" if self.portable else self.attention)
         if self.memory == "scarce":
             kernels = replace(kernels, head_tokens=HEAD_TOKENS // 4)
@@ -184,7 +186,7 @@ class Program:
     @cached_property
     def schedule(self) -> dict[str, jax.Array]:
         """Inputs of every step and of the last validation, [num_steps + 1, ...], and constants: on every device."""
-        return replicate(self.step.plan.schedule, self.mesh)
+        return meshes.replicate(self.step.plan.schedule, self.mesh)
 
     @cached_property
     def state(self) -> TrainState:
@@ -285,6 +287,34 @@ def nll_sums(
         return jnp.sum(jax.nn.logsumexp(z_NV, axis=1) - target_N)
 
     return jax.lax.map(nll_sum, (x_TD.reshape(-1, chunk, x_TD.shape[1]), targets_T.reshape(-1, chunk)))
+
+
+def evaluate(
+    program: Program,
+    score: Callable[..., jax.Array],
+    state: TrainState,
+    shard: Shard,
+    num_tokens: int,
+    poll: Callable[[], None] = lambda: None,
+) -> runlog.Val:
+    """Score the first `num_tokens` targets of a shard, each once: exactly the track's tokens, summed in float64.
+
+    The loss is the total negative log likelihood divided by the number of tokens; it is not a mean of means.
+
+    `score` is the program's compiled `eval_step`. `poll` is called after every batch, and may raise.
+    """
+    watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
+    shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
+    for batch in validation_batches(shard, num_tokens, *shape):
+        tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
+        nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
+        total += float(np.sum(nll_BC, dtype=np.float64))
+        sequences += [float(f"{x:.9g}") for x in nll_BC.sum(axis=1, dtype=np.float64) / shape[1]]
+        tokens += batch.targets_BT.size
+        faults.point("evaluation")
+        poll()
+    step = int(jax.device_get(state.step))
+    return runlog.Val(step, total / tokens, tokens, total.hex(), watch.seconds, tuple(sequences))
 
 
 def recomputed(forward: Forward) -> Forward:
