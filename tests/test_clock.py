@@ -14,9 +14,9 @@ from speedrun.base import clock, runlog
 from speedrun.base.clock import Phases
 from speedrun.record.about import assemble
 from speedrun.record.validate import validate
-from speedrun.train.loop import lost_s
 from speedrun.train.request import RunConfig
 from speedrun.train.run import train
+from speedrun.train.warmup import lost_s
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
 

@@ -137,7 +137,7 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
     tokens_BT, targets_BT = (mesh.place(np.asarray(x), program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
     given, scores = (packed, tokens_BT, targets_BT, program.schedule), []
     for step, blocks in enumerate(windows[-2:], wide.num_steps - 1):
-        scores.append(float(program.eval_step(*given, jnp.int32(step)).sum()))
+        scores.append(float(program.eval_step_for(program.static_at(0))(*given, jnp.int32(step)).sum()))
         fixed = program.eval_step_for((("window_blocks", blocks),))(*given, jnp.int32(0))
         assert scores[-1] == pytest.approx(float(fixed.sum()), rel=1e-6)
     assert abs(scores[0] - scores[1]) > 1e-4 * scores[0]
@@ -159,7 +159,7 @@ def test_logits_have_the_inputs_of_their_validation(tiny: Recipe):
         z = float(tiny.inputs_at(step)["window_blocks"])
         expected = zeros_BT.size * (math.log(math.exp(z) + tiny.config.vocab_size - 1) - z)
         for program_at, at in (
-            (program.eval_step, step),
+            (program.eval_step_for(program.static_at(0)), step),
             (program.eval_step_for((("window_blocks", int(z)),)), 3),
         ):
             found = program_at(state.params, *ids, program.schedule, jnp.int32(at))
@@ -199,7 +199,9 @@ def test_no_program_talks_to_the_host(tiny: Recipe, talks, where):
     program = Program(recipe, mesh.make_mesh(1))
     state = program.init(jax.random.key(0))
     ids_BT = mesh.place(np.ones((recipe.eval_sequences, recipe.eval_seq_len), np.int32), program.mesh)
-    lowered = program.eval_step.lower(state.params, ids_BT, ids_BT, program.schedule, state.step)
+    lowered = program.eval_step_for(program.static_at(0)).lower(
+        state.params, ids_BT, ids_BT, program.schedule, state.step
+    )
     with pytest.raises(UsageError, match=r"a compiled program would call .*callback"):
         program.compiled(lowered)
 

@@ -7,7 +7,6 @@ is the first token read. A loss is fetched while the next step runs.
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -29,7 +28,7 @@ from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.export_programs import exported
 from speedrun.train.preflight import Ready
 from speedrun.train.program import evaluate, inspect
-from speedrun.train.warmup import Executables, compile_all, warm_up
+from speedrun.train.warmup import Executables, compile_all, resume, warm_up
 
 
 class Pending(NamedTuple):
@@ -139,23 +138,10 @@ class Training:
         if self.checkpoints is not None:
             self.phases.enter("checkpoint")
             if self.ready.config.resume:
-                self._resume(self.checkpoints)
+                given = self.ready, self.checkpoints, self.place, self.state, self.log
+                self.state, self.place, self.lost_s = resume(*given)
+                self.clock.resume_at(self.place.train_time_s)
             self.checkpoints.rehearse(self.state)
-
-    def _resume(self, checkpoints: Checkpoints) -> None:
-        """Continue from the newest checkpoint; without one, with the fresh state."""
-        out = self.ready.config.out
-        if not checkpoints.steps:
-            if earlier := _latest(out, but=self.run_id):
-                self.log.emit(runlog.Resume(earlier, 0, state_hash(self.state), 0.0, 0, stream.START))
-            return
-        self.state, old = checkpoints.restore(
-            self.ready.program, self.place.config_sha256, lambda text: self.log.emit(runlog.Warning(text))
-        )
-        done = old.train_time_s, old.tokens_seen, old.cursor
-        self.log.emit(runlog.Resume(old.run_id, old.step, state_hash(self.state), *done))
-        self.place, self.lost_s = replace(old, run_id=self.run_id), lost_s(out, old.step)
-        self.clock.resume_at(old.train_time_s)
 
     def _export(self) -> None:
         """Write the programs of this run into its record; those of a batch are the same file."""
@@ -324,22 +310,3 @@ def _compilations(log: runlog.RunLog) -> ExitStack:
     stack = ExitStack()
     stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
     return stack
-
-
-def lost_s(record: Path, step: int) -> float:
-    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; they are repeated."""
-    lost_ns = 0
-    for path in record.glob("runs/*/metrics.jsonl"):
-        lines = list(runlog.read(path))
-        saved = (runlog.Checkpoint, runlog.Resume)
-        since = [x.t_mono_ns for x in lines if isinstance(x.event, saved) and x.event.step == step]
-        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
-    return lost_ns / 1e9
-
-
-def _latest(record: Path, but: str) -> str:
-    """Return the id of the latest run in a record but one; empty if there is no other."""
-    logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
-    # On another node the log of this run may be missing, or still empty.
-    firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}
-    return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")

@@ -212,11 +212,6 @@ class Program:
         """`train_step` with other inputs compiled in than those of the first step."""
         return jax.jit(self.step.train_function(static), donate_argnums=0)
 
-    @cached_property
-    def eval_step(self) -> Any:
-        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
-        return self.eval_step_for(self.static_at(0))
-
     def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
         """Return the recipe's final hidden states: [B, T, D]."""
         return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)
@@ -226,7 +221,7 @@ class Program:
         return self.recipe.logits(params, x_ND, inputs, self.recipe.config)
 
     def eval_step_for(self, static: Static) -> Any:
-        """`eval_step` with other inputs compiled in than those of the first step."""
+        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
@@ -301,7 +296,7 @@ def evaluate(
 
     The loss is the total negative log likelihood divided by the number of tokens; it is not a mean of means.
 
-    `score` is the program's compiled `eval_step`. `poll` is called after every batch, and may raise.
+    `score` is the program's compiled `eval_step_for`. `poll` is called after every batch, and may raise.
     """
     watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
