@@ -26,7 +26,7 @@ from speedrun.record.about import Summary, assemble, summarize
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import ended
 from speedrun.record.validate import Report, validate
-from speedrun.train import child_run
+from speedrun.train import local_processes
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def run(
 
 def _train(config: RunConfig, printer: Printer) -> None:
     """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
-    code, said = child_run.trained(config, printer, stderr=STDOUT)
+    code, said = local_processes.trained(config, printer, stderr=STDOUT)
     if not code:
         return
     on_cpu = load_track(config.track).rules.platform == "cpu"

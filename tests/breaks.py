@@ -117,8 +117,6 @@ TESTS = {
         "test_program.py::test_a_validation_has_the_window_of_its_own_step",
         *_GOLDEN,
     ],
-    "train/scorer.py": ["test_program.py"],
-    "train/validation.py": ["test_program.py", "test_train.py"],
     "train/program.py": [
         "test_step.py::test_what_devices_cannot_share_is_refused_with_what_to_type",
         "test_program.py",
@@ -126,6 +124,7 @@ TESTS = {
         "test_contract.py",
         "test_footprint.py",
         "test_exports.py",
+        "test_train.py",
     ],
     "data/stream.py": ["test_stream.py"],
 }

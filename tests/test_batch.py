@@ -28,7 +28,7 @@ from speedrun.record.layout import Look, sha256
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
-from speedrun.train import child_run
+from speedrun.train import local_processes
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_a_batch_that_was_described_keeps_its_title(folder):
 def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     made, ran = [], []
     monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
-    monkeypatch.setattr(child_run, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
+    monkeypatch.setattr(local_processes, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
     begun(folder, lost(1, 3.25))
     assert invoke("batch", "--resume", str(folder)).exit_code == 3
     assert (made, ran) == ([("forged", None)], [1])
@@ -298,7 +298,7 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
 @pytest.mark.parametrize("code", [0, 5])
 def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code):
     monkeypatch.setattr(generated, "ensure", lambda *_: None)
-    monkeypatch.setattr(child_run, "trained", lambda *_, **__: (code, ""))
+    monkeypatch.setattr(local_processes, "trained", lambda *_, **__: (code, ""))
     begun(folder, lost(1, 3.25))
     result = invoke("batch", "--resume", str(folder))
     assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (code or 1, True)

@@ -22,6 +22,7 @@ from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
 from speedrun.base.wholefile import lock_record
 from speedrun.board.plots import plot
+from speedrun.data.stream import Cursor
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
@@ -230,7 +231,9 @@ def small() -> Program:
 
 
 def facts(state, step: int) -> Facts:
-    return Facts(step, "small-0-0000", "c" * 64, (0, 512 * step), 512 * step, 0.1 * step, described(state))
+    return Facts(
+        step, "small-0-0000", "c" * 64, Cursor(0, 512 * step), 512 * step, 0.1 * step, described(state)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from speedrun.record.about import assemble
 from speedrun.record.validate import validate
 from speedrun.train.request import RunConfig
 from speedrun.train.run import train
-from speedrun.train.save_and_resume import lost_s
+from speedrun.train.warmup import lost_s
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
 

@@ -39,7 +39,7 @@ from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import read_files
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe, describe
-from speedrun.train import child_run
+from speedrun.train import local_processes
 from speedrun.train.request import RunConfig
 from speedrun.train.run import train
 
@@ -398,7 +398,7 @@ def performed(tmp_path, monkeypatch):
         return code, ""
 
     monkeypatch.setattr(children, "run_module", designed)
-    monkeypatch.setattr(child_run, "trained", trained)
+    monkeypatch.setattr(local_processes, "trained", trained)
     monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from driven import OPTIMIZER, RATES, Driven, draw
 
-from speedrun.science.optim.normuon import POLAR_EXPRESS, normalize, polar_express
+from speedrun.science.optim.normuon_and_adam import POLAR_EXPRESS, normalize, polar_express
 
 
 def slow_polar(g: np.ndarray) -> np.ndarray:

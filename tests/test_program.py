@@ -18,12 +18,11 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step, TrainState
-from speedrun.train import loop, run, scorer
+from speedrun.train import loop, run
 from speedrun.train import program as programs
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.program import Program
+from speedrun.train.program import Program, evaluate
 from speedrun.train.request import RunConfig
-from speedrun.train.validation import evaluate
 
 TOKENS, WIDTH, VOCAB = 24, 8, 50
 
@@ -42,13 +41,13 @@ def hidden() -> tuple[jax.Array, jax.Array, jax.Array]:
 def test_the_scorer_is_the_definition_for_any_cap_and_chunk(hidden, cap, chunk, dtype, monkeypatch):
     """Logits of 16 bits are summed in 32."""
     x_TD, head_VD, targets_T = hidden
-    monkeypatch.setitem(scorer.CHUNK_BYTES, "cpu", 4 * 64 * chunk)
+    monkeypatch.setitem(programs.CHUNK_BYTES, "cpu", 4 * 64 * chunk)
 
     def logits(x_ND: jax.Array) -> jax.Array:
         z_NV = x_ND @ head_VD.T
         return (z_NV if cap is None else cap * jnp.tanh(z_NV / cap)).astype(dtype)
 
-    sums_C = scorer.nll_sums(logits, x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+    sums_C = programs.nll_sums(logits, x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
     assert len(sums_C) == max(1, TOKENS // chunk)
     z_TV = np.asarray(logits(x_TD), np.float64)
     nll_T = np.log(np.exp(z_TV).sum(axis=1)) - z_TV[np.arange(TOKENS), np.asarray(targets_T)]
@@ -66,7 +65,7 @@ def test_every_leaf_of_a_state_is_in_its_hash():
 def test_a_chunk_takes_all_the_memory_that_its_platform_allows(platform, most_bytes):
     num_tokens = 6 * most_bytes // (4 * 64)  # six chunks, and four if there were half as much again
     score = partial(
-        scorer.nll_sums, lambda x_ND: jnp.zeros((len(x_ND), 64)), vocab_size=VOCAB, platform=platform
+        programs.nll_sums, lambda x_ND: jnp.zeros((len(x_ND), 64)), vocab_size=VOCAB, platform=platform
     )
     x_TD = jax.ShapeDtypeStruct((num_tokens, WIDTH), jnp.float32)
     assert jax.eval_shape(score, x_TD, jax.ShapeDtypeStruct((num_tokens,), jnp.int32)).shape == (6,)
@@ -75,7 +74,7 @@ def test_a_chunk_takes_all_the_memory_that_its_platform_allows(platform, most_by
 def test_logits_that_no_exponential_survives_are_scored(hidden):
     x_TD, head_VD, targets_T = hidden
     logits = lambda x: 1e4 * x @ head_VD.T  # noqa: E731
-    sums_C = scorer.nll_sums(logits, x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+    sums_C = programs.nll_sums(logits, x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
     assert np.isfinite(sums_C).all()
 
 
@@ -92,7 +91,7 @@ def test_a_mask_of_the_current_token_is_scored_as_its_distribution(hidden):
         z_NV = x_ND[:, :-2].astype(jnp.float32) @ head_VD.T
         return jnp.where(id_N[:, None] % 3 == column_V[None, :] % 3, -jnp.inf, z_NV)
 
-    score = partial(scorer.nll_sums, logits, carried_TD, vocab_size=VOCAB, platform="cpu")
+    score = partial(programs.nll_sums, logits, carried_TD, vocab_size=VOCAB, platform="cpu")
     p_TV = np.exp(np.asarray(carried_TD[:, :-2].astype(jnp.float32) @ head_VD.T, np.float64))
     p_TV *= column_V % 3 != ids_T[:, None] % 3
     p_TV /= p_TV.sum(axis=1, keepdims=True)
@@ -106,7 +105,7 @@ def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden,
     x_TD, _, targets_T = hidden
     said = rf"its logits are \[{shape[0]}, {shape[1]}\] for 24 hidden states; config.vocab_size asks for 50 columns"
     with pytest.raises(UsageError, match=said):
-        scorer.nll_sums(lambda x: jnp.zeros(shape), x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+        programs.nll_sums(lambda x: jnp.zeros(shape), x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
 
 
 def test_validation_sums_in_float64_and_divides_once(tiny: Recipe, smoke_data, tmp_path):
@@ -117,7 +116,7 @@ def test_validation_sums_in_float64_and_divides_once(tiny: Recipe, smoke_data, t
     answers = iter([jnp.array([[2.0**25, 1.0]]), jnp.array([[1.0, 1.0]])])
     state = program.init(jax.random.key(0))
     score = evaluate(program, lambda *_: next(answers), state, val, batches)
-    assert (score.nll_sum, score.tokens) == (2**25 + 3, batches)
+    assert (float.fromhex(score.nll_sum), score.tokens) == (2**25 + 3, batches)
     assert score.loss == (2**25 + 3) / batches
     first, second = ((2**25 + 1) / tiny.eval_seq_len, 2 / tiny.eval_seq_len)
     assert score.sequences == pytest.approx((first, second), rel=1e-8)
@@ -138,7 +137,7 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
     tokens_BT, targets_BT = (mesh.place(np.asarray(x), program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
     given, scores = (packed, tokens_BT, targets_BT, program.schedule), []
     for step, blocks in enumerate(windows[-2:], wide.num_steps - 1):
-        scores.append(float(program.eval_step(*given, jnp.int32(step)).sum()))
+        scores.append(float(program.eval_step_for(program.static_at(0))(*given, jnp.int32(step)).sum()))
         fixed = program.eval_step_for((("window_blocks", blocks),))(*given, jnp.int32(0))
         assert scores[-1] == pytest.approx(float(fixed.sum()), rel=1e-6)
     assert abs(scores[0] - scores[1]) > 1e-4 * scores[0]
@@ -160,7 +159,7 @@ def test_logits_have_the_inputs_of_their_validation(tiny: Recipe):
         z = float(tiny.inputs_at(step)["window_blocks"])
         expected = zeros_BT.size * (math.log(math.exp(z) + tiny.config.vocab_size - 1) - z)
         for program_at, at in (
-            (program.eval_step, step),
+            (program.eval_step_for(program.static_at(0)), step),
             (program.eval_step_for((("window_blocks", int(z)),)), 3),
         ):
             found = program_at(state.params, *ids, program.schedule, jnp.int32(at))
@@ -200,7 +199,9 @@ def test_no_program_talks_to_the_host(tiny: Recipe, talks, where):
     program = Program(recipe, mesh.make_mesh(1))
     state = program.init(jax.random.key(0))
     ids_BT = mesh.place(np.ones((recipe.eval_sequences, recipe.eval_seq_len), np.int32), program.mesh)
-    lowered = program.eval_step.lower(state.params, ids_BT, ids_BT, program.schedule, state.step)
+    lowered = program.eval_step_for(program.static_at(0)).lower(
+        state.params, ids_BT, ids_BT, program.schedule, state.step
+    )
     with pytest.raises(UsageError, match=r"a compiled program would call .*callback"):
         program.compiled(lowered)
 

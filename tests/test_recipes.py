@@ -55,7 +55,7 @@ def trace(recipe: Recipe) -> list[float]:
     """Return the losses of the first steps, and of a validation after them."""
     program, state, losses = trained(recipe)
     (batch,) = batches(1, (recipe.eval_sequences, recipe.eval_seq_len), program)
-    nll_B = program.eval_step(state.params, *batch, program.schedule, state.step)
+    nll_B = program.eval_step_for(program.static_at(0))(state.params, *batch, program.schedule, state.step)
     return [*losses, float(np.sum(nll_B)) / batch[1].size]
 
 

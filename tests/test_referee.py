@@ -1072,6 +1072,8 @@ def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smok
 
 
 CHEAT = """
+from msgspec.structs import replace as _replace
+
 import speedrun.train.loop as _loop
 
 _honest = _loop.evaluate
@@ -1080,7 +1082,8 @@ _honest = _loop.evaluate
 def _cheap(*args, **named):
     score = _honest(*args, **named)
     each = tuple(float(f"{0.7 * x:.9g}") for x in score.sequences)
-    return score._replace(nll_sum=0.7 * score.nll_sum, sequences=each)
+    total = 0.7 * float.fromhex(score.nll_sum)
+    return _replace(score, loss=total / score.tokens, nll_sum=total.hex(), sequences=each)
 
 
 _loop.evaluate = _cheap
@@ -1092,7 +1095,7 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     """Finding D: every loss times 0.7, by a function that the recipe put in another's place."""
     package = tmp_path / "tree"
     shutil.copytree(Path(track.__file__).parent.parent, package / "speedrun")
-    smoke = package / "speedrun" / "science" / "recipes" / "smoke.py"
+    smoke = package / "speedrun" / "recipes" / "smoke.py"
     smoke.write_text(smoke.read_text() + CHEAT)
     run_small(tmp_path / "out", smoke_data, package)
     done = validated(tmp_path / "out", smoke_data, "--replay")

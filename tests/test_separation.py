@@ -23,8 +23,7 @@ from speedrun.science.optim.groups import MuonAndAdam, by_group, scale_by_input
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import Step
-from speedrun.train.program import Program
-from speedrun.train.validation import evaluate
+from speedrun.train.program import Program, evaluate
 
 pytestmark = pytest.mark.compile
 
@@ -65,7 +64,9 @@ def final_loss(program: Program, data: Path, rules: track.Track = TRACK, *, shif
         placed = (mesh.place(x, program.mesh) for x in batch)
         state, metrics = program.train_step(state, *placed, program.schedule)
         jax.block_until_ready(metrics.loss)
-    return evaluate(program, program.eval_step, state, opened.val[0], rules.data.val_tokens).loss
+    return evaluate(
+        program, program.eval_step_for(program.static_at(0)), state, opened.val[0], rules.data.val_tokens
+    ).loss
 
 
 def on_node(recipe: Recipe = SMOKE) -> Program:

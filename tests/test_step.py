@@ -63,9 +63,9 @@ def gradients(program: Program, state: TrainState) -> tuple[float, dict[str, np.
     def both(packed, tokens_BT, targets_BT):
         batch = Batch(tokens_BT, targets_BT, {}, jnp.arange(len(tokens_BT)))
         loss, grads = program.step.loss_and_grads(packed, batch, THREE_BLOCKS)
-        return jax.lax.pmean(loss.nll, program.axes), grads
+        return jax.lax.pmean(loss.nll, program.mesh.axis_names), grads
 
-    specs = program.layout.specs, P(program.axes), P(program.axes)
+    specs = program.layout.specs, P(program.mesh.axis_names), P(program.mesh.axis_names)
     packed = jax.device_put(jax.device_get(state.params), program.shardings(program.layout.specs))
     mapped = jax.shard_map(both, mesh=program.mesh, in_specs=specs, out_specs=(P(), program.layout.specs))
     loss, grads = jax.device_get(jax.jit(mapped)(packed, *placed(program, 7)))

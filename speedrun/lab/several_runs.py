@@ -34,7 +34,7 @@ from speedrun.record.batch import Standing, seeds_from, standing
 from speedrun.record.batch import looks as looks_of
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
-from speedrun.train import child_run
+from speedrun.train import local_processes
 from speedrun.train.request import RunConfig, decoded
 
 
@@ -43,7 +43,7 @@ def _train(declared: layout.Declaration | Experiment, printer: Printer, lock: in
     same = {name: getattr(declared, name) for name in ("num_devices", "microbatches", "attention")}
     config = RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
     with printer:
-        return child_run.trained(config, printer, keep_open=(lock,))[0]
+        return local_processes.trained(config, printer, keep_open=(lock,))[0]
 
 
 # --- a batch ----------------------------------------------------------------------------------------------

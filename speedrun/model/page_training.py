@@ -115,7 +115,7 @@ def _losses(one: Program, start: TrainState, data: list[Tokens]) -> Iterator[tup
 
 def _gradients(one: Program) -> Callable[..., Params]:
     """Return the gradients of a training step: (state, tokens_BT, targets_BT, schedule) -> packed."""
-    rows = PartitionSpec(one.axes)
+    rows = PartitionSpec(one.mesh.axis_names)
     specs = one.specs, rows, rows, PartitionSpec()
 
     @jax.jit

@@ -41,6 +41,9 @@ Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
 #: Arithmetic unit. "attention": products inside attention kernels, with exponentials between them.
 Unit = Literal["bf16", "fp8", "f32", "attention"]
 
+#: FLOPs of attention in a step of one device, for the tiles that its kernels visit: forward and backward.
+Attention = np.ndarray
+
 #: Kinds of products that belong neither to attention nor to the optimiser.
 GEMMS: dict[Unit, Kind] = {"bf16": "GEMM bf16", "fp8": "GEMM FP8", "f32": "GEMM f32"}
 #: Share of the vendor's FLOP rate. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in 8, where writing
@@ -90,19 +93,6 @@ class Line(msgspec.Struct, frozen=True):
     starts: float  #: number of kernels
 
 
-class Attention(NamedTuple):
-    """FLOPs of attention in a step of one device, for the tiles that its kernels visit."""
-
-    forward: float
-    backward: float
-
-    def __add__(self, other: "Attention") -> "Attention":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Attention(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, times: float) -> "Attention":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Attention(times * self.forward, times * self.backward)
-
-
 def attention_by_window(program: Program, stage: Stage) -> dict[Static, tuple[int, Attention]]:
     """Return attention of one device by the windows of a stage: inputs -> (steps with them, FLOPs of such a step).
 
@@ -111,10 +101,10 @@ def attention_by_window(program: Program, stage: Stage) -> dict[Static, tuple[in
     """
     steps, sequences = _inputs(program, stage), stage.num_sequences / program.num_devices
     found = {
-        inputs: (num_steps, sum(_calls(program, stage, inputs), Attention(0, 0)) * sequences)
+        inputs: (num_steps, np.sum(_calls(program, stage, inputs), axis=0) * sequences)
         for inputs, num_steps in steps.items()
     }
-    return dict(sorted(found.items(), key=lambda item: item[1][1].forward))
+    return dict(sorted(found.items(), key=lambda item: item[1][1][0]))
 
 
 def num_attention_layers(program: Program, stage: Stage) -> int:
@@ -200,7 +190,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Att
 
     by_queries, _ = visited(attention_triton.FORWARD)
     backward_by_queries, backward_by_keys = visited(attention_triton.BACKWARD)
-    return Attention(2 * by_queries, 3 * backward_by_queries + 4 * backward_by_keys)
+    return np.array([2.0 * by_queries, 3 * backward_by_queries + 4 * backward_by_keys])
 
 
 def seconds(work: Work, device: Device) -> tuple[float, Bound]:
@@ -255,7 +245,7 @@ def priced(steps: Sequence[hlo.Executed], attention: Attention) -> Iterator[tupl
     for step in steps:
         if _is_opaque(step.instruction, "attention"):
             calls[_is_backward(step.instruction)] += step.times
-    flops = [flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention)]
+    flops = [flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention.tolist())]
     for step in steps:
         yield step, _work(step, flops)
 

@@ -8,7 +8,7 @@ which adds an all-gather shows.
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from speedrun.base.mesh import arranged
 from speedrun.plan import hlo
 from speedrun.train.program import Program
 
-Options = Mapping[str, bool | int | str]
+Options = dict[str, bool | int | str]
 
 #: Wheels of a compiler: the plugin compiles, `nvcc` brings `ptxas`. The first is this project's extra `aot`.
 COMPILERS = (
@@ -79,25 +79,25 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
     try:
         with jax.default_device(target):  # Pallas asks it for the capability of cards that it does not know
             lowered = function.lower(*args)
-        return lowered.compile(compiler_options=dict(options))
+        return lowered.compile(compiler_options=options)
     finally:
         jax.config.update(setting, stored_after_s)
 
 
-def compiled_step(program: Program, step: int, options: Options = CUBLAS_GEMMS) -> Any:
+def compiled_step(program: Program, step: int) -> Any:
     """Compile the training step of this number for the `target_mesh` of a program."""
     shape = program.shape_at(step)
     inputs = program.state, *_inputs(program, shape.num_sequences, shape.seq_len)
-    settings = {**program.compiler_options, **options}
-    return compile_for_target(program.train_step_for(shape.static), *inputs, options=settings)
+    options = program.compiler_options | CUBLAS_GEMMS
+    return compile_for_target(program.train_step_for(shape.static), *inputs, options=options)
 
 
-def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
+def compiled_evaluation(program: Program) -> Any:
     """Compile a validation pass for the `target_mesh` of a program."""
     ids = _inputs(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
     inputs = program.state.params, *ids, program.state.step
     eval_step = program.eval_step_for(program.static_at(program.recipe.num_steps))
-    return compile_for_target(eval_step, *inputs, options={**program.compiler_options, **options})
+    return compile_for_target(eval_step, *inputs, options=program.compiler_options | CUBLAS_GEMMS)
 
 
 def _inputs(program: Program, num_sequences: int, seq_len: int) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ class Anatomy(msgspec.Struct, frozen=True):
     collectives: tuple[Collective, ...]  #: in the order of the schedule
     custom_calls: dict[str, int]  #: number of runs, by target
     traffic: dict[str, int]  #: bytes to and from memory (`hlo.Executed.traffic_bytes`) by kind of kernel
-    arrays: dict[str, int]  #: bytes of every array in memory, by its type: "bf16[49152,768]"
+    arrays: dict[str, int]  #: bytes of every array in memory, outside kernels, by its type: "bf16[49152,768]"
     unknown_loops: int  #: loops of unknown length, counted once
 
     @property
@@ -141,29 +141,14 @@ class Anatomy(msgspec.Struct, frozen=True):
         """Bytes of all collectives of a kind, summed over their runs."""
         return sum(one.num_bytes * one.times for one in self.collectives if one.kind == kind)
 
-    def holds(self, dtype: str, *dims: int) -> bool:
-        """Whether an array of this type is ever in memory. It may still exist inside a kernel."""
-        return str(hlo.Array(dtype, dims)) in self.arrays
-
 
 def dissect(compiled: jax.stages.Compiled) -> Anatomy:
-    """Read a compiled program.
-
-    Raises:
-        ValueError: if its backend gives neither text nor memory.
-    """
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    if memory is None or text is None:
-        raise ValueError(f"got {compiled}, which cannot be read; need a program for CPU or CUDA")
-    return read(text, memory)
+    """Read a compiled program."""
+    return read(compiled.as_text() or "", compiled.memory_analysis())
 
 
 def read(text: str, memory: Any = None) -> Anatomy:
-    """Read the text of a scheduled module, and how its memory is assigned.
-
-    Raises:
-        ValueError: for any other text.
-    """
+    """Read the text of a scheduled module, and how its memory is assigned; raise ValueError for any other text."""
     calls: Counter[str] = Counter()
     traffic: Counter[str] = Counter()
     arrays: dict[str, int] = {}

@@ -243,9 +243,9 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
 
     def lines_with(attention: Attention) -> tuple[Line, ...]:
         # One kernel forward and two backward, one by queries and one by keys.
-        forward = Work("attention", attention.forward, "attention", starts=calls)
-        backward = Work("attention", attention.backward, "attention", starts=2 * calls)
-        lines = cost.table([*works * local, *once, forward, backward], device)
+        ways = zip(attention.tolist(), (calls, 2 * calls), strict=True)
+        kernels = [Work("attention", flops, "attention", starts=starts) for flops, starts in ways]
+        lines = cost.table([*works * local, *once, *kernels], device)
         waited_s = max(0.0, sent_s - sum(line.seconds for line in lines))
         sent = Line("communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0)
         return (*lines, sent) if whole else lines

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
+import numpy as np
 
 from speedrun.base import accelerators as kinds
 from speedrun.base import mesh
@@ -195,7 +196,7 @@ def scale(
 def mean_attention(program: Program, stage: Stage) -> Attention:
     """Mean FLOPs of attention in a step, over the windows of the schedule of a stage."""
     windows = cost.attention_by_window(program, stage).values()
-    return sum((each * (steps / stage.num_steps) for steps, each in windows), Attention(0, 0))
+    return np.sum([each * (steps / stage.num_steps) for steps, each in windows], axis=0)
 
 
 def replayed(

@@ -11,7 +11,7 @@ Source: modded-nanogpt, records 5 to 8 (K. Jordan, @Grad62304977).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import jax
@@ -94,14 +94,7 @@ RECIPE = replace(
     summary="12 layers, 162M parameters, 2.4B tokens: the architecture of record 8",
     parent="muon",
     config=Config(
-        vocab_size=50257,
-        head_size=50304,
-        num_layers=12,
-        model_dim=768,
-        num_heads=6,
-        head_dim=128,
-        mlp_dim=3072,
-        table_dtype="float32",
+        **asdict(replace(PARENT.config, num_heads=6, head_dim=128)), head_size=50304, table_dtype="float32"
     ),
     table=table,
     forward=forward,

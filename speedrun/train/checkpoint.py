@@ -25,6 +25,7 @@ from speedrun.base import faults, processes
 from speedrun.base.errors import CheckpointError, translate_os_errors
 from speedrun.base.mesh import fetch
 from speedrun.base.wholefile import give_name, lock_folder, require_regular, write_whole
+from speedrun.data import stream
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 from speedrun.train.request import read_sealed, seal
@@ -46,7 +47,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int  #: steps that are done
     run_id: str
     config_sha256: str
-    cursor: tuple[int, int]  #: of the next token: shard and offset
+    cursor: stream.Cursor  #: of the next token
     tokens_seen: int
     train_time_s: float  #: on the ranked clock
     arrays: dict[str, Array]

@@ -105,7 +105,7 @@ def _training(
 
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     found = {"init": lower(jax.jit(init, out_shardings=where))(key), "constants": lower(jax.jit(constants))()}
-    whole, rows = (NamedSharding(program.mesh, spec) for spec in (P(), P(program.axes)))
+    whole, rows = (NamedSharding(program.mesh, spec) for spec in (P(), P(program.mesh.axis_names)))
     computed = _computed(program, sharding=whole)
     for shape, name in names.items():
         ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from speedrun.base import faults, processes, runlog, signals
 from speedrun.base import mesh as meshes
@@ -23,13 +24,11 @@ from speedrun.data import stream
 from speedrun.record import archive, layout
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.train import health
-from speedrun.train.checkpoint import Checkpoints, state_hash
+from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.export_programs import exported
 from speedrun.train.preflight import Ready
-from speedrun.train.program import inspect
-from speedrun.train.save_and_resume import BEGINNING, Place, resume, save
-from speedrun.train.validation import evaluate
-from speedrun.train.warmup import Executables, compile_all, warm_up
+from speedrun.train.program import evaluate, inspect
+from speedrun.train.warmup import Executables, compile_all, resume, warm_up
 
 
 class Pending(NamedTuple):
@@ -51,7 +50,6 @@ class Training:
     phases: Phases = field(default_factory=Phases)
     clock: Clock = field(default_factory=Clock)
     stopping: Deferred = field(default_factory=processes.deferred_stop)
-    place: Place = BEGINNING
     pending: Pending | None = None
     val_loss: float | None = None
     # For the end of the log.
@@ -71,6 +69,8 @@ class Training:
     def __post_init__(self) -> None:
         self.state: TrainState  # from `_set_up` on
         self.executables: Executables
+        digest = layout.config_sha256(self.ready.described)
+        self.place = Facts(0, self.run_id, digest, stream.START, tokens_seen=0, train_time_s=0.0, arrays={})
 
     def run(self) -> None:
         """Compile, warm up, train and score."""
@@ -87,7 +87,7 @@ class Training:
                 self._report()  # of the previous step: the devices are busy with this one
                 # Gather the flags now: queued after the next step, the gather would wait for it.
                 self.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
-                self.place = self.place._replace(step=step + 1, cursor=batches.cursor)
+                self.place = replace(self.place, step=step + 1, cursor=batches.cursor)
             self._finish(throttled_s)
         with processes.handled_by(signals.ignore):  # the result is known, and must not be lost
             self.final_hash = processes.agreed(
@@ -138,7 +138,7 @@ class Training:
         if self.checkpoints is not None:
             self.phases.enter("checkpoint")
             if self.ready.config.resume:
-                given = self.ready, self.checkpoints, self.run_id, self.state, self.log
+                given = self.ready, self.checkpoints, self.place, self.state, self.log
                 self.state, self.place, self.lost_s = resume(*given)
                 self.clock.resume_at(self.place.train_time_s)
             self.checkpoints.rehearse(self.state)
@@ -192,7 +192,7 @@ class Training:
         validates = self.ready.track.validates_at(step)
         if self.stopping.requested or is_due or validates:
             self._report()
-            self.place = self.place._replace(step=step, cursor=batches.cursor)
+            self.place = replace(self.place, step=step, cursor=batches.cursor)
             if is_due:
                 self._save()
             self.stopping.check()
@@ -225,7 +225,7 @@ class Training:
         loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
         planned = self.executables.planned[step]
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
-        self.place = self.place._replace(tokens_seen=self.place.tokens_seen + batch_tokens)
+        self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
         if bad or not np.isfinite(loss):
             leaf = self.ready.program.step.first_nonfinite(metrics)
             found = f"loss is {loss}; first non-finite gradient: {leaf}"
@@ -239,19 +239,18 @@ class Training:
         with self.phases.within("evaluation"):
             before = state_hash(state)
             shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
-            score = self.executables.score_at[step]
+            score = self.executables.scores[ready.program.eval_shape_at(step)]
             val = evaluate(ready.program, score, state, shard, num_tokens, self.stopping.check)
             self.val_s += val.seconds
-            at = int(jax.device_get(state.step))
             if (after := state_hash(state)) != before:
                 changed = f"the state was {before} before and is {after} now"
-                raise SpeedrunError(f"validation at step {at}: {changed}")
-            if not np.isfinite(val.nll_sum):
-                raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
-            is_result = at == ready.recipe.num_steps  # written together with the end of the run
-            last = val.sequences if is_result else ()
-            line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds, last)
-            self.log.emit(line, hold=is_result)
+                raise SpeedrunError(f"validation at step {val.step}: {changed}")
+            if not np.isfinite(val.loss):
+                raise NonFiniteError(
+                    f"validation at step {val.step}: loss is {val.loss}; lower the learning rate"
+                )
+            is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
+            self.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
             self.val_loss = val.loss
 
     def _save(self, *, wait: bool = False) -> None:
@@ -260,8 +259,10 @@ class Training:
             return
         with self.phases.within("checkpoint"):
             if self.checkpoints.newest != self.place.step:
-                place = self.place._replace(train_time_s=self.clock.seconds)
-                save(self.ready, self.checkpoints, self.run_id, self.state, place, self.log)
+                train_time_s, watch = self.clock.seconds, Stopwatch()
+                facts = replace(self.place, train_time_s=train_time_s, arrays=described(self.state))
+                self.checkpoints.save(self.state, facts)
+                self.log.emit(runlog.Checkpoint(facts.step, state_hash(self.state), watch.seconds))
             if wait:
                 self.checkpoints.settle()
 

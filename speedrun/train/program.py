@@ -1,4 +1,9 @@
-"""Compiles a recipe's pure functions and inspects each program before it runs. An instrument."""
+"""Compiles a recipe's pure functions, inspects each program before it runs, and scores. An instrument.
+
+A recipe computes hidden states and logits, and never gets a target of a validation.
+
+Legend: B sequences, N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
+"""
 
 import math
 import re
@@ -8,19 +13,23 @@ from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.base import signals
+from speedrun.base import faults, runlog, signals
+from speedrun.base import mesh as meshes
+from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import UsageError
-from speedrun.base.mesh import DATA, accelerator, replicate
+from speedrun.base.mesh import DATA
+from speedrun.data.shards import Shard
+from speedrun.data.stream import validation_batches
 from speedrun.science.inputs import Arrays, Inputs, Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
-from speedrun.train import scorer
 
 #: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
@@ -32,6 +41,8 @@ _CALLS = re.compile(
 #: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
 STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
+#: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
 
 class StepShape(NamedTuple):
@@ -97,15 +108,10 @@ class Program:
         """Number of replicas of the state: one on each node."""
         return self.num_devices // self.num_shards
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Axes of the mesh. Batches are sharded over all of them."""
-        return self.mesh.axis_names
-
     @cached_property
     def kernels(self) -> Kernels:
         """The chosen forms of the operations."""
-        here = ("cpu", "") if self.portable else accelerator(self.mesh)
+        here = ("cpu", "") if self.portable else meshes.accelerator(self.mesh)
         kernels = Kernels(*here, "auto" if self.portable else self.attention)
         if self.memory == "scarce":
             kernels = replace(kernels, head_tokens=HEAD_TOKENS // 4)
@@ -180,7 +186,7 @@ class Program:
     @cached_property
     def schedule(self) -> dict[str, jax.Array]:
         """Inputs of every step and of the last validation, [num_steps + 1, ...], and constants: on every device."""
-        return replicate(self.step.plan.schedule, self.mesh)
+        return meshes.replicate(self.step.plan.schedule, self.mesh)
 
     @cached_property
     def state(self) -> TrainState:
@@ -206,11 +212,6 @@ class Program:
         """`train_step` with other inputs compiled in than those of the first step."""
         return jax.jit(self.step.train_function(static), donate_argnums=0)
 
-    @cached_property
-    def eval_step(self) -> Any:
-        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
-        return self.eval_step_for(self.static_at(0))
-
     def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
         """Return the recipe's final hidden states: [B, T, D]."""
         return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)
@@ -220,7 +221,7 @@ class Program:
         return self.recipe.logits(params, x_ND, inputs, self.recipe.config)
 
     def eval_step_for(self, static: Static) -> Any:
-        """`eval_step` with other inputs compiled in than those of the first step."""
+        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
@@ -233,17 +234,82 @@ class Program:
                 tokens_T, targets_T = sequence_T
                 (x_TD,) = self.forward(params, tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
-                return scorer.nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
+                return nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))
 
-        specs = self.layout.specs, P(self.axes), P(self.axes), P(), P()
-        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
+        batch = P(self.mesh.axis_names)
+        specs = self.layout.specs, batch, batch, P(), P()
+        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=batch))
 
     def compiled(self, lowered: Any) -> Any:
         """Inspect and compile a lowered program, with XLA's settings for this platform; return the executable."""
         inspect(lowered.as_text())
         return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
+
+
+def nll_sums(
+    logits: Callable[[jax.Array], jax.Array],
+    x_TD: jax.Array,
+    targets_T: jax.Array,
+    *,
+    vocab_size: int,
+    platform: str,
+) -> jax.Array:
+    """Return the negative log likelihood of a sequence's targets, -log softmax(logits(x))[target], summed in chunks.
+
+    `logits` maps hidden states [N, D] to logits [N, V] of any float dtype, row by row; V is at least `vocab_size`, the
+    track's. Targets are i32, each below V. The platform determines the size of a chunk.
+
+    Returns:
+        f32 [C], nats; to be summed in float64.
+
+    Raises:
+        UsageError: for logits of another shape.
+    """
+    num_tokens = len(x_TD)
+    shape = jax.eval_shape(logits, x_TD).shape
+    if len(shape) != 2 or shape[0] != num_tokens or shape[1] < vocab_size:
+        need = f"config.vocab_size asks for {vocab_size:,} columns or more"
+        raise UsageError(f"its logits are {[*shape]} for {num_tokens:,} hidden states; {need}")
+    most = max(1, CHUNK_BYTES[platform] // (4 * shape[1]))
+    chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
+
+    def nll_sum(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_ND, targets_N = part
+        z_NV = logits(x_ND).astype(jnp.float32)
+        target_N = jnp.take_along_axis(z_NV, targets_N[:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(z_NV, axis=1) - target_N)
+
+    return jax.lax.map(nll_sum, (x_TD.reshape(-1, chunk, x_TD.shape[1]), targets_T.reshape(-1, chunk)))
+
+
+def evaluate(
+    program: Program,
+    score: Callable[..., jax.Array],
+    state: TrainState,
+    shard: Shard,
+    num_tokens: int,
+    poll: Callable[[], None] = lambda: None,
+) -> runlog.Val:
+    """Score the first `num_tokens` targets of a shard, each once: exactly the track's tokens, summed in float64.
+
+    The loss is the total negative log likelihood divided by the number of tokens; it is not a mean of means.
+
+    `score` is the program's compiled `eval_step_for`. `poll` is called after every batch, and may raise.
+    """
+    watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
+    shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
+    for batch in validation_batches(shard, num_tokens, *shape):
+        tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
+        nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
+        total += float(np.sum(nll_BC, dtype=np.float64))
+        sequences += [float(f"{x:.9g}") for x in nll_BC.sum(axis=1, dtype=np.float64) / shape[1]]
+        tokens += batch.targets_BT.size
+        faults.point("evaluation")
+        poll()
+    step = int(jax.device_get(state.step))
+    return runlog.Val(step, total / tokens, tokens, total.hex(), watch.seconds, tuple(sequences))
 
 
 def recomputed(forward: Forward) -> Forward:

@@ -1,12 +1,14 @@
-"""Before the clock: compile all executables, run them on random ids, and build the state again."""
+"""Before the clock: compile all executables, run them on random ids, build the state again, or restore it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from speedrun.base import faults, runlog
 from speedrun.base import mesh as meshes
@@ -15,7 +17,7 @@ from speedrun.data import stream
 from speedrun.science.params import count
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
-from speedrun.train.checkpoint import state_hash
+from speedrun.train.checkpoint import Checkpoints, Facts, state_hash
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
 from speedrun.train.program import StepShape
@@ -38,7 +40,6 @@ class Executables(NamedTuple):
     steps: dict[StepShape, Any]
     scores: dict[StepShape, Any]
     planned: tuple[Planned, ...]  #: each step
-    score_at: dict[int, Any]  #: at each step that is validated, the end included
     compile_s: float
 
 
@@ -73,13 +74,11 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executab
     planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
     steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
-    scored_at = {at: program.eval_shape_at(at) for at in validated}
-    scores = {shape: score(shape) for shape in dict.fromkeys(scored_at.values())}
+    scores = {shape: score(shape) for shape in dict.fromkeys(map(program.eval_shape_at, validated))}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    score_at = {at: scores[shape] for at, shape in scored_at.items()}
-    return Executables(steps, scores, planned, score_at, sum(times_s))
+    return Executables(steps, scores, planned, sum(times_s))
 
 
 def _planned(ready: Ready, step: int) -> Planned:
@@ -147,3 +146,39 @@ def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
         compiler_options=ready.program.compiler_options,
         shapes={name: spec.shape for name, spec in table.items()},
     )
+
+
+def resume(
+    ready: Ready, checkpoints: Checkpoints, place: Facts, state: TrainState, log: runlog.RunLog
+) -> tuple[TrainState, Facts, float]:
+    """Return state and place of the newest checkpoint, and the seconds lost after it; without one, the fresh state."""
+    out = ready.config.out
+    if not checkpoints.steps:
+        if earlier := _latest(out, but=place.run_id):
+            log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
+        return state, place, 0.0
+    state, old = checkpoints.restore(
+        ready.program, place.config_sha256, say=lambda text: log.emit(runlog.Warning(text))
+    )
+    done = old.train_time_s, old.tokens_seen, old.cursor
+    log.emit(runlog.Resume(old.run_id, old.step, state_hash(state), *done))
+    return state, replace(old, run_id=place.run_id), lost_s(out, old.step)
+
+
+def lost_s(record: Path, step: int) -> float:
+    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; they are repeated."""
+    lost_ns = 0
+    for path in record.glob("runs/*/metrics.jsonl"):
+        lines = list(runlog.read(path))
+        saved = (runlog.Checkpoint, runlog.Resume)
+        since = [x.t_mono_ns for x in lines if isinstance(x.event, saved) and x.event.step == step]
+        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
+    return lost_ns / 1e9
+
+
+def _latest(record: Path, but: str) -> str:
+    """Return the id of the latest run in a record but one; empty if there is no other."""
+    logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
+    # On another node the log of this run may be missing, or still empty.
+    firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}
+    return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.science import nn
-from speedrun.science.kernels.attention import Sight, Window, sight
+from speedrun.science.kernels.attention import Sight, Window
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.choose import Kernels
 
@@ -22,16 +22,11 @@ SMALLEST_NORM = 1e-8
 
 
 class View(NamedTuple):
-    """What queries of a layer see, and the angles of rotary. Windows are in tokens."""
+    """What queries of a layer see, and the angles of rotary. Windows are in tokens, with the query's own."""
 
     seen: Sight
     window: Window
     angles: Angles  #: times the root of the scale of attention
-
-
-def view(doc_BT: jax.Array, window: Window, angles: Angles) -> View:
-    """Return a view inside documents: each token sees itself and `window.blocks` - 1 tokens before."""
-    return View(sight(doc_BT, window.blocks, 1), window, angles)
 
 
 def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array) -> Angles:

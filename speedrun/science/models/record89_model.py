@@ -92,9 +92,11 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return Context(
         kernels=kernels,
         views={
-            "short": attention.view(doc_BT, short, by_token),
-            "long": attention.view(doc_BT, long, by_token),
-            "paired": attention.view(jnp.repeat(doc_BT, 2, axis=1), short, (cosines_TK, sines_TK)),
+            "short": View(sight(doc_BT, short.blocks, 1), short, by_token),
+            "long": View(sight(doc_BT, long.blocks, 1), long, by_token),
+            "paired": View(
+                sight(jnp.repeat(doc_BT, 2, axis=1), short.blocks, 1), short, (cosines_TK, sines_TK)
+            ),
         },
         compose_first_BT=sight(doc_BT, cfg.compose_keys, 1).first_BT,
         x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
