@@ -206,6 +206,24 @@ for module in {light}:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_record_is_validated_with_msgspec_alone() -> None:
+    """As `pyproject.toml` says. Packages are told by where they lie."""
+    record = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
+    script = f"""
+import sys
+from pathlib import Path
+from speedrun.record.validate import validate
+assert validate(Path({str(record)!r}), strict=True).exit_code == 0
+print(*{{name.partition(".")[0] for name, module in [*sys.modules.items()]
+         if "site-packages" in (getattr(module, "__file__", None) or "")}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {name for name in done.stdout.split() if not name.startswith("_")}
+    assert found <= {"msgspec", "typing_extensions", "speedrun"}
+
+
 def config_fields() -> Iterator[tuple[str, str]]:
     """Every field of every dataclass of the models, and the text of its type."""
     models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
