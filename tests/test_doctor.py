@@ -243,13 +243,15 @@ def test_a_full_or_forbidden_disk_is_in_the_way(free: int, writable: bool, tmp_p
     assert f"GB free in {tmp_path}; main-8xh100 needs 4.0 GB" in found.found
 
 
-def test_what_is_still_to_fetch_is_what_is_not_here(tmp_path: Path):
+def test_what_is_still_to_fetch_is_what_is_not_here(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     main, webmini = track.load("main-8xh100"), track.load("webmini")
-    assert overview.to_fetch_bytes(main, tmp_path) == 10 * 200_001_024
+    assert overview.to_fetch_bytes(main) == 10 * 200_001_024
+    (folder := tmp_path / main.data.folder).mkdir()
     for i in range(1, 4):
-        (tmp_path / f"fineweb_train_{i:06}.bin").write_bytes(b"")
-    assert overview.to_fetch_bytes(main, tmp_path) == 7 * 200_001_024
-    assert overview.to_fetch_bytes(webmini, tmp_path) == 0
+        (folder / f"fineweb_train_{i:06}.bin").write_bytes(b"")
+    assert overview.to_fetch_bytes(main) == 7 * 200_001_024
+    assert overview.to_fetch_bytes(webmini) == 0
 
 
 def test_a_hub_that_answers_and_one_that_does_not(monkeypatch):

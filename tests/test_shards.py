@@ -88,8 +88,6 @@ def test_a_written_shard_is_read_back(tmp_path_factory, ids: list[int], data: st
     assert shard.read(start, stop).tolist() == ids[start:stop]
     assert shard.read(start, stop).dtype == np.uint16
     assert path.read_bytes() == header(count=len(ids)) + np.array(ids, "<u2").tobytes()
-    with pytest.raises(ValueError, match="no range"):
-        shard.read(start, len(ids) + 1)
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [65536], [0.5], [[1, 2]]], ids=str)
@@ -254,7 +252,7 @@ def test_the_tracks_digest_finds_a_wrong_byte(folder: Path):
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
     (folder / shards.MANIFEST).unlink()
     write_shard(folder / TRAIN, np.arange(10)[::-1])
-    with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; need [0-9a-f]{64}"):
+    with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; the track says [0-9a-f]{64}"):
         verify(folder, data, full=True)
 
 

@@ -464,7 +464,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None
     ).astype(np.uint16)
     shards.write_shard(tmp_path / "x.bin", ids)
     (part,) = eval_tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
-    found = eval_tasks.scorer(of_text, 8, eval_tasks.bytes_of(of_text, print))(part, lambda done: None)
+    found = eval_tasks.scorer(of_text, 8, print)(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
     nats = sum(nll_of(of_text, row).sum() for row in rows)
     num_bytes = sum(len(of_text.words.tokens.get(int(index), b"")) for index in ids[1:65])

@@ -236,8 +236,7 @@ def eval(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answer:
     parts = eval_tasks.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
-        id_bytes_V = eval_tasks.bytes_of(trained, partial(click.echo, err=True))
-        score = eval_tasks.scorer(trained, context, id_bytes_V)
+        score = eval_tasks.scorer(trained, context, partial(click.echo, err=True))
         found["scores"] = []
         for part in parts:
             with Progress(part.name, "tokens") as progress:

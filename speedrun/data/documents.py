@@ -271,11 +271,7 @@ def texts(source: Source) -> Iterator[str]:
 
 def valid(text: str) -> str:
     """Return the text with surrogate pairs joined, and lone surrogates replaced by U+FFFD as in tiktoken."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def need(package: str) -> None:

@@ -23,7 +23,7 @@ from speedrun.base.errors import DataError, UsageError
 from speedrun.base.track import Data, Hub, Track
 from speedrun.base.wholefile import give_name, lock_folder
 from speedrun.data import hub
-from speedrun.data.overview import count_documents
+from speedrun.data.overview import read_whole
 from speedrun.data.shards import (
     MANIFEST,
     Manifest,
@@ -31,7 +31,6 @@ from speedrun.data.shards import (
     open_shard,
     open_track,
     read_manifest,
-    sha256,
     write_manifest,
 )
 
@@ -243,14 +242,10 @@ class _Download:
 
     def _checked(self, path: Path, advice: str) -> ShardEntry:
         """Compare a shard with all digests that are known, and check every id."""
-        name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
-        lfs, known = self._remote[name].lfs, self._manifest.shards.get(name)
-        digests = {"the hub": lfs and lfs.sha256, MANIFEST: known and known.sha256}
-        digests["the track"] = self._data.sha256.get(name)
-        for authority, need in digests.items():
-            if need not in (got, None):
-                raise DataError(f"{path}: sha256 is {got}; {authority} says {need}; {advice}")
-        return ShardEntry(shard.num_tokens, count_documents(shard, self._data.document_token), got)
+        shard, lfs = open_shard(path, vocab_size=self._data.vocab_size), self._remote[path.name].lfs
+        known = self._manifest.shards.get(path.name)
+        digests = {"the hub": lfs.sha256 if lfs else None, MANIFEST: known.sha256 if known else None}
+        return read_whole(shard, self._data, digests, advice)
 
 
 def _next(transfers: "IMapIterator[ShardEntry]") -> ShardEntry | None:

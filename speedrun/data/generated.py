@@ -106,17 +106,13 @@ def collect(roots: dict[str, Path]) -> dict[str, str]:
         except (OSError, SyntaxError, ValueError):
             continue  # this Python cannot read the file, so it is not part of its documentation
         if name == "python/pydoc_data/topics.py":
-            found |= {f"{name}:{topic}": text.strip() for topic, text in sorted(_topics(tree).items())}
+            tables = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
+            topics = [item for table in tables for item in sorted(table.items())]
+            found |= {f"{name}:{topic}": text.strip() for topic, text in topics}
         elif fresh := [text for text in _docstrings(tree) if text not in seen]:
             seen.update(fresh)
             found[name] = "\n\n".join(fresh)
     return found
-
-
-def _topics(tree: ast.Module) -> dict[str, str]:
-    """Return pydoc's topics: the only assignment of the file."""
-    tables = [node.value for node in tree.body if isinstance(node, ast.Assign)]
-    return ast.literal_eval(tables[0]) if len(tables) == 1 else {}
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:

@@ -87,32 +87,34 @@ def verify(
     for shard in shards:
         report(sum(sizes[: len(verified)]), sum(sizes))
         entry = manifest.shards.get(shard.path.name) if manifest else None
-        got = _compared(shard, data, entry) if full else None
-        verified.append(Verified(shard.path.name, shard.num_tokens, got))
+        digests = {MANIFEST: entry.sha256 if entry else None}
+        found = read_whole(shard, data, digests, f"delete it, then: {data.get}") if full else None
+        if found and entry and entry.documents != found.documents:
+            said = f"{found.documents:,} documents; {MANIFEST} says {entry.documents:,}"
+            raise DataError(f"{shard.path}: {said}: {data.get}")
+        verified.append(Verified(shard.path.name, shard.num_tokens, found and found.sha256))
     return verified
 
 
-def _compared(shard: Shard, data: Data, entry: ShardEntry | None) -> str:
-    """Compare all bytes of a shard with track and manifest; return its digest."""
-    documents, got, path = count_documents(shard, data.document_token), sha256(shard.path), shard.path
-    for need in (data.sha256.get(path.name, got), entry.sha256 if entry else got):
-        if got != need:
-            raise DataError(f"{path}: sha256 is {got}; need {need}; delete it, then: {data.get}")
-    if entry and entry.documents != documents:
-        raise DataError(f"{path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}")
-    return got
+def read_whole(shard: Shard, data: Data, digests: dict[str, str | None], advice: str) -> ShardEntry:
+    """Count the documents of a shard, and compare its digest with those of the track and of others, by name.
 
-
-def count_documents(shard: Shard, document_token: int) -> int:
-    """Count the document tokens of a shard; raise DataError for an id outside the vocabulary, or a changed file."""
+    Raises:
+        DataError: if a digest differs, an id is outside the vocabulary, or the file was changed.
+    """
     starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
     chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
-    return sum(int(np.count_nonzero(chunk == document_token)) for chunk in chunks)
+    documents = sum(int(np.count_nonzero(chunk == data.document_token)) for chunk in chunks)
+    got = sha256(shard.path)
+    for authority, need in {"the track": data.sha256.get(shard.path.name), **digests}.items():
+        if need not in (got, None):
+            raise DataError(f"{shard.path}: sha256 is {got}; {authority} says {need}; {advice}")
+    return ShardEntry(shard.num_tokens, documents, got)
 
 
-def holding(track: Track, folder: Path | None = None) -> Holding:
+def holding(track: Track) -> Holding:
     """Return what the folder of a track holds."""
-    folder, data = data_folder(track, folder), track.data
+    folder, data = data_folder(track, None), track.data
     paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
     tokens, documents, source, problem = 0, None, None, None
@@ -130,17 +132,17 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
     return Holding(track.id, str(folder), *counts, source, complete=problem is None, problem=problem)
 
 
-def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
+def to_fetch_bytes(track: Track) -> int:
     """Return the bytes that `speedrun data get` would still download."""
-    here = holding(track, folder)
+    here = holding(track)
     if track.data.hub is None or here.expected is None:
         return 0
     return max(0, here.expected - here.shards) * _SHARD_BYTES
 
 
-def disk_bytes(track: Track, folder: Path | None = None) -> int:
+def disk_bytes(track: Track) -> int:
     """Return the disk space a batch on a track needs: missing data, and what runs write."""
-    return to_fetch_bytes(track, folder) + _WRITTEN_BYTES
+    return to_fetch_bytes(track) + _WRITTEN_BYTES
 
 
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:

@@ -26,7 +26,7 @@ from speedrun.base.errors import DataError, UsageError, translate_os_errors
 from speedrun.data import shards
 from speedrun.data.documents import Source
 from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry
-from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded
+from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded, id_bytes_V
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
 _PIECE_TOKENS = 2**18  #: small enough for the processor's cache
@@ -105,11 +105,11 @@ def prepare(
     if manifest.complete:
         return Prepared(out, manifest, found)
     shards.write_manifest(out, manifest)
-    writer = _Writer(out, cut, manifest, chosen.id_bytes_V())
-    watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
-    with closing(encoded(source.blocks(start), chosen, num_workers=num_workers)) as blocks:
+    writer = _Writer(out, cut, manifest, id_bytes_V(chosen))
+    watch, start_tokens = Stopwatch(), writer.tokens
+    with closing(encoded(source.blocks(writer.next), chosen, num_workers=num_workers)) as blocks:
         for block in blocks:
-            writer.add(_after(block, start))
+            writer.add(block)
             rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)
             facts = f"{writer.num_shards} shards  {writer.tokens:,} tokens  {quantity(rate, 'tok/s')}"
             report(block.read_bytes, source.total_bytes, facts)
@@ -153,14 +153,6 @@ def _found(out: Path, fresh: Manifest) -> Manifest:
     return found
 
 
-def _after(block: Encoded, start: Place) -> Encoded:
-    """Return a block without the tokens before `start`: an earlier shard holds the beginning of that document."""
-    is_first = (block.first.file, block.first.row) == (start.file, start.row)
-    if not (is_first and start.token):
-        return block
-    return block._replace(ids=block.ids[start.token :], starts=block.starts - start.token)
-
-
 class _Writer:
     """Fills shards one after the other, and writes each with its entry in the manifest."""
 
@@ -168,7 +160,7 @@ class _Writer:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
         #: Places of the next token, and of the first one in the current shard.
         self.next = self._first = manifest.next or Place("", 0)
-        self._written, self._filled = sum(entry.tokens for entry in manifest.shards.values()), 0
+        self._filled = 0
         self._buffer = np.empty(self.left(), np.uint16)
 
     def left(self) -> int:
@@ -184,11 +176,11 @@ class _Writer:
     @property
     def tokens(self) -> int:
         """Tokens in whole shards and in the current one."""
-        return self._written + self._filled
+        return sum(entry.tokens for entry in self._manifest.shards.values()) + self._filled
 
     def add(self, block: Encoded) -> None:
         """Append the tokens of a block; write shards as they fill up."""
-        at = 0
+        at = self.next.token  # not 0 if an earlier shard holds the beginning of the first document
         while at < len(block.ids) and self.left():
             if self._filled == 0:
                 self._first = _place(block, at)
@@ -219,7 +211,7 @@ class _Writer:
             changes |= {"scored_tokens": len(scored), "scored_bytes": scored_bytes}
         self._manifest = msgspec.structs.replace(self._manifest, **changes)
         shards.write_manifest(self._out, self._manifest)
-        self._written, self._filled = self._written + self._filled, 0
+        self._filled = 0
 
     def _counts(self, ids: np.ndarray) -> np.ndarray:
         """Return how often each id occurs, int64 [V]; in pieces, since `bincount` copies to int64."""

@@ -44,10 +44,7 @@ class Shard:
 
         Raises:
             DataError: if the file was changed or removed since it was opened, or an id is too large.
-            ValueError: if the range is not inside the shard.
         """
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(f"{self.path}: no range {start}:{stop} in {self.num_tokens} tokens")
         advice = "it was readable at the start; restore it"
         with translate_read_errors(self.path, advice), self.path.open("rb") as file:
             raw = os.pread(file.fileno(), 2 * (stop - start), HEADER_BYTES + 2 * start)
@@ -76,11 +73,7 @@ def open_shard(path: Path, *, vocab_size: int) -> Shard:
             raise DataError(f"{path}: not a regular file; a shard is one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
-    return Shard(path, _count(path, header, status.st_size), vocab_size, _identity(status))
-
-
-def _count(path: Path, header: bytes, size_bytes: int) -> int:
-    """Return the number of tokens, on which header and file size must agree."""
+    size_bytes = status.st_size
     if len(header) < HEADER_BYTES:
         got = f"{size_bytes:,} bytes" if size_bytes else "empty"
         raise DataError(f"{path}: {got}; a header alone has {HEADER_BYTES:,}; delete it and make it again")
@@ -96,7 +89,7 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
         raise DataError(
             f"{path}: {size_bytes:,} bytes; {count:,} tokens need {need:,}; delete it and make it again"
         )
-    return count
+    return Shard(path, count, vocab_size, _identity(status))
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> Shard:
@@ -199,7 +192,8 @@ def open_track(folder: Path, data: Data) -> TrackShards:
     scored = {shard.identity for shard in val}
     if both := [shard.path for shard in train if shard.identity in scored]:
         raise DataError(f"{both[0]}: also a validation shard; training must not read it; remove one of them")
-    _check_manifest(folder, data, (*train, *val))
+    if (manifest := read_manifest(folder)) is not None:
+        _check_manifest(folder, manifest, data, (*train, *val))
     return TrackShards(train, val)
 
 
@@ -219,11 +213,8 @@ def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
     return tuple(open_shard(folder / name, vocab_size=data.vocab_size) for name in names)
 
 
-def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:
-    """Check that the manifest, if there is one, describes these shards and this vocabulary."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return
+def _check_manifest(folder: Path, manifest: Manifest, data: Data, shards: Sequence[Shard]) -> None:
+    """Check that a manifest describes these shards and this vocabulary."""
     if not manifest.complete:
         raise DataError(
             f"{folder / MANIFEST}: unfinished after {len(manifest.shards)} shards; need all of them; "

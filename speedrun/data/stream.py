@@ -12,10 +12,10 @@ Tokens are read in order, shard by shard by name, without shuffling, and packed 
 Source: modded-nanogpt, `distributed_data_generator`.
 """
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, UsageError
+from speedrun.base.runlog import ShardRange
 from speedrun.data.shards import Shard
 
 
@@ -51,16 +52,6 @@ class Batch(NamedTuple):
     targets_BT: np.ndarray
 
 
-class Span(NamedTuple):
-    """A range of a shard that was input of steps: `start` to `stop`, exclusive."""
-
-    name: str
-    shard_tokens: int  #: length of the shard
-    start: int
-    stop: int
-    skipped: int = 0  #: tokens in the range that were not input: cut off from documents
-
-
 class TokenStream:
     """Batches in order. `cursor` and `ranges` record what has been read."""
 
@@ -73,14 +64,9 @@ class TokenStream:
         num_processes: int = 1,
         document_token: int | None = None,
     ) -> None:
-        """Start or continue at `cursor`.
+        """Start or continue at `cursor`, that of a stream over the same shards in any process.
 
-        Args:
-            shards: in the order of reading.
-            cursor: of a stream over the same shards, in any process.
-            process: index of this process; its rows of each batch are in that order.
-            num_processes: that share each batch.
-            document_token: the first token of each document; needed to pack documents.
+        `num_processes` share the rows of each batch in order. To pack documents, their first token must be given.
 
         Raises:
             DataError: if the cursor is not inside these shards.
@@ -89,9 +75,9 @@ class TokenStream:
         self._process, self._num_processes = process, num_processes
         self._document_token = document_token
         self.cursor = cursor
-        self.ranges: tuple[Span, ...] = ()
-        is_inside = 0 <= cursor.shard <= len(shards)
-        if not is_inside or not 0 <= cursor.offset <= shards[cursor.shard % len(shards)].num_tokens:
+        self.ranges: tuple[ShardRange, ...] = ()  #: without digests
+        inside = shards[cursor.shard].num_tokens if 0 <= cursor.shard < len(shards) else -1
+        if not 0 <= cursor.offset <= inside:
             raise DataError(f"{cursor} is not in these {len(shards)} shards; need those the run began with")
 
     def _read(self, num_tokens: int, start: int, stop: int) -> np.ndarray:
@@ -102,8 +88,7 @@ class TokenStream:
             # As in record 21: this also drops a rest that is just long enough.
             if offset + num_tokens + 1 < shard.num_tokens:
                 tokens = shard.read(offset + start, offset + stop + 1)
-                self.cursor = Cursor(index, offset + num_tokens)
-                self._note(Span(shard.path.name, shard.num_tokens, offset, offset + num_tokens))
+                self._advance(index, offset, num_tokens)
                 return tokens
             index, offset = index + 1, 0
         raise DataError(
@@ -119,20 +104,14 @@ class TokenStream:
 
         Raises:
             DataError: if no remaining shard is long enough.
-            UsageError: if the processes cannot share the rows evenly.
         """
-        rows, rest = divmod(num_sequences, self._num_processes)
-        if rest:
-            raise UsageError(
-                f"{num_sequences} sequences for {self._num_processes} processes; need a multiple; "
-                "choose another number of either"
-            )
+        rows = num_sequences // self._num_processes
         if document_tokens:
             ids_BT = self._packed(Shape(num_sequences, seq_len, document_tokens)).astype(np.int32)
             own_BT = ids_BT[self._process * rows : (self._process + 1) * rows]
             return Batch(own_BT[:, :-1], own_BT[:, 1:])
         start = self._process * rows * seq_len
-        return _rows(self._read(num_sequences * seq_len, start, start + rows * seq_len), rows)
+        return rows_of(self._read(num_sequences * seq_len, start, start + rows * seq_len), rows)
 
     def _packed(self, shape: Shape) -> np.ndarray:
         """Advance by a batch of documents; return it with the last targets, uint16 [B, T + 1]."""
@@ -143,13 +122,12 @@ class TokenStream:
             while offset + ahead < shard.num_tokens:  # until enough documents have been read
                 ahead = min(2 * max(ahead, num_tokens), shard.num_tokens - offset)
                 text, is_end = shard.read(offset, offset + ahead), offset + ahead == shard.num_tokens
-                starts = np.count_nonzero(text == self._document_token)
-                if found := _filled(text, shape, self._document_token, is_end=is_end):
-                    ids_BT, length = found
-                    stop, skipped = offset + length, length - num_tokens
-                    self.cursor = Cursor(index, stop)
-                    self._note(Span(shard.path.name, shard.num_tokens, offset, stop, skipped))
-                    return ids_BT
+                found = _Documents(text, self._document_token, shape.document_tokens, is_end=is_end)
+                if taken := found.sequences(0, shape):
+                    length = found.bounds[taken[-1][1]]
+                    self._advance(index, offset, length, length - num_tokens)
+                    return np.stack([found.tokens(*one)[: shape.seq_len + 1] for one in taken])
+                starts = len(found.bounds) - is_end
             if not starts and not offset:
                 raise DataError(
                     f"{shard.path}: {ahead:,} tokens without document token {self._document_token}; need documents; "
@@ -162,34 +140,46 @@ class TokenStream:
             f"read {left_documents:,} documents, {left_tokens:,} tokens; get more shards or run fewer steps"
         )
 
-    def _note(self, new: Span) -> None:
-        """Add a range, or extend the last one."""
-        last = self.ranges[-1] if self.ranges else None
-        if last and (last.name, last.stop) == (new.name, new.start):
-            both = new._replace(start=last.start, skipped=last.skipped + new.skipped)
-            self.ranges = (*self.ranges[:-1], both)
-        else:
-            self.ranges = (*self.ranges, new)
+    def _advance(self, index: int, start: int, num_tokens: int, skipped: int = 0) -> None:
+        """Move the cursor behind a range; add it, or extend the last one."""
+        shard = self._shards[index]
+        self.cursor = Cursor(index, start + num_tokens)
+        *before, last = self.ranges or (None,)
+        if last and (last.name, last.stop) == (shard.path.name, start):
+            self.ranges = tuple(before)
+            start, skipped = last.start, last.skipped + skipped
+        new = ShardRange(shard.path.name, "", shard.num_tokens, start, self.cursor.offset, skipped)
+        self.ranges += (new,)
 
 
-def _filled(
-    text: np.ndarray, shape: Shape, document_token: int | None, *, is_end: bool
-) -> tuple[np.ndarray, int] | None:
-    """Pack a text's documents: uint16 [B, T + 1], and the tokens up to the next one; None if they do not fill it."""
-    # Unless the text ends with it, the last document may be longer, and is not used.
-    starts = np.flatnonzero(text == document_token)
-    documents = pairwise([*starts.tolist(), len(text)] if is_end else starts.tolist())
-    ids_BT, stop = np.empty((shape.num_sequences, shape.seq_len + 1), text.dtype), 0
-    for row in ids_BT:
-        filled = 0
-        while filled < len(row):
-            if (document := next(documents, None)) is None:
-                return None
-            start, stop = document
-            piece = text[start : min(stop, start + shape.document_tokens, start + len(row) - filled)]
-            row[filled : filled + len(piece)] = piece
-            filled += len(piece)
-    return ids_BT, stop
+class _Documents:
+    """The documents of a text, and which of them each sequence takes."""
+
+    def __init__(
+        self, text: np.ndarray, document_token: int | None, cut: int, *, is_end: bool = True
+    ) -> None:
+        """Find them; each is `cut`. The last one has no end unless the text `is_end`."""
+        starts = np.flatnonzero(text == document_token).tolist()
+        self._text = text
+        self._cut = cut
+        self.bounds = [*starts, len(text)] if is_end else starts
+        lengths = np.minimum(np.diff(self.bounds), cut)
+        self._before = [0, *np.cumsum(lengths).tolist()]  #: tokens that are taken, before each document
+
+    def sequences(self, offset: int, shape: Shape) -> list[tuple[int, int]] | None:
+        """Return the range of documents of each sequence, from `offset` on; None if they do not fill a batch."""
+        found: list[tuple[int, int]] = []
+        stop = bisect_left(self.bounds, offset)
+        while len(found) < shape.num_sequences and stop < len(self.bounds):
+            start = stop
+            stop = bisect_left(self._before, self._before[start] + shape.seq_len + 1)
+            found.append((start, stop))
+        return found if stop < len(self.bounds) else None
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens of a range of documents, each cut."""
+        bounds = pairwise(self.bounds[start : stop + 1])
+        return np.concatenate([self._text[first : min(last, first + self._cut)] for first, last in bounds])
 
 
 def require_steps(
@@ -202,10 +192,24 @@ def require_steps(
     Raises:
         DataError: if there are fewer tokens or documents than the steps need.
     """
-    left, offset, documents = list(shards), 0, _Documents(document_token)
+
+    @lru_cache(maxsize=1)
+    def documents(shard: Shard, cut: int) -> _Documents:
+        return _Documents(shard.read(0, shard.num_tokens), document_token, cut)
+
+    def end(shard: Shard, offset: int, shape: Shape) -> int | None:
+        """Return the offset after a batch; None if the rest of the shard does not fill it."""
+        if not shape.document_tokens:
+            stop = offset + shape.num_sequences * shape.seq_len
+            return stop if stop + 1 < shard.num_tokens else None
+        found = documents(shard, shape.document_tokens)
+        taken = found.sequences(offset, shape)
+        return found.bounds[taken[-1][1]] if taken else None
+
+    left, offset = list(shards), 0
     stop: int | None = 0
     for step, shape in enumerate(shapes):
-        while left and (stop := documents.end(left[0], offset, shape)) is None:
+        while left and (stop := end(left[0], offset, shape)) is None:
             left, offset = left[1:], 0
         if not left:
             raise DataError(
@@ -215,43 +219,19 @@ def require_steps(
         offset = stop or 0
 
 
-class _Documents:
-    """Where batches end, packed ones from the lengths of documents alone. Holds those of one shard."""
-
-    def __init__(self, document_token: int | None) -> None:
-        self._document_token = document_token
-        self._of: tuple[Shard, int] | None = None
-
-    def end(self, shard: Shard, offset: int, shape: Shape) -> int | None:
-        """Return the offset after a batch from `offset` on; None if the rest does not fill it."""
-        if not shape.document_tokens:
-            stop = offset + shape.num_sequences * shape.seq_len
-            return stop if stop + 1 < shard.num_tokens else None
-        if self._of != (shard, shape.document_tokens):
-            starts = np.flatnonzero(shard.read(0, shard.num_tokens) == self._document_token)
-            self._bounds = [*starts.tolist(), shard.num_tokens]
-            lengths = np.minimum(np.diff(self._bounds), shape.document_tokens)
-            self._before, self._of = [0, *np.cumsum(lengths).tolist()], (shard, shape.document_tokens)
-        document = bisect_left(self._bounds, offset)
-        for _ in range(shape.num_sequences):
-            if document >= len(self._before):
-                return None
-            document = bisect_left(self._before, self._before[document] + shape.seq_len + 1)
-        return self._bounds[document] if document < len(self._bounds) else None
-
-
-def _rows(tokens: np.ndarray, num_sequences: int) -> Batch:
+def rows_of(tokens: np.ndarray, num_sequences: int) -> Batch:
     """Return consecutive rows; the last token is only a target."""
     ids = tokens.astype(np.int32)
     return Batch(ids[:-1].reshape(num_sequences, -1), ids[1:].reshape(num_sequences, -1))
 
 
-def validation_batches(shard: Shard, num_tokens: int, num_sequences: int, seq_len: int) -> Iterator[Batch]:
-    """Return batches of the first `num_tokens` targets of a shard, each once and in order.
+def validation_batches(
+    shard: Shard, num_tokens: int, num_sequences: int, seq_len: int, start: int = 0
+) -> Iterator[Batch]:
+    """Return batches of `num_tokens` targets of a shard, each once and in order; `start` is the first input.
 
     Raises:
         UsageError: if the batches do not divide `num_tokens`.
-        DataError: if the shard is too short.
     """
     batch_tokens = num_sequences * seq_len
     if num_tokens % batch_tokens:
@@ -259,21 +239,8 @@ def validation_batches(shard: Shard, num_tokens: int, num_sequences: int, seq_le
             f"validation batches of {num_sequences} x {seq_len:,} tokens; they must divide {num_tokens:,}; "
             "choose another number or length of sequences"
         )
-    _check_length(shard, num_tokens)
-    starts = range(0, num_tokens, batch_tokens)
-    return (_rows(shard.read(start, start + batch_tokens + 1), num_sequences) for start in starts)
-
-
-def validation_sha256(shard: Shard, num_tokens: int) -> str:
-    """Return the digest of the first `num_tokens + 1` ids, little-endian uint16; raise DataError if there are fewer."""
-    _check_length(shard, num_tokens)
-    return hashlib.sha256(shard.read(0, num_tokens + 1).tobytes()).hexdigest()
-
-
-def _check_length(shard: Shard, num_tokens: int) -> None:
-    if shard.num_tokens < num_tokens + 1:
-        need = num_tokens + 1
-        raise DataError(f"{shard.path}: {shard.num_tokens:,} tokens; validation needs {need:,}; get it whole")
+    starts = range(start, start + num_tokens, batch_tokens)
+    return (rows_of(shard.read(at, at + batch_tokens + 1), num_sequences) for at in starts)
 
 
 class Prefetch:

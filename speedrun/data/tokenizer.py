@@ -9,10 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -67,14 +68,12 @@ class Bytes:
 
     name, raw = "bytes", b""  #: raw is the content of the file of a tokenizer
     vocab_size, document_token = 257, 256
+    #: What each id stands for; special ones are missing.
+    tokens: ClassVar = {byte: bytes([byte]) for byte in range(256)}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, unsigned integers [N] below `vocab_size`; none is the document token."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-    def id_bytes_V(self) -> np.ndarray:
-        """Return the bytes of UTF-8 that each id stands for, int64 [V]."""
-        return (np.arange(self.vocab_size) < self.document_token).astype(np.int64)
 
 
 # --- GPT-2 ------------------------------------------------------------------------------------------------
@@ -110,11 +109,11 @@ class Tiktoken:
         import tiktoken
 
         self.raw = raw
-        self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
+        self.tokens = vocabulary.ranks(raw)
         self.encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=_WORDS,
-            mergeable_ranks=self._ranks,
+            mergeable_ranks={token: index for index, token in self.tokens.items()},
             special_tokens={END_OF_TEXT: self.document_token},
             explicit_n_vocab=self.vocab_size,
         )
@@ -127,12 +126,6 @@ class Tiktoken:
             self._own.encoding = copy(self.encoding)  # 25 ms
         encode = partial(self._own.encoding.encode_to_numpy, disallowed_special=())
         return [np.concatenate([*map(encode, parts(text))]) for text in texts]
-
-    def id_bytes_V(self) -> np.ndarray:
-        """As `Bytes`."""
-        id_bytes_V = np.zeros(self.vocab_size, np.int64)
-        id_bytes_V[list(self._ranks.values())] = [len(token) for token in self._ranks]
-        return id_bytes_V
 
 
 #: Longer documents are split: tiktoken's matcher fails on much longer white space before a word.
@@ -197,22 +190,26 @@ class FromFile:
             )
         return ids
 
-    def id_bytes_V(self) -> np.ndarray | None:
+    @cached_property
+    def tokens(self) -> dict[int, bytes] | None:
         """As `Bytes`; None unless the model is byte-level and so spells each byte as one character."""
         from tokenizers.decoders import ByteLevel
 
-        if not isinstance(self._tokenizer.decoder, ByteLevel) or self._tokenizer.normalizer is not None:
-            return None
-        id_bytes_V = np.zeros(self.vocab_size, np.int64)
-        for token, index in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            id_bytes_V[index] = len(token)
-        for index, token in self._tokenizer.get_added_tokens_decoder().items():
-            id_bytes_V[index] = 0 if token.special else len(token.content.encode())
-        return id_bytes_V
+        if isinstance(self._tokenizer.decoder, ByteLevel) and self._tokenizer.normalizer is None:
+            with suppress(KeyError):  # a character that stands for no byte
+                return vocabulary.byte_level(self.raw)
+        return None
 
 
 #: They have the same attributes and methods.
 Tokenizer = Bytes | Tiktoken | FromFile
+
+
+def id_bytes_V(chosen: Tokenizer) -> np.ndarray | None:
+    """Return how many bytes of UTF-8 each id stands for, int64 [V]; None if that is not known."""
+    if (tokens := chosen.tokens) is None:
+        return None
+    return np.array([len(tokens.get(index, b"")) for index in range(chosen.vocab_size)], np.int64)
 
 
 # --- training ---------------------------------------------------------------------------------------------
@@ -265,7 +262,7 @@ class Encoded(NamedTuple):
 def encoded(
     blocks: Iterable[Block], chosen: Tokenizer, *, num_workers: int
 ) -> Generator[Encoded, None, None]:
-    """Yield all blocks as ids, in order. The calling thread reads them; a single worker is the calling thread.
+    """Yield all blocks as ids, in order. The calling thread reads them.
 
     The tokenizers release Python's lock while they work, as gzip does. So threads are as fast as processes here, share
     one tokenizer and start at once. Results are taken in the order of submission, and only a few blocks are in flight:
@@ -274,15 +271,11 @@ def encoded(
     Raises:
         DataError: if a document cannot be read, or contains a document token.
     """
-    encode = partial(_encoded, chosen)
-    if num_workers == 1:
-        yield from map(encode, blocks)
-        return
     in_flight: deque[Future[Encoded]] = deque()
     pool = ThreadPoolExecutor(num_workers, "encode")
     try:
         for block in blocks:
-            in_flight.append(pool.submit(encode, block))
+            in_flight.append(pool.submit(_encoded, chosen, block))
             if len(in_flight) >= _BLOCKS_PER_WORKER * num_workers:
                 yield in_flight.popleft().result()
         while in_flight:

@@ -43,6 +43,7 @@ def ranks(raw: bytes) -> dict[int, bytes]:
 def byte_level(raw: bytes) -> dict[int, bytes]:
     """Return the bytes of the ids of a byte-level model of `tokenizers`, without special ones."""
     found = json.loads(raw)
-    special = {token["id"] for token in found["added_tokens"]}
+    added = {token["id"]: token for token in found["added_tokens"]}
     vocab = found["model"]["vocab"].items()
-    return {index: bytes(map(_BYTES.__getitem__, token)) for token, index in vocab if index not in special}
+    spelled = {index: bytes(map(_BYTES.__getitem__, token)) for token, index in vocab if index not in added}
+    return spelled | {i: token["content"].encode() for i, token in added.items() if not token["special"]}

@@ -32,6 +32,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base.errors import DataError, NonFiniteError, UsageError, translate_read_errors
 from speedrun.base.wholefile import read_regular
 from speedrun.data.shards import Shard, open_shard, open_track
+from speedrun.data.stream import validation_batches
 from speedrun.model.incremental import DecodingKernels
 from speedrun.model.weights import Trained
 from speedrun.science.params import SHARDS, Params
@@ -94,39 +95,36 @@ def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int |
     return whole
 
 
-def bytes_of(trained: Trained, say: Callable[[str], None]) -> np.ndarray | None:
-    """Return the bytes of each id, i64 [V]; None, and `say` why, if the file of the tokenizer is missing."""
-    try:
-        tokens = trained.words.tokens
-    except DataError as error:
-        say(f"no bits per byte: {error}")
-        return None
-    return np.array([len(tokens.get(index, b"")) for index in range(trained.track.data.vocab_size)], np.int64)
-
-
 def scorer(
-    trained: Trained, context: int, id_bytes_V: np.ndarray | None
+    trained: Trained, context: int, say: Callable[[str], None]
 ) -> Callable[[Slice, Callable[[int], None]], Score]:
     """Return the scorer of a run, compiled once for a context: from a slice, and what gets the tokens scored so far.
+
+    Without bits per byte, and `say` so, if the file of the tokenizer is missing.
 
     Raises:
         UsageError: if the model cannot take sequences of this length.
         NonFiniteError: when it is called, if the loss is no number.
     """
+    spelled: dict[int, bytes] = {}
+    try:
+        spelled = trained.words.tokens
+    except DataError as error:
+        say(f"no bits per byte: {error}")
+    id_bytes_V = np.array([len(spelled.get(index, b"")) for index in range(trained.track.data.vocab_size)])
     recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
-    program, batch = replace(trained.program, recipe=recipe), SHARDS * context
+    program = replace(trained.program, recipe=recipe)
     step = program.eval_step_for(program.static_at(trained.step))
 
     def score(part: Slice, say: Callable[[int], None]) -> Score:
-        nll_sum, num_bytes = 0.0, 0
-        for start in range(part.start, part.start + part.tokens, batch):
-            ids = part.shard.read(start, start + batch + 1).astype(np.int32)
-            rows = (x.reshape(SHARDS, context) for x in (ids[:-1], ids[1:]))
-            batch_BT = (meshes.place_own(x, program.mesh) for x in rows)
-            nll_BC = step(trained.packed, *batch_BT, program.schedule, jnp.int32(trained.step))
+        nll_sum, num_bytes, num_tokens = 0.0, 0, 0
+        for batch in validation_batches(part.shard, part.tokens, SHARDS, context, part.start):
+            placed_BT = (meshes.place_own(x, program.mesh) for x in batch)
+            nll_BC = step(trained.packed, *placed_BT, program.schedule, jnp.int32(trained.step))
             nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
-            num_bytes += 0 if id_bytes_V is None else int(id_bytes_V[ids[1:]].sum())
-            say(start + batch - part.start)
+            num_bytes += int(id_bytes_V[batch.targets_BT].sum())
+            num_tokens += batch.targets_BT.size
+            say(num_tokens)
         if not math.isfinite(nll_sum):
             raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
         bits = nll_sum / math.log(2) / num_bytes if num_bytes else None

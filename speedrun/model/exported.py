@@ -215,8 +215,9 @@ def read(folder: Path) -> Facts:
         DataError: if a file is missing or damaged.
     """
     facts = read_json(folder / FACTS, Facts)
-    wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
-    for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
+    digests = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
+    digests.pop("", None)  # no tokenizer
+    for name, want in digests.items():
         with translate_read_errors(folder / name, "copy the whole folder again"):
             got = sha256(folder / name)
         if got != want:

@@ -22,6 +22,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA, arranged
 from speedrun.base.wholefile import make_folder
 from speedrun.data.stream import Batch as Tokens
+from speedrun.data.stream import rows_of
 from speedrun.data.synthetic import Source, generate
 from speedrun.model import page_folder
 from speedrun.model.incremental import DecodingKernels
@@ -72,12 +73,11 @@ def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
 def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
     """Return the first batches of the track's synthetic stream, i32 [B, T]: those that a run of this shape reads."""
     source = Source(**(track.load(TRACK).synthetic or {}))
-    shape, num_tokens = (num_sequences, seq_len), num_sequences * seq_len
+    num_tokens = num_sequences * seq_len
     num_lines = num_steps * num_tokens // source.line_tokens + 1
-    tokens = generate(source, 1, num_lines).reshape(-1).astype(np.int32)
-
+    tokens = generate(source, 1, num_lines)
     starts = range(0, num_steps * num_tokens, num_tokens)
-    return [Tokens(*(tokens[at : at + num_tokens].reshape(shape) for at in (i, i + 1))) for i in starts]
+    return [rows_of(tokens[at : at + num_tokens + 1], num_sequences) for at in starts]
 
 
 def traced(one: Program, data: list[Tokens]) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
@@ -135,7 +135,9 @@ def write(recipe: Recipe, out: Path) -> None:
         UsageError: if the recipe does not fit, or the page lacks an operation of it.
     """
     ours = {f"training/{name}": raw for name, raw in _files(recipe).items()}
-    make_folder(out, page_folder.site({}) | page_folder.page("trainer") | ours)
+    of_watch = page_folder.page("watch_page")
+    charts = {name: of_watch[name] for name in ("chart.js", "text.js")}
+    make_folder(out, page_folder.site({}) | page_folder.page("trainer") | charts | ours)
 
 
 def _files(recipe: Recipe) -> dict[str, bytes]:

@@ -235,18 +235,8 @@ def write(trained: Trained, out: Path) -> list[Path]:
     tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{out.name if own else "gpt2"}")'
     if trained.track.synthetic is not None:
         tokenizer = "# Its ids are those of synthetic data, and stand for no text."
-    load = _LOAD.format(name=out.name, tokenizer=tokenizer, document_token=document_token)
-    files = {
-        WEIGHTS: save(there, metadata={"format": "pt"}),  # without it, transformers refuses the file
-        CONFIG: _json(_config(cfg, document_token)),
-        "README.md": card(trained, "transformers", load).encode(),
-    }
-    return save_folder(trained, out, files | own)
-
-
-def _config(cfg: gpt2.Config, document_token: int) -> dict[str, object]:
     sizes = cfg.vocab_size, cfg.max_positions, cfg.model_dim, cfg.num_layers, cfg.num_heads, cfg.mlp_dim
-    return {
+    config = {
         "architectures": ["GPT2LMHeadModel"],
         **{name: known[0] for name, known in _COMPUTED.items()},
         **msgspec.to_builtins(Config(*sizes, document_token)),
@@ -254,6 +244,13 @@ def _config(cfg: gpt2.Config, document_token: int) -> dict[str, object]:
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "torch_dtype": "float32",
     }
+    load = _LOAD.format(name=out.name, tokenizer=tokenizer, document_token=document_token)
+    files = {
+        WEIGHTS: save(there, metadata={"format": "pt"}),  # without it, transformers refuses the file
+        CONFIG: _json(config),
+        "README.md": card(trained, "transformers", load).encode(),
+    }
+    return save_folder(trained, out, files | own)
 
 
 def _json(value: object) -> bytes:

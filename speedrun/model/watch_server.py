@@ -118,9 +118,15 @@ class Feed:
         for file in find(self._folders):
             if file.key not in self._tails:
                 self._tails[file.key] = file, Tail(file.path)
-        if (listing := self._listing()) != self._told:
-            self._told = listing
-            yield _event("files", listing)
+        files = [
+            {"key": key, "kind": file.kind, "record": _name(file.record.name), "run": _name(file.run)}
+            | {"record_key": _key(file.record), "problem": self._problems.get(key, "")}
+            for key, (file, _) in self._tails.items()
+        ]
+        folders = [{"name": _name(str(folder)), "exists": folder.exists()} for folder in self._folders]
+        if self._told != (told := {"files": files, "folders": folders}):
+            self._told = told
+            yield _event("files", told)
         for file, tail in self._tails.values():
             while piece := self._piece(file.key, tail):
                 lines = [_text(raw, file.kind) for raw in piece.lines]
@@ -134,15 +140,6 @@ class Feed:
         except OSError as error:
             self._problems[key] = error.strerror or type(error).__name__
             return None
-
-    def _listing(self) -> dict[str, Any]:
-        files = [
-            {"key": key, "kind": file.kind, "record": _name(file.record.name), "run": _name(file.run)}
-            | {"record_key": _key(file.record), "problem": self._problems.get(key, "")}
-            for key, (file, _) in self._tails.items()
-        ]
-        folders = [{"name": _name(str(folder)), "exists": folder.exists()} for folder in self._folders]
-        return {"files": files, "folders": folders}
 
 
 def _name(text: str) -> str:

@@ -62,9 +62,7 @@ class Words:
         Raises:
             DataError: if the file of the tokenizer is missing, and cannot be downloaded.
         """
-        if self.encoder is None:
-            return {}
-        return (vocabulary.ranks if self.encoder.name == "gpt2" else vocabulary.byte_level)(self.encoder.raw)
+        return (self.encoder and self.encoder.tokens) or {}
 
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:
@@ -257,6 +255,8 @@ class Tensors:
         Raises:
             DataError: if a file is missing or damaged.
         """
+        from safetensors import SafetensorError, safe_open
+
         self.folder = folder
         self.forms: dict[str, str] = {}
         self._files: dict[str, Any] = {}
@@ -265,9 +265,15 @@ class Tensors:
         for name in sorted({*names}):
             if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
                 raise DataError(f"{index} names {name!r}; need files of this folder; copy it again")
-            opened, forms = _opened(folder / name)
-            self.forms |= forms
-            self._files |= dict.fromkeys(forms, opened)
+            path, advice = folder / name, "need a whole file of safetensors; copy it again"
+            if not path.is_file():
+                what = "not a file" if path.exists() else "no such file"
+                raise DataError(f"{path}: {what}; need the weights; copy the folder again")
+            with translate_read_errors(path, advice, SafetensorError):
+                file = safe_open(path, framework="np")
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+                self.forms |= {name: form_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+            self._files |= dict.fromkeys(slices, file)
 
     def read(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors by name, after the forms of all of them are compared with those that they may have.
@@ -293,15 +299,3 @@ def read_json(path: Path, kind: type[_T]) -> _T:
     """Read a file of JSON; raise DataError if it is missing or has another form."""
     with translate_read_errors(path, "copy or export the folder again"):
         return msgspec.json.decode(read_regular(path), type=kind)
-
-
-def _opened(path: Path) -> tuple[Any, dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        what = "not a file" if path.exists() else "no such file"
-        raise DataError(f"{path}: {what}; need the weights; copy the folder again")
-    with translate_read_errors(path, "need a whole file of safetensors; copy it again", SafetensorError):
-        file = safe_open(path, framework="np")
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        return file, {name: form_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from speedrun.base.runlog import ShardRange
 from speedrun.record.layout import Strict
 
 
@@ -40,9 +41,7 @@ class Replayed(Stretch, frozen=True):
     #: Shard and offset of the next token, at its start and its end.
     cursors: tuple[tuple[int, int], tuple[int, int]]
     first_batch_sha256: str  #: of its ids, as in `runlog.RunEnd`
-    ranges: tuple[
-        tuple[str, int, int, int, int], ...
-    ]  #: read: name and tokens of the shard, start, stop, skipped
+    ranges: tuple[ShardRange, ...]  #: read, without digests
 
 
 class Findings(Strict, frozen=True):

@@ -63,7 +63,7 @@ class Training:
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     throttled_s: float | None = None
     matmul_gflops: float = 0.0  #: measured after the run
-    ranges: tuple[stream.Span, ...] = ()
+    ranges: tuple[runlog.ShardRange, ...] = ()
     read: runlog.DataRead | None = None  #: with the digests of the shards, which take seconds
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class Ready:
     folder: Path
     source: str
 
-    def data_read(self, spans: Iterable[stream.Span]) -> runlog.DataRead:
+    def data_read(self, ranges: Iterable[runlog.ShardRange]) -> runlog.DataRead:
         """Return the data read so far, with the digest of every shard; empty for one that was deleted meanwhile."""
 
         def digest(path: Path) -> str:
@@ -52,13 +52,10 @@ class Ready:
             except OSError:
                 return ""
 
-        def ranged(r: stream.Span) -> runlog.ShardRange:
-            sha256 = digest(self.folder / r.name)
-            return runlog.ShardRange(r.name, sha256, r.shard_tokens, r.start, r.stop, r.skipped)
-
         val, num_scored = self.shards.val[0], self.track.data.val_tokens
         scored = runlog.ShardRange(val.path.name, digest(val.path), val.num_tokens, 0, num_scored)
-        return runlog.DataRead(tuple(map(ranged, spans)), scored, self.val_sha256)
+        train = (msgspec.structs.replace(r, sha256=digest(self.folder / r.name)) for r in ranges)
+        return runlog.DataRead(tuple(train), scored, self.val_sha256)
 
     def stream(
         self, cursor: stream.Cursor, *, process: int = 0, num_processes: int = 1
@@ -71,7 +68,7 @@ class Ready:
     @cached_property
     def val_sha256(self) -> str:
         """Return the digest of the ids that will be scored."""
-        return stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
+        return layout.sha256(self.shards.val[0].read(0, self.track.data.val_tokens + 1).tobytes())
 
     @property
     def source_sha256(self) -> str:

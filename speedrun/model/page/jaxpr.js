@@ -38,18 +38,6 @@ function running(x, axis, combine) {
   return x;
 }
 
-/** Surrounds `x` by copies of a number, [before, after] along each axis. */
-function padded(x, number, widths) {
-  widths.forEach((ends, axis) => {
-    const [before, after] = ends.map((width) =>
-      width ? [np.broadcastTo(number.ref.reshape(x.shape.map(() => 1)), x.shape.with(axis, width))] : [],
-    );
-    if (before.length + after.length) x = np.concatenate([...before, x, ...after], axis);
-  });
-  number.dispose();
-  return x;
-}
-
 /** All operations: (operands, what else they take, [dtype, shape] of the output). */
 const OPERATIONS = {
   ...each(UNARY, (one) => ([x]) => one(x)),
@@ -70,7 +58,8 @@ const OPERATIONS = {
     }),
   iota: (_, { axis }, [dtype, shape]) =>
     np.broadcastTo(np.arange(0, shape[axis], 1, { dtype }).reshape(shape.map((n, i) => (i === axis ? n : 1))), shape),
-  pad: ([x, number], { widths }) => padded(x, number, widths),
+  pad: ([x, number], { widths }) => // jax-js pads by zeros
+    np.where(np.pad(np.ones(x.shape, { dtype: "int32" }), widths).astype("bool"), np.pad(x, widths), number),
   reshape: ([x], { shape }) => x.reshape(shape),
   rows: ([table, indices]) => np.take(table, indices.reshape(indices.shape.slice(0, -1)), 0),
   select_n: ([which, no, yes]) => np.where(which, yes, no),
@@ -107,7 +96,7 @@ function uses(program) {
  * Evaluate a program. `given` maps the numbers of inputs and constants to arrays, which are used up. `others` are
  * operations to use in place of those above.
  */
-export function evaluate(program, given, others = {}) {
+function evaluate(program, given, others = {}) {
   const left = uses(program);
   const values = new Map();
   for (const [number, value] of given) left.has(number) ? values.set(number, value) : value.dispose();
@@ -126,14 +115,15 @@ export function evaluate(program, given, others = {}) {
   return program.outputs.map(read);
 }
 
+/** A function of lists of inputs and constants, which uses them up. */
+export function runner(program, others) {
+  const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
+  return (inputs, constants = []) =>
+    evaluate(program, [...inputs, ...constants].map((x, i) => [numbers[i], x]), others);
+}
+
 /** Compile a program: a function of its inputs, which uses them up, and of constants by name, which it keeps. */
 export function compiled(program, constants) {
-  const numbers = Object.keys(program.constants).map(Number);
-  const run = jit((inputs, weights) =>
-    evaluate(program, [
-      ...program.inputs.map((number, i) => [number, inputs[i]]),
-      ...numbers.map((number, i) => [number, weights[i]]),
-    ]),
-  );
-  return (...inputs) => run(inputs, numbers.map((number) => constants.get(program.constants[number]).ref));
+  const run = jit(runner(program)), names = Object.values(program.constants);
+  return (...inputs) => run(inputs, names.map((name) => constants.get(name).ref));
 }

@@ -53,38 +53,37 @@ export async function read(url, as) {
   }
 }
 
-export function array({ dtype, shape, data }) {
-  if (dtype === "bool") return np.array(data, { shape, dtype: "int32" }).astype("bool");
-  return np.array(data, { shape, dtype });
-}
+export const array = ({ dtype, shape, data }) => np.array(data, { dtype, shape });
 
-/** Refuse what the interpreter does not know, and weights that are not those of the programs. */
-function check(facts, weights, folder) {
-  if (facts.format !== FORMAT) {
-    throw new Unusable(`${folder}/model.json has the format ${facts.format}; this page reads ${FORMAT}. Export it again.`);
+/**
+ * Read a file of facts, and one of arrays. Refuses another format, what the interpreter does not know in the programs of
+ * the facts, and arrays that are not those of the programs.
+ */
+export async function opened(folder, name, arrays, format, programs) {
+  const [facts, raw] = await Promise.all([read(`${folder}/${name}`, "json"), read(`${folder}/${arrays}`, "arrayBuffer")]);
+  if (facts.format !== format) {
+    throw new Unusable(`${folder}/${name} has the format ${facts.format}; this page reads ${format}. Export it again.`);
   }
-  for (const program of [...facts.states, ...facts.logits]) {
+  const known = parse(raw, `${folder}/${arrays}`);
+  for (const program of programs(facts)) {
     const unknown = program.equations.find(([name]) => !knows(name));
     if (unknown) throw new Unusable(`${folder}: this page does not know ${unknown[0]}. Export it again.`);
     for (const [number, name] of Object.entries(program.constants)) {
       const [dtype, shape] = program.values[number];
-      const got = weights.get(name);
+      const got = known.get(name);
       if (got?.dtype !== dtype || String(got.shape) !== String(shape)) {
         const what = got ? `${got.dtype}[${got.shape}]` : "missing";
         throw new Unusable(`${folder}: ${name} is ${what}; the model needs ${dtype}[${shape}]. Export it again.`);
       }
     }
   }
+  return [facts, known];
 }
 
 export class Model {
   static async load(folder, device = "wasm") {
-    const [facts, raw] = await Promise.all([
-      read(`${folder}/model.json`, "json"),
-      read(`${folder}/weights.safetensors`, "arrayBuffer"),
-    ]);
-    const weights = parse(raw, `${folder}/weights.safetensors`);
-    check(facts, weights, folder);
+    const programs = ({ states, logits }) => [...states, ...logits];
+    const [facts, weights] = await opened(folder, "model.json", "weights.safetensors", FORMAT, programs);
     const model = new Model();
     model.device = device;
     model.facts = facts;
@@ -94,17 +93,11 @@ export class Model {
       const constants = new Map([...weights].map(([name, one]) => [name, array(one)]));
       model.states = facts.states.map((program) => compiled(program, constants));
       model.logits = facts.logits.map((program) => compiled(program, constants));
-      model.constants = constants;
     } catch (error) {
       if (error instanceof RangeError) throw new Unusable(`${folder}: too large for the memory of this page.`);
       throw error;
     }
     return model;
-  }
-
-  /** Free the weights. */
-  dispose() {
-    this.constants.forEach((constant) => constant.dispose());
   }
 
   /** Ids of a prompt after the token that opens a document; numbers if the ids stand for no text. */

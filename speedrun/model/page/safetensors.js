@@ -1,26 +1,14 @@
 /** Reads safetensors: 8 bytes with the length of a header in JSON, the header, and the raw bytes of all arrays. */
 
-const ARRAYS = { F32: Float32Array, F16: Uint16Array, I32: Int32Array, U32: Uint32Array, BOOL: Uint8Array };
+const ARRAYS = { F32: Float32Array, F16: Float16Array, I32: Int32Array, U32: Uint32Array, BOOL: Uint8Array };
 const TYPES = { F32: "float32", F16: "float32", I32: "int32", U32: "uint32", BOOL: "bool" };
 
 /** A file or setting that cannot be used; the message is for the reader of the page. */
 export class Unusable extends Error {}
 
-/** Numbers of IEEE half precision, widened. */
-export function widened(halves) {
-  const table = new Float32Array(1 << 16);
-  for (let bits = 0; bits < table.length; bits++) {
-    const [exponent, fraction] = [(bits >> 10) & 31, bits & 1023];
-    const size = exponent === 31 ? (fraction ? NaN : Infinity)
-      : exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
-    table[bits] = bits >> 15 ? -size : size;
-  }
-  return Float32Array.from(halves, (bits) => table[bits]);
-}
-
 function values(type, bytes) {
   const found = new ARRAYS[type](bytes.slice().buffer); // a copy, which is aligned
-  if (type === "F16") return widened(found);
+  if (type === "F16") return Float32Array.from(found);
   return type === "BOOL" ? Int32Array.from(found) : found;
 }
 

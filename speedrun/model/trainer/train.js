@@ -1,8 +1,9 @@
 /** The page: starts and stops the training, and draws its losses over those of JAX. */
+import { Chart } from "./chart.js";
 import { $, drawn, fail, made, read, start } from "./model.js";
 import { Trainer } from "./training.js";
 
-const [HEIGHT, LEFT, RIGHT, BOTTOM, TOP] = [300, 36, 12, 24, 8]; // as in train.css
+const chart = new Chart($("chart"), "Training loss at each step, of JAX and of this page", (x) => chart.setCursor(x));
 const raised = (digits) => digits.replace(/[-\d]/g, (one) => (one === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[one]));
 const relative = (x) => (x ? x.toExponential(1).replace(/e\+?(.*)/, (_, power) => ` × 10${raised(power)}`) : "0");
 const median = (xs) => xs.toSorted((a, b) => a - b)[xs.length >> 1];
@@ -13,31 +14,13 @@ let times = [];
 let isRunning = false;
 let isCompared = false;
 
-function element(name, attributes, text = "") {
-  const one = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) one.setAttribute(key, value);
-  one.textContent = text;
-  return one;
-}
-
 function draw() {
-  const { losses: jax, num_steps: numSteps } = trainer.facts;
-  const [low, high] = [Math.floor(2 * Math.min(...jax)) / 2, Math.ceil(2 * Math.max(...jax)) / 2];
-  const width = $("chart").clientWidth;
-  const x = (step) => LEFT + (step / (numSteps - 1)) * (width - LEFT - RIGHT);
-  const y = (loss) => TOP + ((high - loss) / (high - low)) * (HEIGHT - TOP - BOTTOM);
-  const parts = [];
-  for (let loss = low; loss <= high; loss += 0.5) {
-    parts.push(element("line", { class: "grid", x1: LEFT, x2: width, y1: y(loss), y2: y(loss) }));
-    parts.push(element("text", { x: LEFT - 6, y: y(loss) + 4, "text-anchor": "end" }, loss.toFixed(1)));
-  }
-  for (const step of [0, (numSteps - 1) >> 1, numSteps - 1]) {
-    parts.push(element("text", { x: x(step), y: HEIGHT - 6, "text-anchor": "middle" }, String(step)));
-  }
-  for (const [kind, curve] of [["jax", jax], ["page", losses]]) {
-    parts.push(element("polyline", { class: kind, points: curve.map((loss, i) => `${x(i)},${y(loss)}`).join(" ") }));
-  }
-  $("chart").replaceChildren(...parts);
+  const { losses: jax } = trainer.facts, steps = [...jax.keys()];
+  const curve = (name, y, look) => (
+    { kind: "line", x: steps.slice(0, y.length), y, ...look, say: (at) => `step ${at}, ${name}: ${y[at].toFixed(4)}` });
+  const lead = curve("JAX", jax, { colour: "--p4", width: 5 });
+  const series = [lead, curve("this page", losses, { colour: "--accent", width: 1.5 })];
+  chart.show({ series, lead, x: { label: "step", format: String }, y: { format: (loss) => loss.toFixed(1) } });
 }
 
 function show() {
@@ -121,5 +104,4 @@ async function begin() {
 $("start").addEventListener("click", run);
 $("stop").addEventListener("click", () => (isRunning = false));
 $("reset").addEventListener("click", reset);
-addEventListener("resize", () => trainer && draw());
 begin().catch((error) => fail(error, "Nothing can be computed."));

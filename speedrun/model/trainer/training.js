@@ -4,9 +4,8 @@
  * The loss is the recipe's, from its jaxpr; jax-js differentiates it. The update is that of the recipe's optimiser.
  */
 import { jit, numpy as np, valueAndGrad } from "./jax-js/index.js";
-import { evaluate, knows, rowsByProduct } from "./jaxpr.js";
-import { array, read } from "./model.js";
-import { parse, Unusable } from "./safetensors.js";
+import { rowsByProduct, runner } from "./jaxpr.js";
+import { array, opened } from "./model.js";
 
 const FORMAT = "speedrun.web.training/1";
 const norm = (xs) => Math.sqrt(xs.reduce((sum, x) => sum + x * x, 0));
@@ -17,13 +16,6 @@ export function difference(found, expected) {
   const off = norm(found.map((x, i) => x - expected[i]));
   return off === 0 ? 0 : off / size;
 }
-
-/** A function of lists of inputs and constants. */
-const runner = (program, others) => {
-  const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
-  return (inputs, constants = []) =>
-    evaluate(program, [...inputs, ...constants].map((x, i) => [numbers[i], x]), others);
-};
 
 /**
  * Split a program in what depends on its first inputs, and what does not, which is not differentiated: masks,
@@ -46,16 +38,8 @@ function split(program, numInputs) {
 
 export class Trainer {
   static async load(folder) {
-    const [facts, raw] = await Promise.all([
-      read(`${folder}/training.json`, "json"), read(`${folder}/arrays.safetensors`, "arrayBuffer"),
-    ]);
-    if (facts.format !== FORMAT) {
-      throw new Unusable(`${folder}/training.json has the format ${facts.format}; this page reads ${FORMAT}. Make it again.`);
-    }
-    for (const [name] of [...facts.loss.equations, ...facts.update.equations]) {
-      if (!knows(name)) throw new Unusable(`${folder}: this page does not know ${name}. Make it again.`);
-    }
-    return new Trainer(facts, parse(raw, `${folder}/arrays.safetensors`));
+    const programs = ({ loss, update }) => [loss, update];
+    return new Trainer(...(await opened(folder, "training.json", "arrays.safetensors", FORMAT, programs)));
   }
 
   constructor(facts, arrays) {

@@ -64,6 +64,54 @@ function dot(pen, x, y) {
   pen.fill();
 }
 
+/** From values to pixels, and back. */
+function scale(low, high, from, to, isLog = false) {
+  const [f, inverse] = isLog ? [Math.log, Math.exp] : [Number, Number];
+  const a = f(low), b = (to - from) / (f(high) - a || 1);
+  return { to: (v) => from + (f(v) - a) * b, back: (p) => inverse(a + (p - from) / b) };
+}
+
+/** A curve through finite points. */
+function line(pen, one, toX, toY) {
+  pen.strokeStyle = colour(one.colour);
+  pen.globalAlpha = one.alpha ?? 1;
+  pen.lineWidth = one.width ?? 2;
+  pen.lineJoin = "round";
+  pen.setLineDash(one.dash ?? []);
+  pen.beginPath();
+  let column = null, isDown = false;
+  const flush = () => {
+    if (!column) return;
+    const { px, first, low, high, last } = column;
+    for (const py of low === high ? [first] : [first, low, high, last]) {
+      if (isDown) pen.lineTo(px, py);
+      else pen.moveTo(px, py);
+      isDown = true;
+    }
+    column = null;
+  };
+  for (let i = 0; i < one.x.length; i++) {
+    const px = toX.to(one.x[i]), py = toY.to(one.y[i]);
+    if (!Number.isFinite(px) || !Number.isFinite(py)) {
+      flush();
+      isDown = isDown && !Number.isNaN(one.y[i]);
+      continue;
+    }
+    if (column && Math.abs(px - column.px) < 0.5) {
+      column.low = Math.max(column.low, py);
+      column.high = Math.min(column.high, py);
+      column.last = py;
+    } else {
+      flush();
+      column = { px, first: py, low: py, high: py, last: py };
+    }
+  }
+  flush();
+  pen.stroke();
+  pen.setLineDash([]);
+  pen.globalAlpha = 1;
+}
+
 export class Chart {
   /** `label`: what it shows; `onCursor(x)` is called where the reader points, with null when they leave. */
   constructor(host, label, onCursor) {
@@ -103,27 +151,25 @@ export class Chart {
     this.choose = (low, high, pixels, apart) => (model.isLog ? logTicks : ticks)(low, high, Math.max(3, Math.floor(pixels / apart)));
     const marks = this.choose(y0, y1, box.bottom - box.top, 44).map((value) => [value, model.y.format(value)]);
     box.left = Math.max(LEFT, ...marks.map(([, words]) => pen.measureText(words).width + 12)); // no label is cut
-    const [f, inverse] = model.isLog ? [Math.log, Math.exp] : [Number, Number];
-    const scale = (low, high, from, to) => {
-      const a = f(low), b = (to - from) / (f(high) - a);
-      return { to: (v) => from + (f(v) - a) * b, back: (p) => inverse(a + (p - from) / b) };
-    };
-    this.toX = scale(x0, x1, box.left, box.right);
-    this.toY = scale(y0, y1, box.bottom, box.top);
+    this.toX = scale(x0, x1, box.left, box.right, model.isLog);
+    this.toY = scale(y0, y1, box.bottom, box.top, model.isLog);
     this.axes(pen, x0, x1, marks);
     pen.save();
     pen.beginPath();
     pen.rect(box.left - 4, box.top - 4, box.right - box.left + 8, box.bottom - box.top + 8);
     pen.clip();
-    for (const one of model.series) if (one.x.length) this[one.kind](pen, one);
+    for (const one of model.series) {
+      if (one.kind === "line") line(pen, one, this.toX, this.toY);
+      else if (one.x.length) this[one.kind](pen, one);
+    }
     pen.restore();
-    this.levels(pen);
+    this.target(pen);
     this.crosshair();
   }
 
   range() {
     let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
-    const { isLog, series, levels, x, y } = this.model;
+    const { isLog, series, target, x, y } = this.model;
     for (const one of series)
       for (let i = 0; i < one.x.length; i++) {
         if (!Number.isFinite(one.y[i]) || (isLog && !(one.x[i] > 0 && one.y[i] > 0))) continue;
@@ -134,10 +180,7 @@ export class Chart {
       }
     if (!isLog) x0 = Math.min(x0, 0);
     this.last = x1 = Math.max(x1, x.last ?? x1);
-    for (const level of levels) {
-      y0 = Math.min(y0, level.value);
-      y1 = Math.max(y1, level.value);
-    }
+    if (Number.isFinite(target)) [y0, y1] = [Math.min(y0, target), Math.max(y1, target)];
     if (y.low !== undefined && !isLog) y0 = y.low;
     if (y.high !== undefined) y1 = Math.min(y1, y.high);
     const room = isLog ? 0 : (y1 - y0) * 0.05 || 0.5;
@@ -172,59 +215,19 @@ export class Chart {
     pen.fillText(model.x.label, box.right, box.bottom + 20);
   }
 
-  levels(pen) {
-    for (const { value, text } of this.model.levels) {
-      const at = Math.round(this.toY.to(value)) + 0.5;
-      pen.strokeStyle = pen.fillStyle = colour("--target");
-      pen.lineWidth = 1;
-      pen.setLineDash([5, 3]);
-      path(pen, [this.box.left, at], [this.box.right, at]);
-      pen.stroke();
-      pen.setLineDash([]);
-      pen.textAlign = "left";
-      pen.textBaseline = "bottom";
-      pen.fillText(text, this.box.left + 4, at - 3);
-    }
-  }
-
-  line(pen, one) {
-    pen.strokeStyle = colour(one.colour);
-    pen.globalAlpha = one.alpha ?? 1;
-    pen.lineWidth = one.width ?? 2;
-    pen.lineJoin = "round";
-    pen.setLineDash(one.dash ?? []);
-    pen.beginPath();
-    let column = null, isDown = false;
-    const flush = () => {
-      if (!column) return;
-      const { px, first, low, high, last } = column;
-      for (const py of low === high ? [first] : [first, low, high, last]) {
-        if (isDown) pen.lineTo(px, py);
-        else pen.moveTo(px, py);
-        isDown = true;
-      }
-      column = null;
-    };
-    for (let i = 0; i < one.x.length; i++) {
-      const px = this.toX.to(one.x[i]), py = this.toY.to(one.y[i]);
-      if (!Number.isFinite(px) || !Number.isFinite(py)) {
-        flush();
-        isDown = isDown && !Number.isNaN(one.y[i]);
-        continue;
-      }
-      if (column && Math.abs(px - column.px) < 0.5) {
-        column.low = Math.max(column.low, py);
-        column.high = Math.min(column.high, py);
-        column.last = py;
-      } else {
-        flush();
-        column = { px, first: py, low: py, high: py, last: py };
-      }
-    }
-    flush();
+  target(pen) {
+    const { target } = this.model;
+    if (!Number.isFinite(target)) return;
+    const at = Math.round(this.toY.to(target)) + 0.5;
+    pen.strokeStyle = pen.fillStyle = colour("--target");
+    pen.lineWidth = 1;
+    pen.setLineDash([5, 3]);
+    path(pen, [this.box.left, at], [this.box.right, at]);
     pen.stroke();
     pen.setLineDash([]);
-    pen.globalAlpha = 1;
+    pen.textAlign = "left";
+    pen.textBaseline = "bottom";
+    pen.fillText(`target ${target}`, this.box.left + 4, at - 3);
   }
 
   points(pen, one) {
@@ -239,27 +242,17 @@ export class Chart {
     }
   }
 
-  /**
-   * One dot for each step; where there are more than pixels, from the smallest to the largest. What is above the range is
-   * a triangle at the top.
-   */
+  /** One dot for each step. What is above the range is a triangle at the top. */
   strip(pen, one) {
-    const top = this.model.y.high, spans = new Map();
-    const isDense = one.x.length > 2 * (this.box.right - this.box.left);
+    const top = this.model.y.high, [usual, slow] = [one.colour, "--target"].map(colour);
     one.y.forEach((value, at) => {
-      const px = Math.round(this.toX.to(one.x[at])), key = isDense ? px : at;
-      const span = spans.get(key) ?? { px, low: value, high: value };
-      spans.set(key, { px, low: Math.min(span.low, value), high: Math.max(span.high, value) });
-    });
-    for (const { px, low, high } of spans.values()) {
-      const isOut = high > one.outlier, wide = isOut ? 4 : 2;
-      pen.fillStyle = colour(isOut ? "--target" : one.colour);
-      const y0 = this.toY.to(Math.min(low, top)), y1 = this.toY.to(Math.min(high, top));
-      pen.fillRect(px - wide / 2, y1 - wide / 2, wide, y0 - y1 + wide);
-      if (high <= top) continue;
+      const isOut = value > one.outlier, size = isOut ? 4 : 2, px = Math.round(this.toX.to(one.x[at]));
+      pen.fillStyle = isOut ? slow : usual;
+      pen.fillRect(px - size / 2, this.toY.to(Math.min(value, top)) - size / 2, size, size);
+      if (value <= top) return;
       path(pen, [px - 4, this.box.top + 4], [px + 4, this.box.top + 4], [px, this.box.top - 3]);
       pen.fill();
-    }
+    });
   }
 
   point(event) {
@@ -311,21 +304,6 @@ export class Chart {
 export function sparkline(canvas, x, y) {
   const { pen, width, height } = penOf(canvas, canvas);
   if (!width || !x.length) return;
-  let low = Infinity, high = -Infinity;
-  for (const value of y) {
-    low = Math.min(low, value);
-    high = Math.max(high, value);
-  }
-  const toX = (at) => 1 + ((at - x[0]) / (x.at(-1) - x[0] || 1)) * (width - 2);
-  const toY = (value) => height - 3 - ((value - low) / (high - low || 1)) * (height - 6);
-  pen.strokeStyle = colour("--c0");
-  pen.lineWidth = 1.5;
-  pen.beginPath();
-  const stride = Math.max(1, Math.floor(x.length / (2 * width)));
-  for (let i = 0; i < x.length; i += stride) {
-    if (i) pen.lineTo(toX(x[i]), toY(y[Math.max(0, i - stride)])); // steps, since the values hold for whole steps
-    pen.lineTo(toX(x[i]), toY(y[i]));
-  }
-  pen.lineTo(toX(x.at(-1)), toY(y.at(-1)));
-  pen.stroke();
+  const [low, high] = [Math.min, Math.max].map((further) => y.reduce((a, b) => further(a, b)));
+  line(pen, { x, y, colour: "--c0", width: 1.5 }, scale(x[0], x.at(-1), 1, width - 1), scale(low, high, height - 3, 3));
 }

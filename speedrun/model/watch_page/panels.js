@@ -36,30 +36,28 @@ export function lossModel(runs, focus, view, rules) {
     };
     series.push(lead, { kind: "points", x: run.vals.map((val) => val[view.axis]), y: run.vals.map((val) => val.loss), ...look });
   }
-  const levels = Number.isFinite(rules?.target) ? [{ value: rules.target, text: `target ${rules.target}` }] : [];
-  return { series, lead, levels, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => (Math.abs(v) < 1e4 ? `${+v.toFixed(3)}` : short(v)) }, empty: "no steps yet" };
+  return { series, lead, target: rules?.target, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => (Math.abs(v) < 1e4 ? `${+v.toFixed(3)}` : short(v)) }, empty: "no steps yet" };
 }
 
 /** The time of each step, on an axis that ends where that of the losses does. */
 export function stepModel(run, view, last) {
-  const middle = fit.median(run?.ms ?? []);
-  const series = run ? [{
+  const middle = fit.median(run.ms);
+  const lead = {
     kind: "strip", x: run[view.axis], y: run.ms, colour: lookOf(run.number).colour, outlier: 1.5 * middle,
     say: (at) => `step ${whole(run.steps[at] + 1)} · ${ms(run.ms[at])}`,
-  }] : [];
-  const high = Math.max(4 * middle, 1.2 * fit.median(run?.ms ?? [], 0.99)); // what is above becomes a triangle
-  return { series, lead: series[0], levels: [], isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => (v < 1000 ? `${short(v)} ms` : time(v / 1000)) }, empty: "no steps yet" };
+  };
+  const high = Math.max(4 * middle, 1.2 * fit.median(run.ms, 0.99)); // what is above becomes a triangle
+  return { series: [lead], lead, isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => (v < 1000 ? `${short(v)} ms` : time(v / 1000)) }, empty: "no steps yet" };
 }
 
 export function stepNote(run) {
-  if (!run?.ms.length) return "";
+  if (!run.ms.length) return "";
   const middle = fit.median(run.ms), slow = run.ms.filter((value) => value > 1.5 * middle).length;
   return `median ${ms(middle)}, 95 % below ${ms(fit.median(run.ms, 0.95))}, largest ${ms(fit.median(run.ms, 1))}; ${whole(slow)} above 1.5 medians, in red`;
 }
 
 export function keyOf(runs, focus, rules) {
-  const look = focus ? lookOf(focus.number) : lookOf(0);
-  const width = focus ? fit.widthOf(focus.numSteps) : 5;
+  const look = lookOf(focus.number), width = fit.widthOf(focus.numSteps);
   const rows = [
     [swatch(look.dash, look.colour), `training loss, mean of ${width} steps; each step faint`],
     [swatch([], look.colour, "o"), "validation"],

@@ -182,8 +182,6 @@ function drawAnew() {
 
 function choose(name, value) {
   view[name] = value;
-  const input = document.querySelector(`input[name="${name}"][value="${value}"]`);
-  if (input) input.checked = true;
   point(null);
   drawAnew();
 }

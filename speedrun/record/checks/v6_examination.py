@@ -15,6 +15,8 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import NamedTuple, Unpack
 
+from msgspec.structs import replace
+
 from speedrun.base import runlog
 from speedrun.record.checks.table import Check, Skip, Texts, check, problems_of
 from speedrun.record.checks.v5_source import leaves
@@ -182,7 +184,7 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
         if one.start == run.origin.step and one.first_batch_sha256 != run.end.first_batch_sha256:
             yield f"{where}: the first batch is {one.first_batch_sha256}, the log says {run.end.first_batch_sha256}"
         if (one.start, one.stop) == (run.origin.step, run.start.num_steps):
-            told = tuple((r.name, r.tokens, r.start, r.stop, r.skipped) for r in run.data.shards)
+            told = [replace(shard, sha256="") for shard in run.data.shards]
             for got, said in zip_longest(one.ranges, told):
                 if got != said:
                     yield f"{where}: it read {got}, the log says {said}"

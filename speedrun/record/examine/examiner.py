@@ -102,7 +102,7 @@ class _Examiner:
         few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
         known = self._leaks(params, scored, others if compared else None)
         return Findings(
-            val_sha256=stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens),
+            val_sha256=layout.sha256(self.shards.val[0].read(0, self.track.data.val_tokens + 1).tobytes()),
             final_hash=state_hash(leaves),
             val_loss=float(nll_R.mean()),
             own=own,
