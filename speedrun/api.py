@@ -1,4 +1,4 @@
-"""The package as a library: load a recipe, run it, inspect the record. `import speedrun` exports these names.
+"""The Python API: load a recipe, run it, inspect the record. `import speedrun` exports these names.
 
 import speedrun as sr
 
@@ -40,7 +40,7 @@ class Record:
     """A record on disk."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Refer to an existing folder. Nothing is read yet."""
+        """Refer to an existing folder, without reading it yet."""
         self.folder = Path(folder)
 
     def __repr__(self) -> str:
@@ -48,10 +48,10 @@ class Record:
 
     @property
     def summary(self) -> Summary:
-        """Losses, times and counts, derived from the runs.
+        """Losses, times and counts, computed from the runs.
 
         Raises:
-            UsageError: if it cannot be read.
+            UsageError: if the record cannot be read.
         """
         found = records.load(self.folder)
         if not found.whole or found.track is None:
@@ -60,18 +60,18 @@ class Record:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Its runs, with every event of their logs: `[(step.train_time_s, step.loss) for step in run.steps]`."""
+        """The runs with all events of their logs: `[(step.train_time_s, step.loss) for step in run.steps]`."""
         return tuple(records.load(self.folder).runs)
 
     def validate(self) -> Report:
-        """Check all claims again, offline. Nothing in the record is executed."""
+        """Recheck all claims offline, without executing anything in the record."""
         return validate(self.folder)
 
     def plot(self, *kinds: plots.Kind) -> list[Path]:
         """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files.
 
         Raises:
-            UsageError: for another kind, or if there is nothing to plot.
+            UsageError: if the kind is unknown or there is nothing to plot.
         """
         for kind in {*kinds} - {*plots.KINDS}:
             raise unknown("kind of plot", kind, plots.KINDS)
@@ -79,12 +79,12 @@ class Record:
 
 
 def load(name: str) -> "Recipe":
-    """Return a recipe of this package by its name, or one of your own by the path of its file.
+    """Return a recipe of this package by name, or your own by the path of its file.
 
-    A file is read again each time.
+    Each call reads the file again.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if there is no such recipe.
     """
     from speedrun import recipes
 
@@ -101,19 +101,19 @@ def run(
     devices: int | None = None,
     quiet: bool = False,
 ) -> Record:
-    """Train once under the clock, in a process of its own, and write a record, as `speedrun run` does.
+    """Train once under the clock in a child process and write a record, like `speedrun run`.
 
     Args:
-        recipe: from `load`, also with other settings, or its name; None: the default of the track.
-        track: its name.
-        out: a new folder.
-        seed: of the initial weights.
-        data: folder of shards; None: that of the track.
-        devices: their number; None: as the track requires, or all.
-        quiet: print nothing; otherwise the log is printed during the run.
+        recipe: a recipe from `load`, with or without overrides, or its name; None: the track's default.
+        track: name of the track.
+        out: new folder for the record.
+        seed: seed of the initial weights.
+        data: folder with shards; None: the track's folder.
+        devices: number of devices; None: as the track requires, or all.
+        quiet: print nothing; otherwise print the log during the run.
 
     Raises:
-        SpeedrunError: as `speedrun run`. The record of a run that broke off says so.
+        SpeedrunError: if `speedrun run` would fail. The record of an interrupted run says so.
     """
     rules = load_track(track)
     name, settings = (
@@ -140,7 +140,7 @@ def run(
 
 
 def _train(config: RunConfig, printer: Printer) -> None:
-    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
+    """Train in a child process: JAX may use other devices here, and a process start begins the cold wall time."""
     code, said = local_processes.trained(config, printer, stderr=STDOUT)
     if not code:
         return
@@ -155,10 +155,10 @@ def _train(config: RunConfig, printer: Printer) -> None:
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
-    """Return the fewest settings (`--set`) by which this recipe differs from that in its file.
+    """Return the smallest set of `--set` options that turns the recipe in its file into this one.
 
     Raises:
-        UsageError: if it differs in more than settings.
+        UsageError: if settings alone cannot do this.
     """
     from speedrun import recipes
     from speedrun.science.recipe import IDENTITY, settings

@@ -1,18 +1,18 @@
 """A causal function of tokens, evaluated one position at a time.
 
-A recipe's `forward` maps all tokens of a sequence to all its states; to generate, only the newest state is needed. Its
-jaxpr is read once. What depends on no token (weights, angles) is computed once. Of the rest, each equation is evaluated
+A recipe's `forward` maps all tokens of a sequence to all states; generation needs only the newest. `Incremental` traces
+`forward` once. It computes what does not depend on tokens (weights, angles) once, and evaluates each other equation
 
-    by row   if it acts on each position by itself: at the newest position only
-    whole    if it mixes positions (a shift, a running sum): at all of them, with rows of the past from a cache
+    by row   if it acts on each position separately: at the newest position only
+    whole    if it mixes positions (a shift, a running sum): at all positions, with past rows from a cache
 
-A product of the newest query with keys, and of its weights with values, takes them from the cache. So no model has a
-second form for generation, and a recipe from outside needs none. The price: what is evaluated whole costs as much as in
-`forward`. In the ladder that is little, but for the composed heads of record 89.
+Products of the newest query with keys, and of its weights with values, take both from the cache. So no model needs
+separate code for generation. Equations that are evaluated whole cost as much as in `forward`. In the ladder, these
+are few, except for the composed heads of record 89.
 
-A row is an entry of the whole value. Rows of the past may be kept only if they do not depend on tokens that follow, and
-a causal function need not compute them so: it may subtract a maximum over all positions, and add it again. No rule on
-equations can know that. So `decode` compares the rows of each text with those of the same text before other tokens.
+A row is the part of a value at one position. Past rows may be kept only if they do not depend on later tokens. A causal
+function can break this: it may subtract a maximum over all positions and add it again. The equations do not show this,
+so `decode` compares the rows of each text with those of the same text before other tokens.
 
 Legend: T positions, B sequences (one), H heads, K head width, D model.
 """
@@ -34,7 +34,7 @@ from speedrun.science.kernels.choose import Kernels
 
 @dataclass(frozen=True, eq=False)
 class DecodingKernels(Kernels):
-    """The definitions of all operations: none is an opaque kernel, and no sequence is too long for one."""
+    """The reference implementations of all operations, without opaque kernels or limits on sequence length."""
 
     platform: str = "cpu"
     compute_capability: str = ""
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A value at all positions that depends on tokens; `time` is None if they are not known to lie along one axis."""
+    """A value at all positions that depends on tokens; `time` is None if no single axis is known to hold positions."""
 
     value: Any
     time: Time | None
@@ -63,18 +63,18 @@ class _Position:
 
     def __init__(self, t: jax.Array, past: Values | None) -> None:
         self._t, self._past = t, past
-        self.times: dict[Var, Time] = {}  #: of what is in the cache
-        self.cache: Values = {}  #: what was needed at all positions, with the newest row
+        self.times: dict[Var, Time] = {}  #: position axes of the cached values
+        self.cache: Values = {}  #: values needed at all positions, including the newest row
 
     def apply(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        """Evaluate an equation on values that are `Row`, `Whole`, or depend on no token."""
+        """Evaluate an equation on values that are `Row`, `Whole`, or independent of tokens."""
         times = [x.time if isinstance(x, Row | Whole) else None for x in values]
         rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
         wholes = [i for i, x in enumerate(values) if isinstance(x, Whole) and x.time is not None]
         for i in [*rows, *wholes]:
             way = equations.passage(eqn, i, values[i].time)
             if way is not None and self._fits(values, way.operands):
-                # Integers stay whole: they are cheap, and whole they need no cache.
+                # Keep integers whole: they are cheap, and then need no cache.
                 if not rows and not jnp.issubdtype(equations.dtype_of(eqn.outvars[0]), jnp.inexact):
                     alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
                     return self._whole(eqn, values, way.out if alike else None)
@@ -85,7 +85,7 @@ class _Position:
         return self._whole(eqn, values, times[0] if is_running else None)
 
     def _fits(self, xs: list[Any], times: Sequence[Time | None]) -> bool:
-        """Return whether all rows lie where they are needed, or are needed whole."""
+        """Return whether each row has its positions on the needed axis, or is needed whole."""
         return all(time in (None, x.time) for x, time in zip(xs, times, strict=True) if isinstance(x, Row))
 
     def _whole(self, eqn: JaxprEqn, values: list[Any], time: Time | None) -> list[Any]:
@@ -93,7 +93,7 @@ class _Position:
         return [Whole(y, time) for y in found]
 
     def whole(self, x: Any, value: Any) -> Any:
-        """Return a value at all positions: a row with those of the past."""
+        """Return a value at all positions; for a row, take the past rows from the cache."""
         if not isinstance(value, Row):
             return value.value if isinstance(value, Whole) else value
         if x not in self.cache:
@@ -114,9 +114,9 @@ class _Position:
 
 
 class Incremental:
-    """A causal function (params, tokens_BT) -> x_BTD of one sequence: `fixed` and `start`, then `step` by step.
+    """A causal function (params, tokens_BT) -> x_BTD of one sequence: call `fixed` and `start`, then `step` repeatedly.
 
-    All three are pure, and meant to be traced. They are made for one tree of parameters and one number of positions.
+    All three are pure and meant to be traced. They are specific to one parameter tree and one number of positions.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class Incremental:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Read a function of these parameters, or others of these shapes, and of a sequence of so many tokens.
+        """Trace a function of parameters with these shapes and of a sequence of `num_positions` tokens.
 
-        `is_whole`: evaluate all positions in each step, and keep nothing of those of the past.
+        `is_whole`: evaluate all positions in each step, without a cache.
         """
         self._is_whole = is_whole
         tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
@@ -138,14 +138,14 @@ class Incremental:
         self._states: Any = jaxpr.outvars[0]
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         on_tokens: set[Any] = {self._tokens}
-        self._eqns: list[JaxprEqn] = []  #: which depend on tokens
+        self._eqns: list[JaxprEqn] = []  #: those that depend on tokens
         self._fixed_eqns: list[JaxprEqn] = []
         for eqn in equations.needed(jaxpr):
             depends = on_tokens & {*variables(eqn)}
             on_tokens |= {*eqn.outvars} if depends else set()
             (self._eqns if depends else self._fixed_eqns).append(eqn)
         self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in variables(eqn) if x not in on_tokens)]
-        self.kept: dict[Var, Time] = {}  #: whose rows of the past are needed
+        self.kept: dict[Var, Time] = {}  #: variables whose past rows are needed
 
         def first(params: Any, tokens_BT: jax.Array) -> None:
             position = _Position(jnp.int32(0), None)
@@ -157,7 +157,7 @@ class Incremental:
     def differences(
         self, cache: list[jax.Array], other: list[jax.Array], num_positions: jax.Array
     ) -> jax.Array:
-        """Return by how much the rows of the first positions differ, as a share of the largest number: f32 []."""
+        """Return the maximum difference of the first rows, relative to the largest number: f32 []."""
         worst = jnp.float32(0)
         for x, y, time in zip(cache, other, self.kept.values(), strict=True):
             is_read = jnp.arange(x.shape[time.axis]) < num_positions * time.per
@@ -167,13 +167,13 @@ class Incremental:
         return worst
 
     def fixed(self, params: Any) -> list[jax.Array]:
-        """Return what depends on no token."""
+        """Return the values that do not depend on tokens."""
         values: Values = {**self._consts, **dict(zip(self._params, jax.tree.leaves(params), strict=True))}
         run(self._fixed_eqns, values)
         return [values[x] for x in self._fixed]
 
     def start(self, fixed: list[jax.Array], tokens_BT: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Return the states of all positions [1, T, D], and the cache for those that follow."""
+        """Return the states of all positions [1, T, D], and the cache for later steps."""
         values = self._values(fixed, tokens_BT)
         run(self._eqns, values)
         return values[self._states], [values[x] for x in self.kept]
@@ -181,7 +181,7 @@ class Incremental:
     def step(
         self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
+        """Return the state [1, 1, D] at position `t` and the new cache. `tokens_BT` holds all tokens up to `t`."""
         position = _Position(t, dict(zip(self.kept, cache, strict=True)))
         x_BTD = self._advance(position, fixed, tokens_BT)
         return x_BTD, [position.cache[x] for x in self.kept]

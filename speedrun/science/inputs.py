@@ -1,4 +1,4 @@
-"""Scheduled inputs: values that change from step to step. A recipe's schedule gives them by name."""
+"""Scheduled inputs: values that change from step to step. A recipe's schedule returns them by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 from speedrun.base.errors import UsageError
 from speedrun.science.kernels.attention import Window
 
-MOST_NUMBERS = 2**12  #: of an input, at a step
+MOST_NUMBERS = 2**12  #: per input and step
 Arrays = dict[str, np.ndarray]
 Static = tuple[tuple[str, Any], ...]  #: inputs that are compiled into an executable
 
@@ -21,18 +21,18 @@ Static = tuple[tuple[str, Any], ...]  #: inputs that are compiled into an execut
 class Inputs:
     """The inputs of one step."""
 
-    values: Mapping[str, Any]  #: arrays, or Python values that are compiled in
-    spans: Mapping[str, tuple[int, int]]  #: smallest and largest value of each integer over all steps
+    values: Mapping[str, Any]  #: arrays, or compiled-in Python values
+    spans: Mapping[str, tuple[int, int]]  #: minimum and maximum of each integer over all steps
 
     def __getitem__(self, name: str) -> Any:
-        """Return an input; raise UsageError if the schedule does not give it."""
+        """Return an input; raise UsageError if the schedule does not define it."""
         if name not in self.values:
             given = ", ".join(self.values)
             raise UsageError(f"its schedule and constants give no input {name!r}; they give {given}")
         return self.values[name]
 
     def window(self, name: str) -> Window:
-        """Return an input as a window, in blocks, static if it is compiled in; raise UsageError where it is below 1."""
+        """Return an input as a window in blocks, static if it is compiled in; raise UsageError if it is below 1."""
         blocks = self[name]
         least, most = (blocks, blocks) if isinstance(blocks, int) else self.spans[name]
         if least < 1:
@@ -41,16 +41,16 @@ class Inputs:
 
 
 class Plan(NamedTuple):
-    """The inputs of all steps and of the last validation."""
+    """The inputs of all steps and the last validation."""
 
     rows: tuple[dict[str, Any], ...]  #: by step: NumPy values are traced, Python values are compiled in
-    schedule: Arrays  #: the traced ones, [num_steps + 1, ...], and constants
-    spans: dict[str, tuple[int, int]]  #: of each traced integer
-    constants: Arrays  #: the same at every step: never compiled in, nor in `spans`
+    schedule: Arrays  #: traced inputs, [num_steps + 1, ...], and constants
+    spans: dict[str, tuple[int, int]]  #: minimum and maximum of each traced integer
+    constants: Arrays  #: the same at every step; never compiled in, and not in `spans`
 
     @classmethod
     def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int, constants: Arrays) -> Self:
-        """Collect inputs; raise UsageError if one is of no use or a constant, or a step lacks one of another."""
+        """Collect the inputs of all steps; raise UsageError if one is invalid, missing, or also a constant."""
         given = map(inputs_at, range(num_steps + 1))
         rows = tuple({name: _plain(name, value) for name, value in row.items()} for row in given)
         names = set[str]().union(*rows)
@@ -68,21 +68,21 @@ class Plan(NamedTuple):
         return cls(rows, schedule | constants, spans, constants)
 
     def static_at(self, step: int, *, integers: bool) -> Static:
-        """Return what is compiled into the executable of a step: Python values, and traced `integers` if asked for."""
+        """Return what is compiled into a step's executable: Python values, and traced `integers` if requested."""
         row = {name: value for name, value in self.rows[step].items() if name not in self.schedule}
         if integers:
             row |= {name: int(self.rows[step][name]) for name in self.spans if self.schedule[name].ndim == 1}
         return tuple(row.items())
 
     def at(self, step: jax.Array | int, schedule: Mapping[str, Any], static: Static) -> Inputs:
-        """Return the inputs of a step from a schedule on the device."""
+        """Return the inputs of a step from the schedule on the device."""
         values = {name: jnp.asarray(x) if name in self.constants else x[step] for name, x in schedule.items()}
         values |= dict(static)
         return Inputs(MappingProxyType(values), MappingProxyType(self.spans))
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a copy that the schedule cannot change later, without methods of its own."""
+    """Return a copy of a plain type, which the schedule cannot change later."""
     if isinstance(value, np.generic | np.ndarray) and value.size <= MOST_NUMBERS:
         if np.isrealobj(value) and (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
             return np.array(value)

@@ -1,4 +1,4 @@
-"""Pure functions that models are built from.
+"""Pure functions that models use as building blocks.
 
 Legend: B batch, T time, D model, H heads, K head width.
 """
@@ -13,7 +13,7 @@ EPS = 1.1920929e-07
 
 @jax.custom_vjp
 def rms_norm(x: jax.Array) -> jax.Array:
-    """Return x / rms(x) over the last axis, without gain; in float32, returned in the dtype of `x`."""
+    """Return x / rms(x) over the last axis, without a gain: computed in float32, in the dtype of `x`."""
     return _normalised(x.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -26,7 +26,7 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def _rms_norm_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    # XLA makes one kernel of what follows x * f(sum of x^2), if that sum has no other use: so one of its own, for 1.
+    # XLA fuses x * f(sum of x^2) with what follows if the sum has no other use; multiplying by `one` adds such a sum.
     x32 = jax.lax.optimization_barrier(x).astype(jnp.float32)
     one = jnp.minimum(_mean_square(x32) / EPS, 1.0)
     (dx,) = jax.vjp(_normalised, x32 * one)[1](dy.astype(jnp.float32))
@@ -37,21 +37,21 @@ rms_norm.defvjp(lambda x: (rms_norm(x), x), _rms_norm_backward)
 
 
 def project(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    """Return x W^T for each W. With the barrier, XLA sums the gradient inside its products."""
+    """Return x W^T for each W. The barrier makes XLA sum the gradient inside its matmuls."""
     *others, last = weights
     held = jax.lax.optimization_barrier(x)
     return [*(held @ w.T for w in others), x @ last.T]
 
 
 def scaled(w: jax.Array, by: jax.Array) -> jax.Array:
-    """Return by * w. Without the barrier, XLA scales all layers at once, after all gathers."""
+    """Return by * w. Without the barrier, XLA scales all layers at once after all gathers."""
     return blend((jax.lax.optimization_barrier(by), w))
 
 
 def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return the sum of weight * x over the terms (weight, x); in float32, returned in the dtype of the first `x`.
+    """Return the sum of weight * x over the terms (weight, x), computed in float32, in the dtype of the first `x`.
 
-    Weights are learned scalars and stay float32: rounding them to bfloat16 costs up to 0.4 %.
+    Weights are learned scalars and stay float32: rounding them to bfloat16 changes them by up to 0.4 %.
     """
     total = sum(weight.astype(jnp.float32) * x.astype(jnp.float32) for weight, x in terms)
     return _held(jnp.asarray(total).astype(terms[0][1].dtype))
@@ -59,7 +59,7 @@ def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_vjp
 def _held(x: jax.Array) -> jax.Array:
-    """Return x, whose gradient XLA reads once for all of a blend."""
+    """Return x; XLA reads its gradient only once for all terms of a blend."""
     return x
 
 
@@ -67,21 +67,21 @@ _held.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.optimization_barrier(dx
 
 
 def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
-    """Return the index of each token's document; a document begins with its opening token."""
+    """Return the document index of each token; each document begins with `document_token`."""
     return jnp.cumsum(tokens_BT == document_token, axis=1)
 
 
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
     """Return rows of a table: [B, T, D] in its dtype.
 
-    The cast makes the gradient, a sum over all uses of an id, accumulate in float32 and round once. A bfloat16 sum of
-    thousands of terms stagnates, and GPUs are slow at it.
+    Because of the cast, the gradient (a sum over all uses of an id) accumulates in float32 and is rounded once. A
+    bfloat16 sum of thousands of terms stagnates, and is slow on GPUs.
     """
     return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
 
 
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
+    """Return the cosines and sines [T, K/2] of half-truncated rotary, where half of the frequencies are zero.
 
     f_i = (1/1024)^(i / (K/4 - 1)) for the first K/4 pairs; the other K/4 pairs do not rotate.
     Source: record 2024-12, @YouJiacheng.
@@ -93,7 +93,7 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 
 
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate pairs (i, i + K/2) by position * f_i, in float32; angles [T, n K/2] are those of n heads in turn."""
+    """Rotate pairs (i, i + K/2) by position * f_i, in float32; angles [T, n K/2] cycle through n heads."""
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     num_turns, shape = u[0, 0].size // angles[0].shape[1], (1, *u.shape[1:])
     cos_BTHK, sin_BTHK = (jnp.tile(a, (1, num_turns)).reshape(shape) for a in angles)
@@ -103,15 +103,15 @@ def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """Return x Phi(x), where Phi is the distribution function of a standard normal number; 16 bits round at the end.
+    """Return x Phi(x), with Phi the cumulative distribution function of the standard normal; rounds once, at the end.
 
-    Its derivative is its own: JAX 0.12 cannot differentiate `erf` inside `shard_map`.
+    The derivative is defined here because JAX 0.12 cannot differentiate `erf` inside `shard_map`.
     """
     return (_wide(x) * ndtr(_wide(x))).astype(x.dtype)
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))  # erf knows no 16 bits
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))  # erf does not support 16-bit types
 
 
 def _slope(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A recipe: an immutable value that holds everything that affects the loss curve, and nothing else."""
+"""A recipe: an immutable value with everything that affects the loss curve, and nothing else."""
 
 import ast
 import dataclasses
@@ -28,7 +28,7 @@ class Stage:
     num_steps: Steps
     num_sequences: Count  #: per step, over all devices
     seq_len: Count  #: tokens
-    document_tokens: Natural = 0  #: sequences of whole documents, cut at this length; 0: of contiguous text
+    document_tokens: Natural = 0  #: pack whole documents, each cut at this length; 0: contiguous text
 
     @property
     def batch_tokens(self) -> int:
@@ -44,16 +44,16 @@ def no_carry(_: Any) -> Params:
     return NOTHING
 
 
-#: The bytes of each id, b"" for special tokens; () if the data does not say what its ids stand for.
+#: The bytes of each id, b"" for special tokens; () if the data does not define them.
 Vocabulary = tuple[bytes, ...]
 
 
-#: By name; a function where an array can be computed, so that a record need not carry it.
+#: Arrays by name, or functions that compute them, so that a record need not contain the arrays.
 Constants = dict[str, np.ndarray | Callable[[], jax.Array]]
 
 
 def no_constants(_: Any, __: Vocabulary) -> Constants:
-    """Give no constants: no vocabulary is loaded."""
+    """Return no constants; then no vocabulary is loaded."""
     return {}
 
 
@@ -61,15 +61,15 @@ class Batch(NamedTuple):
     """The sequences of a micro-batch."""
 
     tokens_BT: jax.Array  #: i32
-    targets_BT: jax.Array  #: i32, the token after each
-    carry: Params  #: [B, ...], `Loss.carry` of the step before
-    index_B: jax.Array  #: i32, the number of each among the sequences of the step, over all devices
+    targets_BT: jax.Array  #: i32, the token after each token
+    carry: Params  #: [B, ...], `Loss.carry` of the previous step
+    index_B: jax.Array  #: i32, the index of each sequence in the step, over all devices
 
 
 class Loss(NamedTuple):
     """The training loss of a micro-batch."""
 
-    objective: jax.Array  #: f32 [], to be minimised; a step takes the mean over its micro-batches
+    objective: jax.Array  #: f32 [], to minimise; a step takes the mean over its micro-batches
     nll: jax.Array  #: f32 [], mean nats per target, for the log
     carry: Params = NOTHING  #: [B, ...], for the next step
 
@@ -78,7 +78,7 @@ class OptimizerLike(Protocol):
     """The optimiser of a recipe."""
 
     def transform(self, layout: Layout, /) -> optax.GradientTransformation:
-        """Return what updates packed parameters; its `update` also gets `inputs`."""
+        """Return an optax transformation of packed parameters; its `update` also gets `inputs`."""
         ...
 
 
@@ -93,23 +93,23 @@ class ScheduleLike(Protocol):
 ConfigT = TypeVar("ConfigT")
 OptimizerT = TypeVar("OptimizerT", bound=OptimizerLike)
 ScheduleT = TypeVar("ScheduleT", bound=ScheduleLike)
-#: (params, tokens_BT, inputs, config, kernels) -> final hidden states before the head: x_BTD
+#: (params, tokens_BT, inputs, config, kernels) -> x_BTD, the final hidden states before the head
 Forward = Callable[[Params, jax.Array, Inputs, ConfigT, Kernels], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
-    """The science of a run. Make variants with `dataclasses.replace`, not with flags.
+    """The science of a run. Create variants with `dataclasses.replace`, not with flags.
 
-    Functions get whole parameters by name, in the compute dtype, and the scheduled inputs of the step. They derive all
-    else that they need (documents, hashes) from tokens.
+    Functions get whole parameters by name, in the compute dtype, and the scheduled inputs of the step. They derive
+    everything else (documents, hashes) from tokens.
     """
 
     name: str
     summary: str
     parent: str | None
     revision: int  #: incremented when the pinned trace changes
-    #: Dataclass of the model; has vocab_size, and document_token if the model reads documents.
+    #: Model dataclass with vocab_size, and document_token if the model reads documents.
     config: ConfigT
     table: Callable[[ConfigT], Table]
     forward: Forward[ConfigT]
@@ -122,8 +122,8 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     eval_sequences: Count  #: per validation pass, over all devices
     eval_seq_len: Count
     compute_dtype: Dtype
-    carry: Callable[[ConfigT], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
-    #: Inputs that are equal at all steps.
+    carry: Callable[[ConfigT], Params] = no_carry  #: config -> initial `Batch.carry` for one sequence
+    #: Inputs that are the same at every step.
     constants: Callable[[ConfigT, Vocabulary], Constants] = no_constants
 
     def __post_init__(self) -> None:
@@ -133,12 +133,12 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of all stages."""
+        """Total number of steps in all stages."""
         return sum(stage.num_steps for stage in self.stages)
 
     @property
     def total_tokens(self) -> int:
-        """Number of tokens of all stages."""
+        """Total number of tokens in all stages."""
         return sum(stage.num_steps * stage.batch_tokens for stage in self.stages)
 
     def stage_of(self, step: int) -> int:
@@ -154,16 +154,16 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         return range(start, start + self.stages[stage].num_steps)
 
     def inputs_at(self, step: int) -> dict[str, Any]:
-        """Return the inputs of a step by name; those of step `num_steps` are for the last validation."""
+        """Return the inputs of a step by name; the last validation uses those of step `num_steps`."""
         return self.schedule.at(step, self.num_steps)
 
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
         """Return a recipe with changed settings: `{"config.model_dim": 64, "stages.0.num_steps": "20"}`.
 
-        They change together; those that `size` stands for come first.
+        All settings change together, after the settings that `size` implies.
 
         Raises:
-            UsageError: for an unknown setting, a value of the wrong type, or a setting that identifies the recipe.
+            UsageError: if a setting is unknown, has a value of the wrong type, or identifies the recipe.
         """
         known, new = settings(self), {}
         if "size" in changes:
@@ -182,7 +182,7 @@ IDENTITY = ("name", "summary", "parent", "revision")
 
 
 def settings(node: Any, above: str = "") -> dict[str, Any]:
-    """Return all settings by dotted name: numbers, strings, and tuples of them."""
+    """Return all settings (numbers, strings and tuples of them) by dotted name."""
     found: dict[str, Any] = {}
     for name, value in _parts(node).items():
         if isinstance(value, int | float | str | tuple) and not _parts(value):
@@ -192,7 +192,7 @@ def settings(node: Any, above: str = "") -> dict[str, Any]:
 
 
 def _parts(node: Any) -> dict[str, Any]:
-    """Return the children of a value, by the next part of a dotted name."""
+    """Return the children of a value by the next part of their dotted name."""
     if isinstance(node, tuple) and any(map(dataclasses.is_dataclass, node)):
         return {str(i): part for i, part in enumerate(node)}
     if dataclasses.is_dataclass(node):
@@ -201,7 +201,7 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def describe(value: Any) -> Any:
-    """Return a recipe or part of it as JSON; functions become their dotted name."""
+    """Return a recipe or a part of it as JSON; functions become their dotted names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
@@ -212,13 +212,13 @@ def describe(value: Any) -> Any:
     kind = type(value).__qualname__
     if not hasattr(value, "__qualname__"):
         raise UsageError(f"a setting is of type {kind}; need numbers, text, tuples, dataclasses, functions")
-    # What wraps a function takes its name, and may compute something else.
+    # A wrapper takes the name of its function, but may compute something else.
     wrapped = "" if isinstance(value, FunctionType | type) else f"{kind} of "
     return f"{wrapped}{value.__module__}.{value.__qualname__}"
 
 
 def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:
-    """Return `node` with new settings by dotted name. Each value is rebuilt once, so settings can change together."""
+    """Return `node` with new settings by dotted name. It rebuilds each value once, so settings can change together."""
     parts, fresh = _parts(node), {}
     for name, part in parts.items():
         key = above + name
@@ -233,7 +233,7 @@ def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:
 
 
 def _literal(old: Any, key: str, text: str) -> Any:
-    """Parse `text` as a value of the type of `old`."""
+    """Parse `text` as a value of the same type as `old`."""
     kind = type(old)
     if kind is str:
         return text.strip()
@@ -241,7 +241,7 @@ def _literal(old: Any, key: str, text: str) -> Any:
         value = ast.literal_eval(text)
         value = float(value) if kind is float and type(value) is int else value
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
-        value = None  # these are all that both may raise
+        value = None  # both calls raise no other errors
     if kind is float and isinstance(value, float) and not math.isfinite(value):
         value = None
     if kind not in (int, float, tuple) or type(value) is not kind:

@@ -2,11 +2,11 @@
 
     gather      one all-gather per packed array, in the compute dtype
     accumulate  forward and backward of each micro-batch on whole parameters; gradients are summed in float32
-    scatter     one reduce-scatter per packed array, in the dtype of its gradient; of several nodes, each device then
-                sums its shard with the same shard on the others; divided by the number of devices in float32
+    scatter     one reduce-scatter per packed array, in the dtype of its gradient; with several nodes, each device then
+                sums its shard with the same shard on the other nodes; then division by the device count in float32
     update      the recipe's optimiser on whole local matrices and local rows, without communication
 
-State is donated, packed (`params.Layout`) and always sharded; only copies of parameters in the compute dtype are whole.
+State is donated, packed (`params.Layout`) and always sharded; only compute-dtype copies of parameters are whole.
 The schedule is on the device, indexed by the step number in the state, so a step costs the host one dispatch.
 
 Legend: B sequences, T time.
@@ -30,8 +30,8 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Batch, Loss, Recipe
 
-#: XLA's settings by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready;
-#: all in one would start at the end, where no computation is left to overlap. Streams of 16 bits stay so.
+#: XLA options by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready; a
+#: combined one would start at the end, with no computation left to overlap. 16-bit activations stay in 16 bits.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
@@ -42,20 +42,20 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
 
 
 class TrainState(NamedTuple):
-    """State of training, without the position in the data. `params` are packed (`params.Layout`)."""
+    """Training state without the data position. `params` are packed (`params.Layout`)."""
 
     step: jax.Array  #: i32[]
     params: Params
     opt_state: optax.OptState
-    carry: Params  #: [B, ...], `Loss.carry` of the last step; sharded like a batch
+    carry: Params  #: [B, ...], `Loss.carry` of the last step, sharded like a batch
 
 
 class StepMetrics(NamedTuple):
-    """Results of one step, on the device; fetched one step late."""
+    """Results of one step on the device; the host fetches them one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
-    bad: jax.Array  #: f32 [shards], above zero if a gradient of the shard is not finite
-    nonfinite: dict[str, jax.Array]  #: by packed name: where a gradient is not finite
+    bad: jax.Array  #: f32 [shards], positive if the shard has a non-finite gradient
+    nonfinite: dict[str, jax.Array]  #: by packed name: flags for non-finite gradients
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Step:
     mesh: Mesh
     microbatches: int  #: per step, over all devices
     kernels: Kernels
-    constants: Callable[[], Arrays]  #: those of the recipe, checked
+    constants: Callable[[], Arrays]  #: the recipe's constants, checked
 
     @cached_property
     def layout(self) -> Layout:
@@ -75,12 +75,12 @@ class Step:
 
     @cached_property
     def transform(self) -> optax.GradientTransformationExtraArgs:
-        """The recipe's optimiser over packed arrays. It must not change the model's layout, and gets its own."""
+        """The recipe's optimiser over packed arrays. It gets a separate layout, so it cannot change the model's."""
         return self.recipe.optimizer.transform(Layout(self.recipe.table(self.recipe.config)))
 
     @cached_property
     def plan(self) -> Plan:
-        """The inputs of all steps, and constants."""
+        """The inputs of all steps, and the constants."""
         return Plan.of(self.recipe.inputs_at, self.recipe.num_steps, self.constants())
 
     @cached_property
@@ -89,7 +89,7 @@ class Step:
         abstract = jax.eval_shape(self.init, jax.random.key(0))
 
         def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
-            # Zeros inherit no sharding: without a spec, XLA would put them on one device.
+            # Zeros inherit no sharding; without a spec, XLA would put them on one device.
             keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
             names = [key for key in keys if key in self.layout.specs]
             is_alike = names and leaf.shape[:1] == abstract.params[names[-1]].shape[:1]
@@ -108,7 +108,7 @@ class Step:
         """Return the function (state, tokens_BT, targets_BT, schedule) -> (state, metrics).
 
         Args:
-            static: inputs that are compiled in; others are read from the schedule.
+            static: compiled-in inputs; the step reads the others from the schedule.
         """
         batch, schedule = P(self.mesh.axis_names), P()
         return jax.shard_map(
@@ -130,18 +130,18 @@ class Step:
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
         new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), state.params, updates)
         flags = {k: self._nonfinite(k, g) for k, g in grads.items()}
-        # Not summed over devices: no computation is left to overlap a sum.
+        # Do not sum over devices: no computation is left to overlap the sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
         metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), jnp.asarray(bad)[None], flags)
         return TrainState(state.step + 1, new, opt_state, loss.carry), metrics
 
     def loss_and_grads(self, packed: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
-        """Return the loss of this device's sequences, and its shard of the mean gradient over all devices, packed."""
+        """Return the loss of this device's sequences and its packed shard of the mean gradient over all devices."""
         loss, grads = self._accumulate(self.whole(packed), batch, inputs)
         return loss, self._scatter_mean(self.layout.pack(grads))
 
     def _accumulate(self, params: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
-        """Return mean loss and this device's gradients: of several micro-batches in float32, of one as computed."""
+        """Return the mean loss and this device's gradients: float32 for several micro-batches, as computed for one."""
         num_local = self.microbatches // self.mesh.size
 
         @partial(jax.grad, has_aux=True)
@@ -158,7 +158,7 @@ class Step:
         def zeros(x: jax.Array) -> jax.Array:
             return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), self.mesh.axis_names, to="varying")
 
-        if num_local == 1:  # no loop, so that reductions overlap the backward pass
+        if num_local == 1:  # without a loop, reductions overlap the backward pass
             grads, loss = grad(params, batch)
             return loss, grads
         parts = jax.tree.map(lambda x: x.reshape(num_local, -1, *x.shape[1:]), batch)
@@ -168,10 +168,10 @@ class Step:
         return Loss(objective, nll, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)), grads
 
     def whole(self, packed: Params) -> Params:
-        """Return whole named parameters in the compute dtype; scalars stay float32. Call inside `shard_map`."""
+        """Return whole parameters by name, in the compute dtype; scalars stay float32. Call inside `shard_map`."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
-            # Varying over nodes, or JAX would sum whole gradients over them before they are scattered.
+            # Mark as varying over nodes; otherwise JAX would sum whole gradients over nodes before the scatter.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name in self.layout.vectors:
                 return x
@@ -180,7 +180,7 @@ class Step:
         return self.layout.unpack({name: whole(name, x) for name, x in packed.items()})
 
     def _scatter_mean(self, grads: Params) -> Params:
-        """Reduce gradients to their mean over devices: summed in their dtype, divided in float32, sharded."""
+        """Return this device's shard of the mean gradients: summed in their dtype, divided in float32."""
 
         def own(name: str, grad: jax.Array) -> jax.Array:
             part = grad if name in self.layout.vectors else jax.lax.psum_scatter(grad, DATA, tiled=True)
@@ -189,11 +189,11 @@ class Step:
         return {name: own(name, grad) for name, grad in grads.items()}
 
     def _repeated_over(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes over which a packed array is replicated: the nodes; all axes for vectors."""
+        """Return the mesh axes over which a packed array is replicated: the nodes, or all axes for vectors."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.layout.specs[name])
 
     def first_nonfinite(self, metrics: StepMetrics) -> str | None:
-        """Return the name of the first parameter in the table whose gradient is not finite."""
+        """Return the name of the first parameter in the table with a non-finite gradient."""
         bad: set[str] = set()
         for packed, flags in fetch(metrics.nonfinite).items():
             if packed in self.layout.banks:
@@ -205,7 +205,7 @@ class Step:
         return next((name for name in self.layout.table if name in bad), None)
 
     def _nonfinite(self, name: str, grad: jax.Array) -> jax.Array:
-        """Flag where a gradient is not finite: per matrix, per device for a table, per scalar."""
+        """Flag non-finite gradients: per matrix of a bank, per device for a table, per scalar."""
         bad = ~jnp.isfinite(grad)
         if name in self.layout.vectors:
             return bad
@@ -213,7 +213,7 @@ class Step:
 
 
 def _check_carry(new: Params, old: Params) -> None:
-    """Refuse what the next step could not take."""
+    """Raise UsageError if the next step could not take the new carry."""
     got, need = ({name: f"{x.dtype}{[*x.shape]}" for name, x in carry.items()} for carry in (new, old))
     if got != need:
         raise UsageError(f"its loss carries {got}, its carry begins as {need}; need the same")

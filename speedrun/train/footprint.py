@@ -1,6 +1,6 @@
-"""Estimates the memory and FLOPs of a program from its table of parameters, before anything is compiled.
+"""Estimates the memory and FLOPs of a program from its parameter table, before compilation.
 
-For record 21 the error is at most a tenth, but for the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
+For record 21 the error is at most 10 %, except for the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
 """
 
 import math
@@ -18,15 +18,15 @@ from speedrun.train.program import Program
 
 
 def most_bytes(program: Program) -> int:
-    """Return the peak memory of training and validation on one device."""
+    """Return the peak memory of training and validation per device."""
     return max(validation_bytes(program), *(step_bytes(program, stage) for stage in program.recipe.stages))
 
 
 def step_bytes(program: Program, stage: Stage) -> int:
-    """Return the memory of a training step: state, whole parameters, gradients, activations, logits with gradients.
+    """Return the memory of a training step: state, whole parameters, all gradients, activations and logits.
 
-    Assumes attention that stores no [T, T]. Activations are what products read and write; if memory is scarce, what
-    products and kernels write: two thirds.
+    Assumes that attention stores no [T, T] array. Activations are the inputs and outputs of matmuls or, if memory is
+    scarce, only the outputs of matmuls and kernels: two thirds.
     """
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
@@ -36,7 +36,7 @@ def step_bytes(program: Program, stage: Stage) -> int:
 
 
 def validation_bytes(program: Program) -> int:
-    """Return the memory of validation: state, whole parameters, one sequence before and after a layer, and logits."""
+    """Return the memory of validation: state, whole parameters, a sequence before and after a layer, and logits."""
     table, seq_len = program.layout.table, program.recipe.eval_seq_len
     width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
     stream = 2 * itemsize(program) * seq_len * width
@@ -44,7 +44,7 @@ def validation_bytes(program: Program) -> int:
 
 
 def state_bytes(program: Program) -> int:
-    """Return the memory of parameters and optimiser state on one device."""
+    """Return the memory of parameters and optimiser state per device."""
 
     def own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         return leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1)
@@ -53,41 +53,41 @@ def state_bytes(program: Program) -> int:
 
 
 def whole_bytes(program: Program) -> int:
-    """Return the memory of all gathered parameters except scalars, in the compute dtype."""
+    """Return the memory of all gathered parameters in the compute dtype, without scalars."""
     table = program.layout.table.values()
     return itemsize(program) * sum(spec.size for spec in table if spec.packed != "vector")
 
 
 def matrix_width(program: Program) -> int:
-    """Return how many numbers the products of all matrices read and write for a token: m + n for each [m, n]."""
+    """Return how many numbers all weight matmuls read and write per token: m + n for each [m, n]."""
     shapes = [spec.shape for spec in program.layout.table.values() if spec.packed == "bank"]
     return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
 
 
 def logits_bytes(program: Program, num_tokens: int) -> int:
-    """Return the memory of the logits that exist at one time."""
+    """Return the memory of the logits that exist at the same time."""
     rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
     num_tokens = min(num_tokens, program.kernels.head_tokens)
     return itemsize(program) * num_tokens * (rows or program.recipe.config.vocab_size)
 
 
 def itemsize(program: Program) -> int:
-    """Return the bytes of one number in the compute dtype."""
+    """Return the bytes per number in the compute dtype."""
     return np.dtype(program.recipe.compute_dtype).itemsize
 
 
 def flops_per_token(table: Table) -> float:
-    """Return the FLOPs of forward and backward pass: 6 for each weight of a matrix or the head, without attention."""
+    """Return the FLOPs of the forward and backward passes: 6 per weight of a matrix or the head; excludes attention."""
     return 6.0 * sum(spec.size for spec in table.values() if spec.group == "head" or spec.packed == "bank")
 
 
 def fitted(program: Program, limit_bytes: int) -> Program:
-    """Return the program, or if it needs more than the limit, the one for scarce memory."""
+    """Return the program, or its variant for scarce memory if it needs more than the limit."""
     return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
 
 
 def fitted_here(program: Program) -> Program:
-    """Return `fitted` for its devices, as it is for CPUs; raise UsageError if it is too large."""
+    """Return `fitted` for the program's devices (unchanged on CPUs); raise UsageError if it is too large."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     program = program if program.kernels.platform == "cpu" else fitted(program, limit_bytes)
     require(program, most_bytes(program))
@@ -95,7 +95,7 @@ def fitted_here(program: Program) -> Program:
 
 
 def require(program: Program, need_bytes: int) -> None:
-    """Raise UsageError, with settings that would fit, if a program is larger than the memory of its devices."""
+    """Raise UsageError if a program exceeds the memory of its devices, and suggest settings that would fit."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     if need_bytes > limit_bytes:
         kind = program.mesh.devices.flat[0].device_kind
@@ -106,7 +106,7 @@ def require(program: Program, need_bytes: int) -> None:
 
 
 def advice(program: Program, limit_bytes: int) -> str | None:
-    """Return flags with which a program fits: more microbatches, then shorter sequences. None if nothing helps."""
+    """Return flags that make a program fit (more microbatches, then shorter sequences), or None if nothing helps."""
     recipe = program.recipe
     lengths = [recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages)]
     for halvings in range(1, 8):
