@@ -368,6 +368,9 @@ ONE, TWO, SCORED = (
 HASH = "0" * 64
 LOG = "runs/*1/metrics.jsonl"
 LOSS_31 = (change(runlog.Val, at=-1, loss=3.1), change(runlog.RunEnd, val_loss=3.1))
+#: For stamps that were stretched.
+COLD = change(runlog.RunEnd, cold_wall_s=9999.0)
+MORE_SHARDS = ["t_train_1.bin", "t_train_2.bin", "t_train_3.bin"]
 ALL_SHARDS = ["t_train_1.bin", "t_train_2.bin", "t_val_0.bin"]
 CUT = shard("t_train_2.bin", 400, 450)
 SHIFTED = replace(SCORED, start=5, stop=1005)
@@ -514,6 +517,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "a seed beyond those that follow from a source", edited(LOG, b'"seed":1,', b'"seed":2147483648,')),
     ("V001", "a sum in another form", edited(LOG, b'"nll_sum":"0x', b'"nll_sum":"0X')),
     ("V001", "the plan comes after the clock", planned_late),
+    ("V001", "a line of megabytes", edited(LOG, b'"width":8', b'"width":[%s8]' % (b"8," * 2**19))),
+    ("V001", "a config nested too deep", edited(LOG, b'"width":8', b'"width":' + b"[" * 70 + b"]" * 70)),
     ("V001", "a hash that is none", edited(LOG, b'"state_hash":"', b'"state_hash":"the first, ')),
     ("V001", "a digest that is none", edited(LOG, b'"first_batch_sha256":"bb', b'"first_batch_sha256":"BB')),
     ("V001", "less than no time", edited(LOG, b'"warmup_s":0.2', b'"warmup_s":-0.2')),
@@ -537,12 +542,15 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", in_one_run(other_config({**CONFIG, "stages": [11]}))),
+    ("V005", "no number of replicas", logged(other_config({**CONFIG, "replicas": 1.0}))),
     ("V005", "another recipe than its config", logged(change(runlog.RunStart, recipe_revision=2))),
     ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
     ("V007", "no final state", in_one_run(change(runlog.RunEnd, final_hash=""))),
     ("V007", "no first batch", ending(first_batch_sha256="")),
+    ("V007", "a cold wall time below the log's", ending(cold_wall_s=2.0)),
+    ("V007", "more waited for data than trained", ending(data_wait_s=9.0)),
     ("V007", "less compiled than its events say", ending(compile_s=0.1)),
     ("V007", "longer validations than its events say", ending(val_s=9.0)),
     ("V007", "an error in a run that finished",
@@ -567,6 +575,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V102", "the first tokens left out", made(shards=(replace(ONE, start=50, stop=650), TWO))),
     ("V102", "tokens left out in the middle",
      made(shards=(replace(ONE, stop=300), shard("t_train_1.bin", 350, 650), TWO))),
+    ("V102", "more shards than the track's", logged(change(runlog.DataReady, train_shards=MORE_SHARDS))),
     ("V102", "a later shard from its middle", made(shards=(ONE, replace(TWO, start=9, stop=409)))),
     ("V102", "a first batch of its own", in_one_run(OWN_BATCH)),
     ("V102", "the rest of a shard left out", made(shards=(replace(ONE, tokens=702), TWO))),
@@ -586,7 +595,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V105", "other ids in one run", in_one_run(OTHER_IDS)),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V204", "a validation behind later steps", logged(*PAUSED_EARLY)),
-    ("V205", "an hour after the clock", logged(lambda log: [*log[:-2], *later(log[-2:], 3600.0)])),
+    ("V205", "an hour after the clock", logged(lambda log: [*log[:-2], *later(log[-2:], 3600.0)], COLD)),
     ("V206", "compiled after the clock", logged(inserted(runlog.Compile("late", 0.0), runlog.Val, -1, 500))),
     ("V310", "sequences that no model gives", logged(NO_LOSSES)),
     ("V001", "a shape beyond all memory", edited(LOG, b'"out":[100000]', b'"out":[%d]' % 2**127)),
@@ -605,10 +614,10 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V204", "a pause for nothing", logged(pause_for_nothing)),
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
     ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=3 * VAL_S))),
-    ("V205", "ten minutes in a pause", logged(long_pause(600))),
+    ("V205", "ten minutes in a pause", logged(long_pause(600), COLD)),
     ("V206", "compiled late", logged(inserted(runlog.Compile("late", 0.0), runlog.Step, 3, 500))),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
-    ("V208", "two hours", logged(lambda log: [log[0], *later(log[1:], 7200.0)])),
+    ("V208", "two hours", logged(lambda log: [log[0], *later(log[1:], 7200.0)], COLD)),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
     ("V301", "broke off", logged(broken_off)),
     ("V302", "not below the target", made(val_losses=(5.5, 4.0, 3.4, 3.279))),

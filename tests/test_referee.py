@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 from jax import export
 from msgspec.structs import replace
-from record_forge import Spec, forge
+from record_forge import Spec, forge, state
 from small_run import SMALL
 from typed import as_words, speedrun
 
@@ -39,7 +39,7 @@ from speedrun.record.examine import sandbox
 from speedrun.record.examine.causality import Known, Model, Text, apart, known, places
 from speedrun.record.examine.examiner import _error, _Examiner, examine
 from speedrun.record.examine.replay import Options, _owners, chosen, drawn, examined, relowered, stretches
-from speedrun.record.examine.rerun import Rerun, _bring, _without_text
+from speedrun.record.examine.rerun import Facts, Rerun, _bring, _without_text
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
 from speedrun.record.reader import load, read_programs
@@ -75,7 +75,8 @@ READ = tuple(replace(one, sha256="") for one in Spec().shards)
 def replayed(start: int, losses: tuple[float, ...], **changes) -> Replayed:
     stop = start + len(losses)
     places, first = (place(start), place(stop)), "b" * 64
-    made = Replayed(start, stop, start > 0, "a" * 16, "b" * 16, losses, (), places, first, READ)
+    begun = "a" * 16 if start else state("start", Spec())
+    made = Replayed(start, stop, start > 0, begun, "b" * 16, losses, (), places, first, READ)
     return replace(made, **changes)
 
 
@@ -101,6 +102,8 @@ def honest(run) -> Findings:
         shuffled_loss=run.val_loss + 3.0,
         other_loss=run.val_loss + 0.01,
         other_error=1.0,
+        foreign=False,
+        sample=(),
         stretches=(replayed(0, (losses[0], losses[1])), replayed(8, (losses[8], losses[9]))),
     )
 
@@ -146,6 +149,7 @@ LIES = [
     ("V605", {"stretches": (replayed(0, (), vals=((0, 5.0),)),)}),
     ("V605", {"stretches": (replayed(0, (), cursors=((0, 7), (0, 0))),)}),
     ("V605", {"stretches": (replayed(0, (5.0,), cursors=((0, 0), (0, 200))),)}),
+    ("V605", {"stretches": (replayed(0, WHOLE, stop_hash=state("end", Spec()), state_hash="0" * 16),)}),
     ("V605", {"stretches": (replayed(0, (5.01, 4.91), first_batch_sha256="0" * 64),)}),
     ("V605", {"stretches": (replayed(0, WHOLE, ranges=READ[:1]),)}),
     ("V605", {"stretches": (replayed(0, WHOLE, ranges=(READ[0], replace(READ[1], skipped=1))),)}),
@@ -773,24 +777,26 @@ def test_a_run_of_another_platform_is_examined_by_its_final_state(trained, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("lie", "status"),
+    ("lie", "elsewhere", "here"),
     [
-        (lambda nats: nats + 1e-4, "ok"),
-        (lambda nats: [nats[0] + 3e-3, *nats[1:]], "failed"),
-        (lambda nats: [*nats[:-1], math.nan], "failed"),
-        (lambda nats: nats + 1e-3, "failed"),
-        (lambda nats: nats[:-1], "failed"),
-        (lambda _: [], "failed"),
+        (lambda nats: nats + 1e-4, "ok", "ok"),
+        (lambda nats: [nats[0] + 3e-3, *nats[1:]], "failed", "failed"),
+        (lambda nats: [*nats[:-1], math.nan], "failed", "failed"),
+        (lambda nats: nats + 1e-3, "failed", "ok"),
+        (lambda nats: nats[:-1], "failed", "failed"),
+        (lambda _: [], "failed", "ok"),
     ],
     ids=["rounding", "one sequence", "no number", "all, a little", "too few", "none"],
 )
-def test_each_sequence_of_a_run_of_another_platform_loses_what_its_log_says(record, lie, status):
+def test_each_sequence_loses_what_its_log_says(record, lie, elsewhere, here):
+    """On the same platform, the mean of all is compared besides, and a log may have none."""
     run, nats = record.runs[0], np.linspace(3.0, 3.5, 16)
     line = next(line for line in reversed(run.lines) if isinstance(line.event, runlog.Val))
     scored = replace(line, event=replace(line.event, sequences=tuple(lie(nats))))
     told = dataclasses.replace(run, lines=tuple(scored if one is line else one for one in run.lines))
-    found = replace(honest(told), sample=tuple(enumerate(nats.tolist())), stretches=())
-    assert asked("V601", record, Examined(told, found)).status == status
+    for foreign, status in ((True, elsewhere), (False, here)):
+        found = replace(honest(told), foreign=foreign, sample=tuple(enumerate(nats.tolist())), stretches=())
+        assert asked("V601", record, Examined(told, found)).status == status
 
 
 @pytest.mark.parametrize("changes", [{"num_steps": 11}, {"num_steps": 13}])
@@ -856,14 +862,15 @@ def holding(**changes: Any) -> Archive:
         (pack(ARCHIVE) + b"more", "is cut, or longer"),
         (b"", "is cut"),
         (b"\x00" * 99, "format not supported"),
-        (lzma.compress(bytes(2**28 + 1), preset=0), "longer than 268,435,456 bytes"),
+        (lzma.compress(bytes(2**26 + 1), preset=0), "longer than 67,108,864 bytes"),
         (lzma.compress(b"\x81" * 2000), "object"),
+        (lzma.compress(b"\x81\xa6leaves\xdd\x03\x00\x00\x00", preset=0), "of length <= 1000000"),
         (pack(holding(steps=("train", "another"))), "lacks some that it names"),
         (pack(holding(steps=())), "contradicts itself"),
         (pack(holding(steps=("train", "train"))), "contradicts itself"),
         (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_no_archive_is_told(raw, said):
     assert read_programs(pack(ARCHIVE)) == ARCHIVE
@@ -1112,14 +1119,24 @@ def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
 
 
 @pytest.mark.parametrize(
-    ("jax", "same", "status"), [(None, False, "failed"), (None, True, "failed"), ("0.0.1", False, "skipped")]
+    ("jax", "other", "status"),
+    [
+        (None, {}, "failed"),
+        (None, {"config": {}}, "failed"),
+        (None, {"config": {"recipe.name": "smoke"}}, "failed"),
+        (None, {"plan": {"flops_per_token": 1.0}}, "failed"),
+        (None, {"plan": {"shapes": {}}}, "failed"),
+        (None, {"inputs": ()}, "failed"),
+        ("0.0.1", {}, "warning"),
+    ],
 )
 def test_source_that_makes_other_programs_or_another_config_is_refused(
-    trained, smoke_data, monkeypatch, jax, same, status
+    trained, smoke_data, monkeypatch, jax, other, status
 ):
     """Unless another JAX lowers it, which may do so otherwise."""
     (run,), (path,) = load(trained.out).runs, trained.out.glob("programs-*.xz")
-    made = (path.read_bytes(), {}) if same else (b"another archive", run.start.config)
+    facts = Facts(run.start.config, {}, tuple(step.inputs for step in run.steps))
+    made = (path.read_bytes(), replace(facts, **other)) if other else (b"another archive", facts)
     monkeypatch.setattr(Rerun, "lowered", lambda *_: made)
     monkeypatch.setattr(sandbox, "problem", lambda: None)
     here = provenance.software()

@@ -3,6 +3,7 @@
 Standing, means and intervals are recomputed from the logs. Nothing a record claims about itself is copied.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import date, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ BOARD, CONTEXT = "leaderboard.json", "context.toml"
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
 STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
+_PATH = re.compile(r"[A-Za-z0-9._/-]+")
 _UNPROVEN = frozenset({"V302", "V308", "V311"})
 
 
@@ -184,6 +186,9 @@ def read(folder: Path) -> Board:
     sources: dict[str, bytes] = {}
     for one in inside:
         record, path = load(one), one.relative_to(folder).as_posix()
+        if not _PATH.fullmatch(path):
+            judged.append(LeftOut(ascii(path), "its folders need names of letters, digits and ._-"))
+            continue
         judged.append(judge(record, path))
         sources[path] = record.raw.get("source.txt", b"")
     rows = [one for one in judged if isinstance(one, Row)]

@@ -12,6 +12,7 @@ they ran. The file is xz over MessagePack, and equal for equal programs: the run
 
 import lzma
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -20,12 +21,15 @@ from speedrun.record.layout import Strict
 NAME = re.compile(r"programs-[0-9a-f]{16}\.xz")
 #: Of a file: record 21 takes 178,000. Memorised text has no room besides.
 MOST_BYTES = 10**6
+_MOST = 10**6  #: steps, and leaves
+Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=_MOST)]
+Numbers = Annotated[tuple[int, ...], msgspec.Meta(max_length=_MOST)]
 
 
 class Lowered(Strict, frozen=True):
     """The programs of a run for one platform, and in which order it calls them."""
 
-    steps: tuple[str, ...]  #: name of the program of each step
+    steps: Names  #: name of the program of each step
     #: What follows "hidden-" and "logits-" in the names for each validation, by its step, the last included.
     scored: dict[int, str]
     programs: dict[str, bytes]
@@ -34,9 +38,9 @@ class Lowered(Strict, frozen=True):
 class Archive(Strict, frozen=True):
     """The programs of a run."""
 
-    leaves: tuple[str, ...]  #: names of the state's, as in a checkpoint
+    leaves: Names  #: names of the state's, as in a checkpoint
     num_params: int  #: leaves named `params.*`, in the order in which `hidden` and `logits` take them
-    document_tokens: tuple[int, ...]  #: of each step, at which documents are cut; 0: contiguous text
+    document_tokens: Numbers  #: of each step, at which documents are cut; 0: contiguous text
     platforms: dict[str, Lowered]  #: by the name that `jax.export` has for a platform: cpu, cuda
 
 

@@ -67,5 +67,7 @@ class Findings(Strict, frozen=True):
     other_loss: float | None  #: of the same state on other text of the same kind; None: there is none
     other_error: float  #: standard error of the difference between this and `val_loss`, over sequences
     stretches: tuple[Replayed, ...]  #: none on another platform than the run's
-    #: On another platform: some scored sequences, and their nats per token.
-    sample: tuple[tuple[int, float], ...] = ()
+    foreign: bool  #: whether the run was on another platform
+    sample: tuple[
+        tuple[int, float], ...
+    ]  #: scored sequences, and their nats per token; some on another platform

@@ -27,6 +27,7 @@ _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, t
 
 #: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
 _LARGEST = 2.0**128
+_LONGEST_LINE, _DEEPEST = 2**20, 64  #: in bytes, and in levels of its JSON
 _Event = TypeVar("_Event", bound=runlog.Event)
 
 
@@ -176,17 +177,16 @@ def check_range(holder: object) -> None:
     """Check every number in a file or event, at any depth.
 
     Raises:
-        FormatError: if one is not finite, or its magnitude is above 2^128.
+        FormatError: if one is not finite, or its magnitude is above 2^128; or if it is nested too deep.
     """
-    left = [msgspec.to_builtins(holder)]
-    while left:
-        match left.pop():
-            case dict() as table:
-                left += table.values()
-            case list() | tuple() as row:
-                left += row
-            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
-                raise FormatError("a number is out of range; at most 2^128 is permitted")
+    level = [msgspec.to_builtins(holder)]
+    for _ in range(_DEEPEST):
+        if any(not -_LARGEST <= one <= _LARGEST for one in level if isinstance(one, int | float)):
+            raise FormatError("a number is out of range; at most 2^128 is permitted")
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for one in inside if not isinstance(one, str | int | float | None) for part in one]
+    if level:
+        raise FormatError(f"nested in more than {_DEEPEST} levels")
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
@@ -215,6 +215,8 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
 
 def _read_line(raw_line: bytes) -> runlog.Line:
     """Decode one line; raise FormatError unless it is canonical, with valid hex floats and stamps."""
+    if len(raw_line) > _LONGEST_LINE:
+        raise FormatError(f"{len(raw_line):,} bytes; at most {_LONGEST_LINE:,} are read")
     try:
         line = runlog.decode(raw_line)
         check_moment(line.t_utc)

@@ -43,7 +43,7 @@ FILES = (
     (re.compile(r"plots/[a-z0-9-]{1,60}\.png"), 4 * _MIB),
 )
 MAX_FILES = 1000
-_MOST_UNPACKED_BYTES = 2**28  #: of all programs of an archive together
+_MOST_UNPACKED_BYTES = 2**26  #: of all programs of an archive together
 MAX_BYTES = 256 * _MIB
 
 _Read = TypeVar("_Read")

@@ -93,6 +93,9 @@ def config(record: Record) -> Iterator[str]:
     for run in record.runs:
         recipe = run.start.config.get("recipe")
         told = (recipe.get("name"), recipe.get("revision")) if isinstance(recipe, dict) else ()
+        for name in ("num_devices", "microbatches", "replicas"):
+            if type(number := run.start.config.get(name, 1)) is not int:
+                yield f"{run.folder}: its config has {name} {number!r}, which is no whole number"
         if told != (run.start.recipe, run.start.recipe_revision):
             yield f"{run.folder}: ran {run.start.recipe} {run.start.recipe_revision}, and its config is of {told}"
         if run.start.config_sha256 != layout.config_sha256(run.start.config):
@@ -134,6 +137,11 @@ def one_story(record: Record) -> Iterator[str]:
         for what, told_s, events in sums:
             if abs(told_s - (sum_s := sum(event.seconds for event in events))) > _SLACK_S:
                 yield f"{run.folder}: its end tells {told_s:.3f} s of {what}, its events sum to {sum_s:.3f} s"
+        first, last = run.lines[0], [line for line in run.lines if isinstance(line.event, runlog.Val)][-1]
+        if run.end.cold_wall_s < (span_s := (last.t_mono_ns - first.t_mono_ns) / 1e9):
+            yield f"{run.folder}: a cold wall time of {run.end.cold_wall_s:.3f} s; its log takes {span_s:.3f} s"
+        if run.end.data_wait_s > run.train_time_s:
+            yield f"{run.folder}: it waited {run.end.data_wait_s:.3f} s for data, in {run.train_time_s:.3f} s"
         if errors := run.of(runlog.Error):
             yield f"{run.folder}: it finished, and has {console.clean(errors[0].kind)}"
 

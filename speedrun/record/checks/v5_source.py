@@ -212,7 +212,10 @@ def leaves(tree: Any) -> dict[str, Any]:
         match node:
             case dict() | list():
                 parts = node.items() if isinstance(node, dict) else enumerate(node)
-                left += [(f"{name}.{key}" if name else str(key), part) for key, part in parts]
+                keys = [
+                    (str(key).replace(".", "%"), part) for key, part in parts
+                ]  # so that no key hides another
+                left += [(f"{name}.{key}" if name else key, part) for key, part in keys]
             case value if value is not None and name.rpartition(".")[2] != "num_steps":
                 found[name] = value
     return found

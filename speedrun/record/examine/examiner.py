@@ -122,7 +122,8 @@ class _Examiner:
             other_loss=float(others_R.mean()) if compared else None,
             other_error=_error(nll_R, others_R, math.log(self.track.data.vocab_size)) if compared else 0.0,
             stretches=tuple(replayed),
-            sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)) if self.foreign else (),
+            foreign=self.foreign,
+            sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)),
         )
 
     # --- training

@@ -25,6 +25,7 @@ from speedrun.data import generated, shards, vocabulary
 from speedrun.record import archive
 from speedrun.record.examine import sandbox
 from speedrun.record.findings import Examination, Findings
+from speedrun.record.layout import Strict
 from speedrun.record.reader import load, read_files
 from speedrun.train.request import RunConfig
 
@@ -36,23 +37,46 @@ _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
 #: Time limit of a run: bounds, and factor on its own time.
-_LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0
-_MOST_STACKS_BYTES, _MOST_CONFIG_BYTES = 1 << 22, 1 << 20
+_LEAST_S, _MOST_S, _SLOWER = 3600.0, 86400.0, 10.0
+_MOST_STACKS_BYTES = _MOST_FACTS_BYTES = 1 << 22
 
 #: What the source lowers its programs with: its own functions, which V503 compares with the harness.
 _LOWER = """
 import sys
 from pathlib import Path
 import msgspec
+import numpy as np
 from speedrun.record.archive import pack
 from speedrun.train.export_programs import exported
+from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import prepare
 from speedrun.train.request import RunConfig, decoded
 request = Path(sys.argv[1])
 ready = prepare(decoded(request.read_bytes(), RunConfig))
-request.with_name("config.json").write_bytes(msgspec.json.encode(ready.described))
+table = ready.program.layout.table
+plan = {
+    "shapes": {name: spec.shape for name, spec in table.items()},
+    "flops_per_token": flops_per_token(table),
+    "total_tokens": ready.recipe.total_tokens,
+    "tokens_per_step": max(stage.batch_tokens for stage in ready.recipe.stages),
+    "compiler_options": ready.program.compiler_options,
+}
+inputs = [
+    {name: np.asarray(x).item() for name, x in row.items() if np.ndim(x) == 0 and not isinstance(x, str)}
+    for row in ready.program.step.plan.rows
+]
+facts = {"config": ready.described, "plan": plan, "inputs": inputs}
+request.with_name("facts.json").write_bytes(msgspec.json.encode(facts))
 request.with_name("programs.xz").write_bytes(pack(exported(ready)))
 """
+
+
+class Facts(Strict, frozen=True):
+    """What a source says of the run that it lowers, as the log has it."""
+
+    config: dict[str, Any]
+    plan: dict[str, Any]  #: fields of `runlog.Plan`
+    inputs: tuple[dict[str, Any], ...]  #: of each step
 
 
 class Rerun:
@@ -106,6 +130,12 @@ class Rerun:
         """The folder of shards."""
         return shards.data_folder(self.rules, self._given).absolute()
 
+    @property
+    def _limit_s(self) -> float:
+        """Seconds for all that is done with this run, by its stamps."""
+        first, *_, last = self.old.lines
+        return min(_MOST_S, max(_LEAST_S, _SLOWER * (last.t_mono_ns - first.t_mono_ns) / 1e9))
+
     def check_data(self) -> None:
         """Make the shards that can be made, and read every byte of those that the run read.
 
@@ -128,17 +158,18 @@ class Rerun:
 
     def run(self, out: Path, *, seed: int) -> None:
         """Train with the source, and bring what it leaves into a new folder; raise SpeedrunError if it fails."""
-        limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * self.old.end.cold_wall_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, self.data)
             try:
-                self._start(("-m", "speedrun.train.run"), config, Path(scratch), code, [self.data], limit_s)
+                self._start(
+                    ("-m", "speedrun.train.run"), config, Path(scratch), code, [self.data], self._limit_s
+                )
             finally:
                 _bring(made, out)
 
-    def lowered(self) -> tuple[bytes, Any]:
-        """Let the source lower its programs; return their archive and its config, or raise SpeedrunError if it fails.
+    def lowered(self) -> tuple[bytes, Facts]:
+        """Let the source lower its programs; return their archive and what it says, or raise SpeedrunError if it fails.
 
         Of validation shards it sees headers and sizes only.
         """
@@ -149,8 +180,8 @@ class Rerun:
             config = self._config(scratch / "record", self.old.start.seed, seen)
             self._start(("-c", _LOWER), config, scratch, code, readable, _LEAST_S)
             try:
-                config = msgspec.json.decode(plain(scratch / "config.json", _MOST_CONFIG_BYTES))
-                return plain(scratch / "programs.xz", archive.MOST_BYTES), config
+                facts = msgspec.json.decode(plain(scratch / "facts.json", _MOST_FACTS_BYTES), type=Facts)
+                return plain(scratch / "programs.xz", archive.MOST_BYTES), facts
             except (OSError, ValueError, RecursionError) as error:
                 raise SpeedrunError(f"the source of {self.old.folder} left no programs: {error}") from None
 
@@ -169,7 +200,7 @@ class Rerun:
         It can write to the folder of its findings only.
         """
         readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
-        self._start(_EXAMINER, request, request.findings.parent, _PACKAGE.parent, readable, _MOST_S)
+        self._start(_EXAMINER, request, request.findings.parent, _PACKAGE.parent, readable, self._limit_s)
         return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
 
     def _start(
