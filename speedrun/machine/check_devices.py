@@ -39,9 +39,6 @@ _REASONS = {
 
 Fact = float | int | str | bool | None
 
-#: `ok`, a note, or an obstacle.
-Mark = Literal["ok", "note", "bad"]
-
 
 class Check(msgspec.Struct, frozen=True):
     """What was checked, what was found, and whether that is fine."""
@@ -53,7 +50,7 @@ class Check(msgspec.Struct, frozen=True):
     facts: Mapping[str, Fact] = {}  #: the finding as numbers; names have units
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> Literal["ok", "note", "bad"]:
         """`ok`; `bad` if it is needed; else `note`."""
         return "ok" if self.ok else "bad" if self.needed else "note"
 
@@ -219,11 +216,9 @@ def _unseen(num_gpus: int, num_devices: int) -> Check:
         for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
         if os.environ.get(name) is not None and "cuda" not in os.environ[name]
     ]
-    why = (
-        f"unset {', '.join(hidden)}"
-        if hidden
-        else "look at what JAX says: python -c 'import jax; jax.devices()'"
-    )
+    why = f"unset {', '.join(hidden)}"
+    if not hidden:
+        why = "look at what JAX says: python -c 'import jax; jax.devices()'"
     return Check("visible", f"JAX sees {num_devices} of {num_gpus} GPUs; {why}", ok=False, needed=False)
 
 
@@ -260,10 +255,8 @@ def rates(
     reached: Mapping[str, float], machine: Machine, device: accelerators.Device | None
 ) -> Iterator[Check]:
     """Compare each rate with the vendor's, times the number of devices; `device` is None if those are unknown."""
-    of_vendor: dict[
-        str, float
-    ] = {}  # not from host to device: that depends on the host's memory and slots more
-    if device is not None:
+    of_vendor: dict[str, float] = {}
+    if device is not None:  # not from host to device: that depends on the host's memory and slots more
         of_vendor = {"matmul": device.bf16_flops, "memory": device.memory_rate}
         of_vendor |= dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), device.link_rate)
     together = ", all devices together" if machine.num_devices > 1 else ""

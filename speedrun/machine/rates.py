@@ -5,7 +5,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +24,7 @@ def measure(mesh: Mesh) -> dict[str, float]:
 
     A copy reads and writes memory. Collectives are left out with one device.
     """
-    host_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
+    host_NM = jax.device_get(_array(mesh))
     return {
         "matmul": 1e9 * matmul_gflops(mesh),
         "memory": _memory_rate(mesh),
@@ -104,15 +103,9 @@ def described() -> str:
     return str(xla_client.get_topology_for_devices(jax.devices()).target_config)
 
 
-def _columns(mesh: Mesh) -> int:
-    """Number of float32 columns: 16 MB per simulated device, 256 MB per real one."""
-    return 2**22 if is_simulated(mesh) else 2**26
-
-
 def _array(mesh: Mesh) -> jax.Array:
-    """Return random numbers, made on the devices."""
+    """Return random numbers, made on the devices: 16 MB per simulated device, 256 MB per real one."""
+    shape = mesh.size, 2**22 if is_simulated(mesh) else 2**26
     placing = NamedSharding(mesh, P(mesh.axis_names))
-    make = jax.jit(
-        lambda key: jax.random.uniform(key, (mesh.size, _columns(mesh)), jnp.float32), out_shardings=placing
-    )
+    make = jax.jit(lambda key: jax.random.uniform(key, shape, jnp.float32), out_shardings=placing)
     return make(jax.random.key(0))
