@@ -49,7 +49,11 @@ def budget(
 
     `plan` is the recipe on the devices it will run on; None for CPUs. `dollars` is the price of a device and hour.
     """
-    run_s, train_s, basis = _of_records(track, recipe, records, plan) or _of_plan(track, recipe, plan)
+    run_s, train_s, basis = _of_records(track, recipe, records, plan) or (None, None, "unknown")
+    if run_s is None and plan is not None:
+        num_vals = 1 + sum(track.validates_at(step) for step in range(recipe.num_steps))
+        share = _FORWARD * num_vals * track.data.val_tokens / recipe.total_tokens
+        run_s, train_s, basis = plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "arithmetic"
     num_devices = 0 if plan is None else plan.num_devices
     total_s = None if run_s is None else num_runs * run_s
     return Budget(
@@ -85,15 +89,6 @@ def _of_records(
     if not found:
         return None
     return fmean(run_s for run_s, _ in found), fmean(train_s for _, train_s in found), "records"
-
-
-def _of_plan(track: Track, recipe: Recipe, plan: Plan | None) -> tuple[float | None, float | None, Basis]:
-    """Return the time of steps and validations by the plan."""
-    if plan is None:
-        return None, None, "unknown"
-    num_vals = 1 + sum(track.validates_at(step) for step in range(recipe.num_steps))
-    share = _FORWARD * num_vals * track.data.val_tokens / recipe.total_tokens
-    return plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "arithmetic"
 
 
 def lines(budget: Budget, error: float) -> list[str]:

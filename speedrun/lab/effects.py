@@ -208,7 +208,10 @@ def table(found: Summary) -> list[str]:
         rows.append((f"{arm}, fresh seeds", *rest))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return [*lines, *_price(found), f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
+    prices = {one.against: one.s_per_nat for one in found.findings if one.s_per_nat is not None}
+    lines += [f"price   {s_per_nat:.1f} s a nat for {name!r}" for name, s_per_nat in prices.items()]
+    lines += [f"price   {RATE_FROM}"] if prices else []
+    return [*lines, f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
 
 
 def count(number: int, noun: str) -> str:
@@ -253,13 +256,6 @@ def _resolved_alone(one: Finding) -> str:
         if effect is not None and effect.adjusted_p < LEVEL
     ]
     return f" ({', '.join(alone)})" if alone else ""
-
-
-def _price(found: Summary) -> list[str]:
-    """Return the price of a nat for each arm that others are compared with."""
-    prices = {one.against: one.s_per_nat for one in found.findings if one.s_per_nat is not None}
-    lines = [f"price   {s_per_nat:.1f} s a nat for {name!r}" for name, s_per_nat in prices.items()]
-    return [*lines, f"price   {RATE_FROM}"] if lines else []
 
 
 def _best(found: Summary) -> str:

@@ -125,11 +125,10 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
 
 
 def groups(runs: Iterable[ContextRun]) -> list[Group]:
-    """Group equal runs, in the order of the first run of each."""
+    """Group equal runs of those that `distinct` returns, in the order of the first run of each."""
     equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
     for run in runs:
-        if run.final_loss is not None:
-            equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
+        equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
     found = []
     for (folder, step, num_steps), same in equal.items():
         losses = tuple(run.final_loss for run in same if run.final_loss is not None)

@@ -169,7 +169,14 @@ class Sweep:
             )
             for reason in plan.left_out:
                 self.say(f"left out  {reason}")
-            self._check_source()
+            rules = [tracks.TRACKS_DIR / f"{plan.track.id.rpartition('@')[0]}.toml"]
+            for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in plan.arms}):
+                roots = [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
+                if layout.sha256(provenance.closure(roots, rules).encode()) != sha256:
+                    raise UsageError(
+                        f"the source of {recipe} changed since {self.folder} was designed, or is not in "
+                        "$SPEEDRUN_RECIPES; restore it, or start a new sweep"
+                    )
             runs = self._run_missing([*trials.trials(plan.arms, plan.seeds)], lock)
             found = effects.summary(plan, self._sha256, runs)
             if best := effects.winner(found.findings) if plan.confirming else None:
@@ -180,16 +187,6 @@ class Sweep:
             write_whole(self.folder / "summary.json", layout.encode(found))
             title = f"{plan.arms[-1].recipe} on {plan.track.id}: {TITLES[plan.kind]}"
             return found, forest(found, self.folder, title)
-
-    def _check_source(self) -> None:
-        rules = [tracks.TRACKS_DIR / f"{self._plan.track.id.rpartition('@')[0]}.toml"]
-        for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in self._plan.arms}):
-            roots = [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
-            if layout.sha256(provenance.closure(roots, rules).encode()) != sha256:
-                raise UsageError(
-                    f"the source of {recipe} changed since {self.folder} was designed, or is not in $SPEEDRUN_RECIPES; "
-                    "restore it, or start a new sweep"
-                )
 
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
         """Run unfinished trials; return all finished ones."""

@@ -209,14 +209,12 @@ def parse(key: str, text: str) -> tuple[str, ...] | Range:
 
 def grid(space: Space) -> list[dict[str, str]]:
     """Return every combination; raise UsageError for a range, or too many."""
-    axes: dict[str, tuple[str, ...]] = {}
     for key, values in space.items():
         if isinstance(values, Range):
             raise UsageError(f"--set {key} is a range; add --trials K to draw from it, or list values")
-        axes[key] = values
-    if (number := math.prod(map(len, axes.values()))) > MOST_ARMS:
+    if (number := math.prod(map(len, space.values()))) > MOST_ARMS:
         raise UsageError(f"got {number:,} combinations; need at most {MOST_ARMS}, or --trials K")
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 
 def draw(space: Space, trials: int, seed: int) -> list[dict[str, str]]:

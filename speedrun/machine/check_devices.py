@@ -187,6 +187,7 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
         RuntimeError: from JAX, where a driver or a plugin is broken.
     """
     import jax
+    from jax.sharding import PartitionSpec as P
 
     from speedrun.base import mesh
     from speedrun.train import health
@@ -205,7 +206,11 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
         said = f"not measured: {len(found)} GPUs are here, and JAX uses none of them; see above"
         yield Check("rates", said, ok=False, needed=False)
     elif timed:
-        yield _collective(over)
+        axes = over.axis_names
+        program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=over, in_specs=P(axes), out_specs=P())
+        total = jax.jit(program)(jax.numpy.arange(over.size, dtype="float32"))
+        agree = float(total[0]) == over.size * (over.size - 1) / 2
+        yield Check("collective", f"a sum over the devices {'is right' if agree else 'is wrong'}", ok=agree)
         yield from _measured(over, machine)
 
 
@@ -220,18 +225,6 @@ def _unseen(num_gpus: int, num_devices: int) -> Check:
     if not hidden:
         why = "look at what JAX says: python -c 'import jax; jax.devices()'"
     return Check("visible", f"JAX sees {num_devices} of {num_gpus} GPUs; {why}", ok=False, needed=False)
-
-
-def _collective(mesh: "Mesh") -> Check:
-    """Check a compiled sum over the devices."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    axes = mesh.axis_names
-    program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
-    total = jax.jit(program)(jax.numpy.arange(mesh.size, dtype="float32"))
-    agree = float(total[0]) == mesh.size * (mesh.size - 1) / 2
-    return Check("collective", f"a sum over the devices {'is right' if agree else 'is wrong'}", ok=agree)
 
 
 def _measured(over: "Mesh", machine: Machine) -> Iterator[Check]:
