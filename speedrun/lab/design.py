@@ -13,7 +13,7 @@ and without them. The soft cap of the logits stays as well: the loss uses it in 
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -146,17 +146,14 @@ def _ladder(_request: Request, name: str) -> tuple[list[Arm], list[str]]:
 
 
 def _sweep(request: Request, name: str) -> tuple[list[Arm], list[str]]:
-    """Return the recipe, and the recipe with each combination of settings."""
-    keys = {key for variant in request.variants for key in variant}
-    drafts = [_draft(_name(variant, keys), name, variant, BASELINE) for variant in request.variants]
-    return [_draft(BASELINE, name, {}, None), *drafts], []
-
-
-def _name(variant: Mapping[str, str], keys: set[str]) -> str:
-    """Return the settings as text, by the last part of each key where that is unique."""
-    last = [key.rpartition(".")[2] for key in keys]
-    shown = {key: short if last.count(short := key.rpartition(".")[2]) == 1 else key for key in variant}
-    return " ".join(f"{shown[key]}={value}" for key, value in variant.items())
+    """Return the recipe, and those with other settings, named by the last part of each key where that is unique."""
+    drafts = [_draft(BASELINE, name, {}, None)]
+    for variant in request.variants:
+        last = [key.rpartition(".")[2] for key in variant]
+        shown = (part if last.count(part) == 1 else key for key, part in zip(variant, last, strict=True))
+        title = " ".join(map("=".join, zip(shown, variant.values(), strict=True)))
+        drafts.append(_draft(title, name, variant, BASELINE))
+    return drafts, []
 
 
 _DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep}
