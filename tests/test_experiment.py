@@ -138,7 +138,7 @@ def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed
     assert found.arms[1].overrides == {"stages.0.num_steps": "9", "schedule.final_lr_scale": "1.0"}
     assert found.left_out == ("bfloat16-muon: smoke does not have it",)
     assert found.standing == "research, not ranked"
-    assert experiment.read(tmp_path / "new") == found
+    assert experiment.read(tmp_path / "new")[0] == found
 
 
 def test_a_ladder_is_each_recipe_against_its_parent(designed):
@@ -411,7 +411,7 @@ def ablate(performed, *args: str):
 def test_an_ablation_runs_confirms_and_tells(performed):
     result = ablate(performed)
     assert result.exit_code == 0, result.exception or result.output
-    plan = experiment.read(performed.folder)
+    plan, _ = experiment.read(performed.folder)
     seeds = [seed for seed in plan.seeds for _ in range(3)]
     seeds += [seed for seed in plan.confirming for _ in range(2)]
     assert [seed for _, seed in performed.asked] == seeds

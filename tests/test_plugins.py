@@ -23,7 +23,7 @@ from speedrun.base.recipe_files import own_file, resolve
 from speedrun.base.sourcefile import RECIPES, RECIPES_VARIABLE
 from speedrun.data import prepare, shards, tokenizer
 from speedrun.data.documents import open_source
-from speedrun.lab.several_runs import Batch
+from speedrun.lab.several_runs import run_batch
 from speedrun.record.source import split_source
 from speedrun.science.params import count
 from speedrun.science.recipe import Stage
@@ -146,7 +146,7 @@ def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callab
             read(str(path))
     (tmp_path / "batch.json").symlink_to(path)
     with pytest.raises(UsageError, match=r"holds no batch\.json"):
-        Batch(tmp_path, None, None, None, print, to_stderr=False)
+        run_batch(tmp_path, data=None, title=None, ghost=None, say=print, to_stderr=False)
 
 
 @pytest.mark.parametrize(

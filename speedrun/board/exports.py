@@ -45,8 +45,6 @@ _SETTINGS = {
     **{"console": "off", "host": "-", "program": "speedrun", "username": "-"},
     **{"init_timeout": 20.0, "x_save_requirements": False},
 }
-#: Read by wandb when it is imported. The first stops reports of crashes to its makers.
-_ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
 class Loss(NamedTuple):
@@ -111,7 +109,8 @@ def _text(record: Record) -> dict[str, bytes]:
 
 def library(**environment: str) -> Any:
     """Return wandb, with variables that it reads when it is imported; raise UsageError if it is not installed."""
-    os.environ |= _ENVIRONMENT | environment
+    # The first stops reports of crashes to its makers.
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | environment
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
@@ -120,42 +119,34 @@ def library(**environment: str) -> Any:
         raise UsageError("wandb is not installed; type: pip install wandb") from None
 
 
-class WandbRun:
-    """One run in wandb; called with the lines of its log in order."""
+def _begun(wandb: Any, start: runlog.Line, *, scratch: str, **where: str) -> Any:
+    """Start a run in wandb.
 
-    def __init__(self, wandb: Any, start: runlog.Line, *, scratch: str, **where: str) -> None:
-        """Start it.
+    `start` is the first line of its log. `scratch` gets wandb's files, which include logs full of paths and settings.
+    `where` is wandb's: its mode (send, or write files that `wandb sync` sends), the project, and the group that the
+    runs of one record share.
+    """
+    event = start.event
+    assert isinstance(event, runlog.RunStart)
+    begun_s = datetime.fromisoformat(start.t_utc).timestamp()
+    return wandb.init(
+        id=event.run_id[:_ID_LIMIT], name=event.run_id, config=event.config, dir=scratch, reinit="create_new",
+        settings=wandb.Settings(**_SETTINGS, x_start_time=begun_s), **where,
+    )  # fmt: skip
 
-        `start` is the first line of the log. `scratch` gets wandb's files, which include logs full of paths and
-        settings. `where` is wandb's: its mode (send, or write files that `wandb sync` sends), the project, and the
-        group that the runs of one record share.
-        """
-        event = start.event
-        assert isinstance(event, runlog.RunStart)
-        self.id = event.run_id[:_ID_LIMIT]
-        begun_s = datetime.fromisoformat(start.t_utc).timestamp()
-        self._run = wandb.init(
-            id=self.id, name=event.run_id, config=event.config, dir=scratch, reinit="create_new",
-            settings=wandb.Settings(**_SETTINGS, x_start_time=begun_s), **where,
-        )  # fmt: skip
 
-    def __call__(self, line: runlog.Line) -> None:
-        """Log the numbers of a line; wandb joins those of one step into one row."""
-        match line.event:
-            case runlog.Val() as event:
-                step, numbers = event.step, {"val/loss": loss_of(event)}
-            case runlog.Step() as event:
-                found = {"loss": event.loss, "time_s": event.train_time_s, "tokens": event.tokens_seen}
-                step = event.step + 1
-                numbers = {f"train/{k}": float(x) for k, x in {**found, **event.inputs}.items()}
-            case _:
-                return
-        now_s = datetime.fromisoformat(line.t_utc).timestamp()
-        self._run.log({**numbers, "_timestamp": now_s}, step=step)
-
-    def finish(self, *, succeeded: bool = True) -> None:
-        """End it; returns when wandb has everything."""
-        self._run.finish(exit_code=0 if succeeded else 1)
+def _log(run: Any, line: runlog.Line) -> None:
+    """Log the numbers of a line; wandb joins those of one step into one row."""
+    match line.event:
+        case runlog.Val() as event:
+            step, numbers = event.step, {"val/loss": loss_of(event)}
+        case runlog.Step() as event:
+            found = {"loss": event.loss, "time_s": event.train_time_s, "tokens": event.tokens_seen}
+            step = event.step + 1
+            numbers = {f"train/{k}": float(x) for k, x in {**found, **event.inputs}.items()}
+        case _:
+            return
+    run.log({**numbers, "_timestamp": datetime.fromisoformat(line.t_utc).timestamp()}, step=step)
 
 
 def offline_runs(record: Record) -> dict[str, bytes]:
@@ -165,9 +156,9 @@ def offline_runs(record: Record) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as scratch:
         wandb = library(WANDB_CACHE_DIR=scratch)
         for run in record.runs:
-            sent = WandbRun(wandb, run.lines[0], scratch=scratch, mode="offline", project="speedrun")
+            sent = _begun(wandb, run.lines[0], scratch=scratch, mode="offline", project="speedrun")
             for line in run.lines:
-                sent(line)
+                _log(sent, line)
             sent.finish()
             (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{sent.id}.wandb")
             begun = datetime.fromisoformat(run.lines[0].t_utc)
@@ -210,7 +201,7 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     return children.beside("wandb", "speedrun.board.exports", words, remedy, leave_s=_LEAVE_S)
 
 
-def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:
+def _sent(path: Path, begin: Callable[[runlog.Line], Any]) -> Iterator[None]:
     """Send the lines of a growing log to a run that its first line begins; pause where there is none yet."""
     tail, run = Tail(path), None
     while True:
@@ -222,9 +213,9 @@ def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None
                     raise UsageError(f"line 1 of {path} holds {secret.kind}; nothing of it is sent")
                 run = begin(line)
             elif run is not None:
-                run(line)
+                _log(run, line)
             if isinstance(line.event, runlog.RunEnd) and run is not None:
-                run.finish(succeeded=line.event.status == "finished")
+                run.finish(exit_code=0 if line.event.status == "finished" else 1)
         yield
 
 
@@ -239,7 +230,7 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
         raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
     with tempfile.TemporaryDirectory() as scratch:
         wandb, group = library(), record.resolve().name
-        begin = partial(WandbRun, wandb, scratch=scratch, mode="online", project=project, group=group)
+        begin = partial(_begun, wandb, scratch=scratch, mode="online", project=project, group=group)
         logs: dict[Path, Iterator[None]] = {}
         is_over = False
         while not is_over:

@@ -39,6 +39,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,63 +131,57 @@ class Problems:
             self.kept.append(Problem(line, clean(message, limit=160)))
 
 
-class _Run:
-    """One run while it is read."""
+def _split(log: Iterable[Reading]) -> Iterator[list[Reading]]:
+    """Yield the readings of each run of one log, without repeated ones."""
+    run: list[Reading] = []
+    for reading in log:
+        # NaN is not equal to itself, so texts are compared.
+        if run and repr(run[-1][1:]) == repr(reading[1:]):
+            continue
+        if run and reading.step <= run[0].step:
+            yield run
+            run = []
+        run.append(reading)
+    yield run
 
-    def __init__(self, line: int, name: str) -> None:
-        self.line, self.name = line, name
-        self.num_steps: int | None = None
-        self.points: list[Point] = []
-        self._time_s = 0.0  #: of the last reading
 
-    def take(self, reading: Reading, problems: Problems) -> None:
-        line, _, step, num_steps, loss, time_s = reading
-        if self.points and step <= self.points[-1].step:
-            problems.add(line, f"step {step} comes after step {self.points[-1].step}; left out")
-            return
+def _points(run: Sequence[Reading], problems: Problems) -> tuple[Point, ...]:
+    """Return the curve of a run."""
+    points: list[Point] = []
+    reached_s = 0.0
+    for line, _, step, _, loss, time_s in run:
+        if points and step <= points[-1].step:
+            problems.add(line, f"step {step} comes after step {points[-1].step}; left out")
+            continue
         if not math.isfinite(loss):
             problems.add(line, f"the loss of step {step} is {loss}")
-        if time_s is not None and time_s < self._time_s and step > _FIRST_STEPS:
-            problems.add(line, f"step {step}: the time goes back from {self._time_s} to {time_s} s; left out")
+        if time_s is not None and time_s < reached_s and step > _FIRST_STEPS:
+            problems.add(line, f"step {step}: the time goes back from {reached_s} to {time_s} s; left out")
             time_s = None
-        point = Point(step, loss if math.isfinite(loss) else None, time_s)
-        if not all(0 <= number <= _MOST for number in (point.loss, time_s) if number is not None):
-            problems.add(line, f"step {step} has numbers out of range; left out")
-            return
-        self.points.append(point)
-        self._time_s = self._time_s if time_s is None else time_s
-        self.num_steps = self.num_steps if num_steps is None else num_steps
+        points.append(Point(step, loss if math.isfinite(loss) else None, time_s))
+        reached_s = reached_s if time_s is None else time_s
+    return tuple(points)
 
 
-def _runs_of(readings: Iterable[Reading], problems: Problems) -> list[ContextRun]:
-    """Return runs in order, with names that are safe to print; the second of a log is called `name#2`."""
-    read: list[_Run] = []
-    last: Reading | None = None
-    for reading in readings:
-        # NaN is not equal to itself, so texts are compared.
-        if last is not None and repr(last[1:]) == repr(reading[1:]):
-            continue
-        last = reading
-        run = read[-1] if read and read[-1].name == reading.name else None
-        if run is None or (run.points and reading.step <= run.points[0].step):
-            if len(read) == MOST_RUNS:
-                problems.add(reading.line, f"more than {MOST_RUNS:,} runs; the rest is left out")
-                break
-            read.append(_Run(reading.line, reading.name))
-        read[-1].take(reading, problems)
-    runs, seen, name, number = [], {}, None, 0
-    for one in read:
-        points = tuple(one.points)
-        if one.name != name:
-            seen, name, number = {}, one.name, 0
-        number += 1
-        if can_identify(points) and points in seen:
-            problems.add(one.line, f"run {number} of {name} repeats run {seen[points]}; left out")
-        elif points:
+def _runs_of(readings: Iterable[Reading], problems: Problems) -> Iterator[ContextRun]:
+    """Yield runs in order, with names that are safe to print; the second of a log is called `name#2`."""
+    left = MOST_RUNS
+    for name, log in groupby(readings, lambda reading: reading.name):
+        seen: dict[tuple[Point, ...], int] = {}
+        for number, run in enumerate(_split(log), 1):
+            if not left:
+                problems.add(run[0].line, f"more than {MOST_RUNS:,} runs; the rest is left out")
+                return
+            left -= 1
+            points = _points(run, problems)
+            if can_identify(points) and points in seen:
+                problems.add(run[0].line, f"run {number} of {name} repeats run {seen[points]}; left out")
+                continue
             seen[points] = number
-            shown = clean(one.name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
-            runs.append(ContextRun(shown, one.num_steps, points, points[-1].loss, points[-1].train_time_s))
-    return runs
+            shown = clean(name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
+            planned = [one.num_steps for one in run if one.num_steps is not None]
+            num_steps, last = planned[-1] if planned else None, points[-1]
+            yield ContextRun(shown, num_steps, points, last.loss, last.train_time_s)
 
 
 def import_file(path: Path, name: str) -> Context:
@@ -222,7 +217,8 @@ def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
     else:
         readings = _readings_of_log(text, name, problems)
     runs = tuple(_runs_of(readings, problems))
-    return Context(clean(source, limit=200), digest, runs, tuple(problems.kept), problems.count)
+    kept = sorted(problems.kept, key=lambda problem: problem.line)
+    return Context(clean(source, limit=200), digest, runs, tuple(kept), problems.count)
 
 
 def names(paths: Sequence[Path]) -> list[str]:
@@ -279,8 +275,10 @@ def _reading(line: int, name: str, step: str, num_steps: str, loss: str, time: s
     wholes, numbers = (step, num_steps or "0"), (loss, time or "0")
     if not all(map(_WHOLE.fullmatch, wholes)) or not all(map(_NUMBER.fullmatch, numbers)):
         raise ValueError("a number that cannot be read")
-    planned, time_s = int(num_steps) if num_steps else None, float(time) / per_s if time else None
-    return Reading(line, name, int(step), planned, float(loss), time_s)
+    nats, time_s = float(loss), float(time) / per_s if time else None
+    if (math.isfinite(nats) and not 0 <= nats <= _MOST) or not 0 <= (time_s or 0) <= _MOST:
+        raise ValueError("a number out of range")
+    return Reading(line, name, int(step), int(num_steps) if num_steps else None, nats, time_s)
 
 
 def _readings_of_table(text: str, problems: Problems) -> Iterator[Reading]:

@@ -4,7 +4,7 @@ Of a record: loss against train time, loss against tokens, and a histogram of st
 records became, and how they trade cost against loss; the cost is what the track ranks by, train time or steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -215,9 +215,14 @@ def results(rows: Iterable[Row]) -> list[Row]:
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """Return the Pareto front, fastest first: rows not dominated in cost and loss."""
+    return _falling(sorted(rows, key=_place), lambda row: _place(row)[1])
+
+
+def _falling(rows: Iterable[Row], number: Callable[[Row], float]) -> list[Row]:
+    """Return the rows whose number is below that of every row before."""
     best: list[Row] = []
-    for row in sorted(rows, key=_place):
-        if not best or _place(row)[1] < _place(best[-1])[1]:
+    for row in rows:
+        if not best or number(row) < number(best[-1]):
             best.append(row)
     return best
 
@@ -235,11 +240,8 @@ def _unit(rows: Sequence[Row]) -> tuple[str, str, list[float]]:
 
 def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
     """Return place and cost of each qualified row that beats all qualified rows before it."""
-    steps: list[tuple[int, float]] = []
-    for place, row in enumerate(rows):
-        if row.standing == "qualified" and (not steps or _place(row)[0] < steps[-1][1]):
-            steps.append((place, _place(row)[0]))
-    return steps
+    qualified = (row for row in rows if row.standing == "qualified")
+    return [(rows.index(row), _place(row)[0]) for row in _falling(qualified, lambda row: _place(row)[0])]
 
 
 def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:

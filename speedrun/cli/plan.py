@@ -124,8 +124,7 @@ def plan(
         num_runs = runs or max(2, rules.rules.min_runs)
         batch = budgets.budget(rules, chosen, num_runs, Path("records"), planned, dollars=dollars)
         said = budgets.lines(batch, planning.ERROR)
-        derived = {"total_s": batch.total_s, "dollars": batch.dollars, "said": said}
-        facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | derived}, lines + said
+        facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | {"said": said}}, lines + said
     return cli.Answer({"error": error, **facts}, lines, error=error)
 
 

@@ -22,7 +22,8 @@ from speedrun.train import connect, local_processes, watchdog
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
-    from speedrun.lab.several_runs import Outcome, Promise
+    from speedrun.lab.several_runs import Outcome
+    from speedrun.lab.trials import Promise
 
 
 def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
@@ -228,20 +229,21 @@ def batch(ctx: click.Context, **given: Any) -> cli.Answer:
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
     """
-    from speedrun.lab.several_runs import Batch  # NumPy comes with it
+    from speedrun.lab.several_runs import run_batch  # NumPy comes with it
 
     ctx.with_resource(children.stoppable())
     allowed = ("data", "title", "ghost", "wandb")
-    folder = cli.begun(ctx, "speedrun.lab.several_runs", partial(_promise, given), *allowed)
+    folder = cli.begun(ctx, "speedrun.lab.design", partial(_promise, given), *allowed)
     with relayed(folder, given["wandb"]):
         as_json, chosen = ctx.params["as_json"], {name: given[name] for name in ("data", "title", "ghost")}
-        declared = Batch(folder, **chosen, say=partial(click.echo, err=as_json), to_stderr=as_json)
-        return _answer(folder, declared.run())
+        done = run_batch(folder, **chosen, say=partial(click.echo, err=as_json), to_stderr=as_json)
+        return _answer(folder, done)
 
 
 def _promise(given: dict[str, Any]) -> "Promise":
     """Return the batch that the options say."""
-    from speedrun.lab.several_runs import Promise, num_runs
+    from speedrun.lab.several_runs import num_runs
+    from speedrun.lab.trials import Promise
 
     rules, then, expect = tracks.load(given["track"]), given["then"], given["expect"]
     folder = given["out"] or cli.new_folder(rules.name)

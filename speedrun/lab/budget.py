@@ -27,29 +27,19 @@ Basis = Literal["records", "arithmetic", "unknown"]
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """A batch on a track."""
+    """A batch on a track; None: unknown."""
 
     track: str
     num_runs: int
     num_devices: int
-    run_s: float | None  #: wall time of one run; None if unknown
+    run_s: float | None  #: wall time of one run
     train_s: float | None  #: its train time
     basis: Basis  #: the source of both
+    total_s: float | None  #: of all runs, one after the other
     fetch_bytes: int  #: data to download
     disk_bytes: int  #: data, and what the runs write
     dollars_per_hour: float | None  #: of one device
-
-    @property
-    def total_s(self) -> float | None:
-        """Time of all runs, one after the other."""
-        return None if self.run_s is None else self.num_runs * self.run_s
-
-    @property
-    def dollars(self) -> float | None:
-        """Price of all devices for that time; simulated ones cost nothing."""
-        if self.total_s is None or self.dollars_per_hour is None:
-            return None
-        return self.total_s * self.num_devices * self.dollars_per_hour / 3600
+    dollars: float | None  #: of all devices for the whole time; simulated ones cost nothing
 
 
 def budget(
@@ -59,17 +49,25 @@ def budget(
 
     `plan` is the recipe on the devices it will run on; None for CPUs. `dollars` is the price of a device and hour.
     """
-    run_s, train_s, basis = _of_records(track, recipe, records, plan) or _of_plan(track, plan)
+    run_s, train_s, basis = _of_records(track, recipe, records, plan) or (None, None, "unknown")
+    if run_s is None and plan is not None:
+        num_vals = 1 + sum(track.validates_at(step) for step in range(recipe.num_steps))
+        share = _FORWARD * num_vals * track.data.val_tokens / recipe.total_tokens
+        run_s, train_s, basis = plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "arithmetic"
+    num_devices = 0 if plan is None else plan.num_devices
+    total_s = None if run_s is None else num_runs * run_s
     return Budget(
         track=track.id,
         num_runs=num_runs,
-        num_devices=0 if plan is None else plan.num_devices,
+        num_devices=num_devices,
         run_s=run_s,
         train_s=train_s,
         basis=basis,
+        total_s=total_s,
         fetch_bytes=overview.to_fetch_bytes(track),
         disk_bytes=overview.disk_bytes(track),
         dollars_per_hour=dollars,
+        dollars=None if total_s is None or dollars is None else total_s * num_devices * dollars / 3600,
     )
 
 
@@ -93,34 +91,20 @@ def _of_records(
     return fmean(run_s for run_s, _ in found), fmean(train_s for _, train_s in found), "records"
 
 
-def _of_plan(track: Track, plan: Plan | None) -> tuple[float | None, float | None, Basis]:
-    """Return the time of steps and validations by the plan."""
-    if plan is None:
-        return None, None, "unknown"
-    num_steps = sum(stage.num_steps for stage in plan.stages)
-    num_tokens = sum(stage.num_steps * stage.batch_tokens for stage in plan.stages)
-    num_vals = 1 + sum(track.validates_at(step) for step in range(num_steps))
-    share = _FORWARD * num_vals * track.data.val_tokens / num_tokens
-    return plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "arithmetic"
-
-
 def lines(budget: Budget, error: float) -> list[str]:
     """Return the budget as text, with the relative error of the arithmetic."""
     data = f"{quantity(budget.fetch_bytes, 'B')} to fetch" if budget.fetch_bytes else "nothing to fetch"
     disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
+    runs = f"batch  {budget.num_runs} runs"
     if budget.run_s is None or budget.total_s is None or budget.train_s is None:
-        return [
-            disk,
-            f"batch  {budget.num_runs} runs | their time is unknown: no record of it here, and no plan",
-        ]
+        return [disk, f"{runs} | their time is unknown: no record of it here, and no plan"]
     basis = {
         "records": "as the records here took",
         "arithmetic": f"+-{error:.0%} by arithmetic; {UNTIMED_S:.0f} s of each run are a guess",
     }[budget.basis]
-    cost = (
-        f" | ${budget.dollars:,.2f} at ${budget.dollars_per_hour:.2f} an hour and GPU, without fetching"
-        if budget.num_devices and budget.dollars is not None
-        else ""
-    )
-    runs = f"{budget.num_runs} runs of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
-    return [disk, f"batch  {runs} | about {duration(budget.total_s)} in all, {basis}{cost}"]
+    runs += f" of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
+    runs += f" | about {duration(budget.total_s)} in all, {basis}"
+    if budget.num_devices and budget.dollars is not None:
+        price = f"${budget.dollars_per_hour:.2f} an hour and GPU"
+        runs += f" | ${budget.dollars:,.2f} at {price}, without fetching"
+    return [disk, runs]

@@ -1,6 +1,6 @@
-"""Designs an experiment: checks every arm, draws the seeds, and writes `experiment.json`. Nothing is run.
+"""Declares several runs: checks every arm, draws the seeds, and writes `batch.json` or `experiment.json`. Runs nothing.
 
-    python -m speedrun.lab.design REQUEST.json      called by `speedrun sweep`, which holds no device
+    python -m speedrun.lab.design REQUEST.json      called by `speedrun batch` and `sweep`, which hold no device
 
 `FEATURES` has the settings that switch off each feature of a recipe. The recipe without a feature is another value of
 the same recipe, which `--set` could make as well. Each feature is switched off alone. Further settings compensate where
@@ -13,7 +13,7 @@ and without them. The soft cap of the logits stays as well: the loss uses it in 
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,49 @@ from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
 from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.lab import trials
-from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
+from speedrun.lab.trials import BASELINE, Arm, Experiment, Promise, Request
 from speedrun.record import layout
+from speedrun.record.batch import looks as looks_of
+from speedrun.record.batch import seeds_from
 from speedrun.science.models.record21_model import NO_TABLE
 from speedrun.science.recipe import Recipe, settings
 from speedrun.train.preflight import prepare
 from speedrun.train.request import decoded
+
+
+def declare(promise: Promise) -> layout.Declaration:
+    """Write `batch.json` and `source.txt` into a new folder.
+
+    Raises:
+        SpeedrunError: if `prepare` refuses the config; for seeds that are too few, repeated or out of range.
+    """
+    ready = prepare(promise.config)
+    looks = looks_of(promise.num_runs, promise.then, ready.track.target.sigma)
+    num_runs, config_sha256 = looks[-1].num_runs, layout.config_sha256(ready.described)
+    seeds = promise.seeds or seeds_from(ready.source_sha256, config_sha256, num_runs)
+    if len(set(seeds)) != num_runs or len(seeds) != num_runs:
+        raise UsageError(f"got {len(set(seeds))} different seeds; need {num_runs}, one for each run")
+    if not all(0 <= seed < 2**31 for seed in seeds):
+        raise UsageError(f"got seeds {min(seeds)} to {max(seeds)}; need 0 to {2**31 - 1}")
+    declaration = layout.Declaration(
+        track=layout.TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
+        recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
+        config_sha256=config_sha256,
+        source_sha256=ready.source_sha256,
+        num_devices=ready.program.num_devices,
+        microbatches=ready.program.microbatches,
+        attention=ready.program.attention,
+        num_steps=ready.recipe.num_steps,
+        seeds=seeds,
+        seeds_chosen=bool(promise.seeds),
+        looks=looks,
+        expected_loss=promise.expected_loss,
+        created_utc=now().utc,
+    )
+    with lock_record(promise.config.out):
+        files = {"source.txt": ready.source.encode(), layout.BATCH: layout.encode(declaration)}
+        make_folder(promise.config.out, files)
+    return declaration
 
 
 def design(request: Request) -> Experiment:
@@ -109,17 +146,14 @@ def _ladder(_request: Request, name: str) -> tuple[list[Arm], list[str]]:
 
 
 def _sweep(request: Request, name: str) -> tuple[list[Arm], list[str]]:
-    """Return the recipe, and the recipe with each combination of settings."""
-    keys = {key for variant in request.variants for key in variant}
-    drafts = [_draft(_name(variant, keys), name, variant, BASELINE) for variant in request.variants]
-    return [_draft(BASELINE, name, {}, None), *drafts], []
-
-
-def _name(variant: Mapping[str, str], keys: set[str]) -> str:
-    """Return the settings as text, by the last part of each key where that is unique."""
-    last = [key.rpartition(".")[2] for key in keys]
-    shown = {key: short if last.count(short := key.rpartition(".")[2]) == 1 else key for key in variant}
-    return " ".join(f"{shown[key]}={value}" for key, value in variant.items())
+    """Return the recipe, and those with other settings, named by the last part of each key where that is unique."""
+    drafts = [_draft(BASELINE, name, {}, None)]
+    for variant in request.variants:
+        last = [key.rpartition(".")[2] for key in variant]
+        shown = (part if last.count(part) == 1 else key for key, part in zip(variant, last, strict=True))
+        title = " ".join(map("=".join, zip(shown, variant.values(), strict=True)))
+        drafts.append(_draft(title, name, variant, BASELINE))
+    return drafts, []
 
 
 _DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep}
@@ -228,4 +262,8 @@ FEATURES: dict[str, Off] = {
 if __name__ == "__main__":
     with reported(), signals.handled_by(signals.stop):
         raw = Path(sys.argv[1]).read_bytes()
-        design(decoded(raw, Request))
+        asked = decoded(raw, Promise | Request)  # pyright: ignore[reportArgumentType]
+        if isinstance(asked, Promise):
+            declare(asked)
+        else:
+            design(asked)

@@ -208,7 +208,10 @@ def table(found: Summary) -> list[str]:
         rows.append((f"{arm}, fresh seeds", *rest))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return [*lines, *_price(found), f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
+    prices = {one.against: one.s_per_nat for one in found.findings if one.s_per_nat is not None}
+    lines += [f"price   {s_per_nat:.1f} s a nat for {name!r}" for name, s_per_nat in prices.items()]
+    lines += [f"price   {RATE_FROM}"] if prices else []
+    return [*lines, f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
 
 
 def count(number: int, noun: str) -> str:
@@ -255,13 +258,6 @@ def _resolved_alone(one: Finding) -> str:
     return f" ({', '.join(alone)})" if alone else ""
 
 
-def _price(found: Summary) -> list[str]:
-    """Return the price of a nat for each arm that others are compared with."""
-    prices = {one.against: one.s_per_nat for one in found.findings if one.s_per_nat is not None}
-    lines = [f"price   {s_per_nat:.1f} s a nat for {name!r}" for name, s_per_nat in prices.items()]
-    return [*lines, f"price   {RATE_FROM}"] if lines else []
-
-
 def _best(found: Summary) -> str:
     if found.winner is None:
         return "no arm gains anything; nothing to confirm"
@@ -295,14 +291,17 @@ def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
         rows.append(fresh)
     if not rows:
         return []
+    names = [in_font(found.arm[:_MOST_NAME]) + (", fresh seeds" if found is fresh else "") for found in rows]
     with canvas(10.0, 1.7 + _ROW_INCHES * len(rows)) as figure:
         axes = figure.subplots(1, len(_PANELS), sharey=True)
         for one, (name, unit, measure, shown) in zip(axes, _PANELS, strict=True):
             one.set_title(name, fontsize=10, color=INK)
             one.set_xlabel(unit)
             _draw(one, [getattr(found, measure) for found in rows], shown)
+            if rows[-1] is fresh and len(rows) > 1:
+                one.axhline(len(rows) - 1.5, color=GREY, linewidth=0.6, linestyle=(0, (2, 3)), zorder=1)
         axes[1].xaxis.set_major_formatter(lambda x, _: f"{math.exp(x):.3f}")
-        _name(axes[0], rows, fresh)
+        axes[0].set_yticks(range(len(rows)), names)
         figure.suptitle(in_font(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         seeds = max(len(found.seeds) for found in summary.findings)
         note = (
@@ -321,10 +320,9 @@ def _draw(axes: "Axes", effects: Sequence[Effect | None], shown: Callable[[float
             continue
         resolved = effect.adjusted_p < LEVEL
         colour = VAL if resolved else GREY
-        ends = effect.low, effect.high
-        axes.plot(ends, (place, place), color=colour, linewidth=1.8, solid_capstyle="butt", zorder=2)
         face = colour if resolved else PAPER
-        axes.plot(effect.mean, place, "o", color=colour, markerfacecolor=face, markersize=6.5, zorder=3)
+        line: dict[str, Any] = {"elinewidth": 1.8, "markerfacecolor": face, "markersize": 6.5}
+        axes.errorbar(effect.mean, place, xerr=effect.half_width, fmt="o", color=colour, zorder=3, **line)
         # Away from the line of no effect, which a label would hide.
         form: dict[str, Any] = {"fontsize": 8.5, "color": colour, "va": "center_baseline"}
         end, offset, side = (effect.low, -5, "right") if effect.mean < 0 else (effect.high, 5, "left")
@@ -334,11 +332,3 @@ def _draw(axes: "Axes", effects: Sequence[Effect | None], shown: Callable[[float
     axes.set_ylim(len(effects) - 0.5, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _name(axes: "Axes", rows: Sequence[Finding], fresh: Finding | None) -> None:
-    names = [in_font(found.arm[:_MOST_NAME]) + (", fresh seeds" if found is fresh else "") for found in rows]
-    axes.set_yticks(range(len(rows)), names)
-    if fresh is not None and rows[-1] is fresh and len(rows) > 1:
-        for one in axes.figure.axes:
-            one.axhline(len(rows) - 1.5, color=GREY, linewidth=0.6, linestyle=(0, (2, 3)), zorder=1)

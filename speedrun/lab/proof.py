@@ -51,16 +51,15 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     rules, runs = record.rules, record.finished
     aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
     losses = [run.val_loss for run in runs]
-    declared, test = record.declaration is not None and target is None, None
-    if record.declaration is not None and declared:
-        test = standing(record.declaration, record.runs, aim, sigma).test
-        if test is None:
-            need = record.declaration.looks[0].num_runs
-            raise UsageError(
-                f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume'"
-            )
+    declared = record.declaration if target is None else None
     blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
-    test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma)
+    if declared is None:
+        test = statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma)
+    elif (test := standing(declared, record.runs, aim, sigma).test) is None:
+        need = declared.looks[0].num_runs
+        raise UsageError(
+            f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume'"
+        )
     others = [] if parent is None else [run.val_loss for run in load_result(parent).finished]
     if parent is not None and min(len(others), len(losses)) < 2:
         raise UsageError(f"--against compares {len(losses)} runs with {len(others)}; need two on each side")
@@ -80,7 +79,7 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
         train_time_s=statistics.mean_interval(times_s),
         cold_walls_s=tuple(walls_s),
         cold_wall_s=statistics.mean_interval(walls_s),
-        declared=declared,
+        declared=declared is not None,
         rule=test.rule,
         p=test.p if is_tested else None,
         alpha=test.alpha,
@@ -126,20 +125,18 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
 
 
 def groups(runs: Iterable[ContextRun]) -> list[Group]:
-    """Group equal runs, in the order of the first run of each."""
+    """Group equal runs of those that `distinct` returns, in the order of the first run of each."""
     equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
     for run in runs:
-        if run.final_loss is not None:
-            equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
-    return [_group(*key, members) for key, members in equal.items()]
-
-
-def _group(folder: str, step: int, num_steps: int | None, runs: list[ContextRun]) -> Group:
-    losses = tuple(run.final_loss for run in runs if run.final_loss is not None)
-    times_s = [run.train_time_s for run in runs if run.train_time_s is not None]
-    step_ms = fmean(times_s) / step * 1e3 if step and len(times_s) == len(runs) else None
-    sd = stdev(losses) if len(losses) > 1 else None
-    return Group(folder, step, num_steps, losses, fmean(losses), sd, step_ms)
+        equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
+    found = []
+    for (folder, step, num_steps), same in equal.items():
+        losses = tuple(run.final_loss for run in same if run.final_loss is not None)
+        times_s = [run.train_time_s for run in same if run.train_time_s is not None]
+        step_ms = fmean(times_s) / step * 1e3 if step and len(times_s) == len(same) else None
+        sd = stdev(losses) if len(losses) > 1 else None
+        found.append(Group(folder, step, num_steps, losses, fmean(losses), sd, step_ms))
+    return found
 
 
 def noise(found: Sequence[Group]) -> Noise | None:

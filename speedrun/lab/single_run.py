@@ -109,13 +109,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
                     _say(f"{config.out} is finished; nothing to resume, its record is written again")
             if not is_done:
                 extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
-                request = extras.samples(config)
-                config = _begun(config, extras.init_from)
-                page = watched(config.out, extras.watch_port, extras.ghost)
-                with page, relayed(config.out, extras.wandb), samples.beside(request):
-                    _train(config, extras)
-                    if extras.sample_every is not None:
-                        _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")
+                config = _trained(config, extras)
     except BaseException:
         if is_ours and processes.is_first():
             _assemble_broken(config)
@@ -127,23 +121,27 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 
-def _begun(config: RunConfig, init_from: Path | None) -> RunConfig:
-    """Make data that the track generates, and the state that a run starts from if it is not random."""
-    rules = tracks.load(config.track)
+def _trained(config: RunConfig, extras: Extras) -> RunConfig:
+    """Make data that the track generates, and train; return the settings, which weights to start from change.
+
+    Of several processes, only the first one prints.
+    """
+    request, rules = extras.samples(config), tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None
     processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
-    return config if init_from is None else weight_sources.start_from(config, init_from)
-
-
-def _train(config: RunConfig, extras: Extras) -> None:
-    """Train; of several processes, only the first one prints."""
-    if not processes.is_first():
-        train(config)
-        return
-    rival = ghosts.chosen(extras.ghost, tracks.load(config.track).id)
-    stream = sys.stderr if extras.to_stderr else sys.stdout
-    with Printer(stream, rival, verbose=extras.verbose) as reader:
-        train(config, reader)
+    if extras.init_from is not None:
+        config = weight_sources.start_from(config, extras.init_from)
+    page = watched(config.out, extras.watch_port, extras.ghost)
+    with page, relayed(config.out, extras.wandb), samples.beside(request):
+        if processes.is_first():
+            stream = sys.stderr if extras.to_stderr else sys.stdout
+            with Printer(stream, ghosts.chosen(extras.ghost, rules.id), verbose=extras.verbose) as reader:
+                train(config, reader)
+        else:
+            train(config)
+        if extras.sample_every is not None:
+            _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")
+    return config
 
 
 def _title(config: RunConfig) -> str:

@@ -37,7 +37,17 @@ Kind = Literal["features", "ladder", "sweep"]
 Standing = Literal["research, not ranked"]
 
 
-class Request(Strict, frozen=True):
+class Promise(Strict, frozen=True, tag=True):
+    """A batch to declare."""
+
+    config: RunConfig  #: of every run; its seed is ignored
+    num_runs: int
+    then: int | None = None  #: total number of runs at a second look
+    seeds: tuple[int, ...] = ()  #: empty: derived from source and config
+    expected_loss: float | None = None
+
+
+class Request(Strict, frozen=True, tag=True):
     """An experiment to design."""
 
     config: RunConfig  #: of every run; its overrides hold for every arm, its seed is ignored
@@ -98,12 +108,12 @@ def trials(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Trial]:
         yield from ((arm, seed) for arm in (arms[::-1] if block % 2 else arms))
 
 
-def read(folder: Path) -> Experiment:
-    """Read `experiment.json`; raise UsageError if it is missing, cannot be read, or was edited."""
-    found, _ = declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
+def read(folder: Path) -> tuple[Experiment, str]:
+    """Read `experiment.json` with its digest; raise UsageError if it is missing, cannot be read, or was edited."""
+    found, digest = declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
     if problem := _problem(found):
         raise UsageError(f"{folder / EXPERIMENT}: {problem}; restore it, or start a new sweep")
-    return found
+    return found, digest
 
 
 def declared(path: Path, kind: type[_File], command: str) -> tuple[_File, str]:
@@ -173,15 +183,10 @@ class Range(NamedTuple):
 
     def draw(self, rng: random.Random) -> str:
         """Draw a number; three digits if it is not whole, so that it can be typed again."""
-        if self.is_whole:
+        if (self.low + self.high).isdigit():
             return str(rng.randint(int(self.low), int(self.high)))
         low, high = math.log(float(self.low)), math.log(float(self.high))
         return f"{math.exp(rng.uniform(low, high)):.3g}"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether both ends are whole numbers."""
-        return self.low.isdigit() and self.high.isdigit()
 
 
 Space = Mapping[str, tuple[str, ...] | Range]
@@ -196,23 +201,20 @@ def parse(key: str, text: str) -> tuple[str, ...] | Range:
     if ".." not in text:
         return tuple(value.strip() for value in re.split(r",(?![^()]*\))", text) if value.strip())
     low, _, high = text.partition("..")
-    found = Range(low, high)
     with suppress(ValueError):
-        if 0 < float(low) < float(high) < math.inf or (found.is_whole and int(low) < int(high)):
-            return found
+        if 0 < float(low) < float(high) < math.inf or (int(low) == 0 and int(high) > 0):
+            return Range(low, high)
     raise UsageError(f"--set {key}={text}; need LOW..HIGH, two numbers above zero, the smaller one first")
 
 
 def grid(space: Space) -> list[dict[str, str]]:
     """Return every combination; raise UsageError for a range, or too many."""
-    axes: dict[str, tuple[str, ...]] = {}
     for key, values in space.items():
         if isinstance(values, Range):
             raise UsageError(f"--set {key} is a range; add --trials K to draw from it, or list values")
-        axes[key] = values
-    if (number := math.prod(map(len, axes.values()))) > MOST_ARMS:
+    if (number := math.prod(map(len, space.values()))) > MOST_ARMS:
         raise UsageError(f"got {number:,} combinations; need at most {MOST_ARMS}, or --trials K")
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 
 def draw(space: Space, trials: int, seed: int) -> list[dict[str, str]]:

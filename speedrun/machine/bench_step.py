@@ -190,11 +190,9 @@ def loader(
 
     The shards are read in order, repeatedly. `shape` is the number and length of the sequences of a batch.
     """
-    for shard in shards:
-        if hasattr(os, "posix_fadvise"):
-            with shard.path.open(
-                "rb"
-            ) as file:  # out of the page cache, so that the first batch is from the disk
+    if hasattr(os, "posix_fadvise"):  # out of the page cache, so that the first batch is from the disk
+        for shard in shards:
+            with shard.path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with Prefetch(TokenStream([*shards] * _MANY_EPOCHS), repeat(shape)) as batches:

@@ -39,9 +39,6 @@ _REASONS = {
 
 Fact = float | int | str | bool | None
 
-#: `ok`, a note, or an obstacle.
-Mark = Literal["ok", "note", "bad"]
-
 
 class Check(msgspec.Struct, frozen=True):
     """What was checked, what was found, and whether that is fine."""
@@ -53,7 +50,7 @@ class Check(msgspec.Struct, frozen=True):
     facts: Mapping[str, Fact] = {}  #: the finding as numbers; names have units
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> Literal["ok", "note", "bad"]:
         """`ok`; `bad` if it is needed; else `note`."""
         return "ok" if self.ok else "bad" if self.needed else "note"
 
@@ -190,6 +187,7 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
         RuntimeError: from JAX, where a driver or a plugin is broken.
     """
     import jax
+    from jax.sharding import PartitionSpec as P
 
     from speedrun.base import mesh
     from speedrun.train import health
@@ -208,7 +206,11 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
         said = f"not measured: {len(found)} GPUs are here, and JAX uses none of them; see above"
         yield Check("rates", said, ok=False, needed=False)
     elif timed:
-        yield _collective(over)
+        axes = over.axis_names
+        program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=over, in_specs=P(axes), out_specs=P())
+        total = jax.jit(program)(jax.numpy.arange(over.size, dtype="float32"))
+        agree = float(total[0]) == over.size * (over.size - 1) / 2
+        yield Check("collective", f"a sum over the devices {'is right' if agree else 'is wrong'}", ok=agree)
         yield from _measured(over, machine)
 
 
@@ -219,24 +221,10 @@ def _unseen(num_gpus: int, num_devices: int) -> Check:
         for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
         if os.environ.get(name) is not None and "cuda" not in os.environ[name]
     ]
-    why = (
-        f"unset {', '.join(hidden)}"
-        if hidden
-        else "look at what JAX says: python -c 'import jax; jax.devices()'"
-    )
+    why = f"unset {', '.join(hidden)}"
+    if not hidden:
+        why = "look at what JAX says: python -c 'import jax; jax.devices()'"
     return Check("visible", f"JAX sees {num_devices} of {num_gpus} GPUs; {why}", ok=False, needed=False)
-
-
-def _collective(mesh: "Mesh") -> Check:
-    """Check a compiled sum over the devices."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    axes = mesh.axis_names
-    program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
-    total = jax.jit(program)(jax.numpy.arange(mesh.size, dtype="float32"))
-    agree = float(total[0]) == mesh.size * (mesh.size - 1) / 2
-    return Check("collective", f"a sum over the devices {'is right' if agree else 'is wrong'}", ok=agree)
 
 
 def _measured(over: "Mesh", machine: Machine) -> Iterator[Check]:
@@ -260,10 +248,8 @@ def rates(
     reached: Mapping[str, float], machine: Machine, device: accelerators.Device | None
 ) -> Iterator[Check]:
     """Compare each rate with the vendor's, times the number of devices; `device` is None if those are unknown."""
-    of_vendor: dict[
-        str, float
-    ] = {}  # not from host to device: that depends on the host's memory and slots more
-    if device is not None:
+    of_vendor: dict[str, float] = {}
+    if device is not None:  # not from host to device: that depends on the host's memory and slots more
         of_vendor = {"matmul": device.bf16_flops, "memory": device.memory_rate}
         of_vendor |= dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), device.link_rate)
     together = ", all devices together" if machine.num_devices > 1 else ""

@@ -140,8 +140,7 @@ def software() -> Iterator[Check]:
     yield from (check for check in packages if not check.ok)
     if all(check.ok for check in packages):
         versions = {check.name: check.found for check in packages}
-        said = ", ".join(f"{name} {version}" for name, version in versions.items())
-        yield Check("packages", said, ok=True, facts={**versions})
+        yield Check("packages", ", ".join(map(" ".join, versions.items())), ok=True, facts={**versions})
     yield lock()
 
 
@@ -160,18 +159,16 @@ def declared() -> tuple[str, list[str]]:
 
 def floor(name: str, version: str, requirement: str) -> Check:
     """Check a requirement with `>=`, the only form in use here."""
-    if numbers(version) >= numbers(requirement.partition(">=")[2]):
-        return Check(name, version, ok=True)
-    return Check(name, f"{version}; need {requirement}; pip install -e .", ok=False)
+    ok = numbers(version) >= numbers(requirement.partition(">=")[2])
+    return Check(name, version if ok else f"{version}; need {requirement}; pip install -e .", ok=ok)
 
 
 def lock() -> Check:
     """Check that all pins of a lock file are installed, which a ranked record needs."""
+    found, facts = "not every package is as a lock file pins it; for a ranked record: scripts/install.sh", {}
     if fits := provenance.lock().name:
         found, facts = f"every package as requirements/{fits} pins it", {"lock": fits}
-        return Check("lock", found, ok=True, needed=False, facts=facts)
-    found = "not every package is as a lock file pins it; for a ranked record: scripts/install.sh"
-    return Check("lock", found, ok=False, needed=False)
+    return Check("lock", found, ok=bool(fits), needed=False, facts=facts)
 
 
 #: Oldest driver for a major release of CUDA, by NVIDIA's minor version compatibility. scripts/install.sh uses the same
@@ -185,17 +182,15 @@ _ANEW = "make it anew: rm -r .venv; scripts/install.sh"
 
 def driver(version: str, release: int, *, needed: bool) -> Check:
     """Check that a driver runs a release of CUDA."""
-    least, facts = DRIVERS.get(release, DRIVERS[max(DRIVERS)]), {"driver": version}
-    if numbers(version) >= numbers(least):
-        return Check("driver", f"{version}, enough for CUDA {release}", ok=True, needed=needed, facts=facts)
-    older = [old for old in DRIVERS if old < release and numbers(version) >= numbers(DRIVERS[old])]
-    what = (
-        f"SPEEDRUN_ACCELERATOR=cuda{max(older)} scripts/install.sh"
-        if older
-        else f"install driver {least} or newer, or rent another image"
-    )
-    found = f"{version} is too old for CUDA {release}, which needs {least}; {what}"
-    return Check("driver", found, ok=False, needed=needed, facts=facts)
+    least = DRIVERS.get(release, DRIVERS[max(DRIVERS)])
+    runs = [one for one in DRIVERS if numbers(version) >= numbers(DRIVERS[one])]
+    ok, found = numbers(version) >= numbers(least), f"{version}, enough for CUDA {release}"
+    if not ok:
+        what = f"install driver {least} or newer, or rent another image"
+        if runs:
+            what = f"SPEEDRUN_ACCELERATOR=cuda{max(runs)} scripts/install.sh"
+        found = f"{version} is too old for CUDA {release}, which needs {least}; {what}"
+    return Check("driver", found, ok=ok, needed=needed, facts={"driver": version})
 
 
 def wheels_problem(installed: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,11 +120,7 @@ def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile
     """Join the newest trace in a folder with the program."""
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     known = {step.instruction.name: step for step in schedule}
-    events = [
-        event
-        for event in _events(jax.profiler.ProfileData.from_file(str(path)), known)
-        if event.name not in known or known[event.name].instruction.opcode not in _CONTROL
-    ]
+    events = [*_events(jax.profiler.ProfileData.from_file(str(path)), known)]
     if not events:
         raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
@@ -162,9 +159,10 @@ def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:
                 stats = dict(event.stats)
                 if gpu or "hlo_op" in stats:
                     name = str(stats.get("hlo_op", event.name))
-                    device = int(gpu[1] if gpu else stats["device_ordinal"])
-                    sends = "nccl" in event.name.lower() or _kind(known.get(name)) in hlo.COLLECTIVES
-                    yield Event(name, device, event.start_ns, event.start_ns + event.duration_ns, sends)
+                    step, device = known.get(name), int(gpu[1] if gpu else stats["device_ordinal"])
+                    sends = "nccl" in event.name.lower() or _kind(step) in hlo.COLLECTIVES
+                    if step is None or step.instruction.opcode not in _CONTROL:
+                        yield Event(name, device, event.start_ns, event.start_ns + event.duration_ns, sends)
 
 
 def _kind(step: hlo.Executed | None) -> str:
@@ -182,10 +180,8 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 def usage(events: Iterable[Event]) -> list[Usage]:
     """Return one entry per device, in the order of their numbers."""
-    by_device: defaultdict[int, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: (event.device, event.start_ns)):
-        by_device[event.device].append(event)
-    return [_usage(device, same) for device, same in by_device.items()]
+    in_order = sorted(events, key=lambda event: (event.device, event.start_ns))
+    return [_usage(device, [*same]) for device, same in groupby(in_order, lambda event: event.device)]
 
 
 def _usage(device: int, events: Sequence[Event]) -> Usage:

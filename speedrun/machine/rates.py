@@ -5,7 +5,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,37 +22,38 @@ Answer = TypeVar("Answer")
 def measure(mesh: Mesh) -> dict[str, float]:
     """Measure the best rates of all devices at once, summed: flop/s of `matmul`, bytes/s of the others; takes seconds.
 
-    A copy reads and writes memory. Collectives are left out with one device.
+    Memory is read and written by passes over an array larger than any cache, many in one dispatch. Collectives are left
+    out with one device.
     """
-    host_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
-    return {
-        "matmul": 1e9 * matmul_gflops(mesh),
-        "memory": _memory_rate(mesh),
-        **_collective_rates(mesh),
-        "host to device": host_NM.nbytes / best_s(lambda: place(host_NM, mesh)),
-    }
-
-
-def _memory_rate(mesh: Mesh) -> float:
-    """Time passes that read and write an array larger than any cache, many in one dispatch."""
-    x_NM, num_passes = _array(mesh), 8 if is_simulated(mesh) else 128
+    x_NM, num_passes = _random(mesh), 8 if is_simulated(mesh) else 128
+    host_NM = jax.device_get(x_NM)
 
     def passes(x_NM: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, num_passes, lambda _, y_NM: y_NM * _FACTOR, x_NM)
 
-    program = jax.jit(passes, out_shardings=x_NM.sharding)
-    return num_passes * 2 * x_NM.nbytes / best_s(lambda: program(x_NM))
+    copy = jax.jit(passes, out_shardings=x_NM.sharding)
+    return {
+        "matmul": 1e9 * matmul_gflops(mesh),
+        "memory": num_passes * 2 * x_NM.nbytes / best_s(lambda: copy(x_NM)),
+        **(_collective_rates(mesh, x_NM) if mesh.size > 1 else {}),
+        "host to device": host_NM.nbytes / best_s(lambda: place(host_NM, mesh)),
+    }
 
 
-def _collective_rates(mesh: Mesh) -> dict[str, float]:
+def _random(mesh: Mesh) -> jax.Array:
+    """Return random numbers, made on the devices: 16 MB per simulated device, 256 MB per real one."""
+    shape = mesh.size, 2**22 if is_simulated(mesh) else 2**26
+    placing = NamedSharding(mesh, P(mesh.axis_names))
+    make = jax.jit(lambda key: jax.random.uniform(key, shape, jnp.float32), out_shardings=placing)
+    return make(jax.random.key(0))
+
+
+def _collective_rates(mesh: Mesh, x_NM: jax.Array) -> dict[str, float]:
     """Time what an FSDP step sends, an all-gather and a reduce-scatter of one array, and an all-reduce.
 
     Counted are bytes that arrive from other devices, or leave for them. In a ring of n devices, each sends
     2 (n - 1) / n of the array for an all-reduce.
     """
-    if mesh.size == 1:
-        return {}
-    x_NM = _array(mesh)
     others_bytes = (mesh.size - 1) * x_NM.nbytes
 
     def over_devices(
@@ -102,17 +102,3 @@ def described() -> str:
     if platform == "cpu":
         raise UsageError("this is a cpu; only a GPU has such a description; run it where there is one")
     return str(xla_client.get_topology_for_devices(jax.devices()).target_config)
-
-
-def _columns(mesh: Mesh) -> int:
-    """Number of float32 columns: 16 MB per simulated device, 256 MB per real one."""
-    return 2**22 if is_simulated(mesh) else 2**26
-
-
-def _array(mesh: Mesh) -> jax.Array:
-    """Return random numbers, made on the devices."""
-    placing = NamedSharding(mesh, P(mesh.axis_names))
-    make = jax.jit(
-        lambda key: jax.random.uniform(key, (mesh.size, _columns(mesh)), jnp.float32), out_shardings=placing
-    )
-    return make(jax.random.key(0))
