@@ -180,40 +180,6 @@ def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(DATA)))
 
 
-def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
-    mesh = h100(8)
-
-    def local(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def loss(w: jax.Array) -> jax.Array:
-            whole = jax.lax.all_gather(w.astype(jnp.bfloat16), DATA, tiled=True)
-            return jnp.sum((x @ whole).astype(jnp.float32) ** 2)
-
-        value, grad = jax.value_and_grad(loss)(w)
-        return w - grad, jax.lax.psum(value, DATA)
-
-    step = jax.shard_map(local, mesh=mesh, in_specs=(P(DATA), P(DATA)), out_specs=(P(DATA), P()))
-    w, x = rows(mesh, (1024, 512), jnp.float32), rows(mesh, (4096, 1024), jnp.bfloat16)
-    got = deviceless.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
-    sent = {one.kind: (one.dtype, one.num_bytes, one.times) for one in got.collectives}
-    whole = ("bf16", 1024 * 512 * 2, 1)
-    assert sent == {"all-gather": whole, "reduce-scatter": whole, "all-reduce": ("f32", 4, 1)}
-    assert got.memory.alias_size_in_bytes == 1024 * 512 * 4 // 8
-    assert got.custom_calls == {"__cublas$lt$matmul": 2}
-
-
-def test_an_fp8_product_is_one_fp8_gemm(h100: Callable[[int], Mesh]) -> None:
-    """It fails, too, if the target promises no CUDA release: then XLA widens the operands first."""
-    mesh = h100(1)
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
-
-    x, w = rows(mesh, (256, 64), jnp.float8_e4m3fn), rows(mesh, (128, 64), jnp.float8_e4m3fn)
-    got = deviceless.dissect(compile_for_target(jax.jit(product), x, w))
-    assert got.custom_calls == {"__cublas$lt$matmul$f8": 1}
-    assert got.traffic["__cublas$lt$matmul$f8"] - 256 * 64 - 128 * 64 - 256 * 128 * 2 in range(17), "scales"
-
-
 @pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize("kind", accelerators.DEVICES)
 def test_the_compiler_accepts_every_target(kind: str) -> None:

@@ -129,16 +129,13 @@ def test_science_imports_no_instrument() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def ancestors(recipe: str) -> Iterator[str]:
-    while (parent := recipes.load(recipe).parent) is not None:
-        yield (recipe := parent)
-
-
 def test_a_recipe_imports_no_recipe_but_its_ancestors() -> None:
     package = "speedrun.recipes."
     for here, there in EDGES:
         if here.startswith(package) and there.startswith(package):
-            above = [*ancestors(here.rpartition(".")[2])]
+            above, recipe = [], here.rpartition(".")[2]
+            while (recipe := recipes.load(recipe).parent) is not None:
+                above.append(recipe)
             assert there.rpartition(".")[2] in above, f"{here} imports {there}, its ancestors are {above}"
 
 
@@ -206,19 +203,16 @@ for module in {light}:
     assert done.returncode == 0, done.stderr
 
 
-def config_fields() -> Iterator[tuple[str, str]]:
-    """Every field of every dataclass of the models, and the text of its type."""
-    models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
-    for node in (node for tree in models for node in ast.walk(tree)):
-        if isinstance(node, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, node.decorator_list)):
-            for field in node.body:
-                if isinstance(field, ast.AnnAssign):
-                    yield f"{node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation)
-
-
 def test_no_model_config_holds_a_boolean() -> None:
     """A variant is another function, or another entry in a tuple with one entry a layer. Never a flag."""
-    fields = list(config_fields())
+    models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
+    fields = [
+        (f"{node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation))
+        for node in (node for tree in models for node in ast.walk(tree))
+        if isinstance(node, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, node.decorator_list))
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    ]
     assert fields
     flags = [name for name, kind in fields if "bool" in kind or "Callable" in kind]
     assert not flags, f"{flags}: write a second function, or a Literal that says what it is"
@@ -249,12 +243,6 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     assert sum(lines.values()) <= CLOSURE_LINES + more, f"{sum(lines.values()):,} lines in {lines}"
 
 
-def test_the_rules_name_the_budgets() -> None:
-    budgets = (SCIENCE_LINES, CLOSURE_LINES, KERNEL_LINES, *MORE_SCIENCE.values())
-    stated = set(re.findall(r"[\d,]*\d", (ROOT / "RULES.md").read_text()))
-    assert {f"{number:,}" for number in budgets} <= stated
-
-
 def test_files_and_functions_are_short() -> None:
     sizes = {module: len(path.read_text().splitlines()) for module, path in PATHS.items()}
     assert not [module for module, lines in sizes.items() if lines > FILE_LINES]
@@ -265,6 +253,12 @@ def test_files_and_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef)
     )
     assert not [name for name, lines in functions if lines > FUNCTION_LINES]
+
+
+def test_a_module_is_named_for_its_subject_and_says_what_it_is_for() -> None:
+    drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
+    assert not [module for module in PATHS if drawers & set(module.split("."))]
+    assert not [module for module, tree in TREES.items() if not ast.get_docstring(tree)], "no docstring"
 
 
 def git(*argv: str) -> str:
@@ -295,16 +289,6 @@ def test_no_change_raises_the_budget_of_the_house() -> None:
     if stated is None:
         pytest.skip(f"no budget is known of {before}: no history, or an older layout of this file")
     assert int(stated[1]) >= HOUSE_LINES
-
-
-def test_every_module_says_what_it_is_for() -> None:
-    silent = [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
-    assert not silent
-
-
-def test_files_are_named_by_what_they_are_about() -> None:
-    drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
-    assert not [module for module in PATHS if drawers & set(module.split("."))]
 
 
 #: Writes that are not `write_whole`, and why each may be.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from forgeries import BROKE, promised
 from record_forge import PROGRAMS, Spec, change, declaration, declare, forge, write_run
 from small_run import SMALL
@@ -74,6 +75,10 @@ def begun(folder: Path, *specs: Spec) -> Path:
     for spec in specs:
         write_run(folder, spec)
     return folder
+
+
+def resumed(folder: Path, *words: str) -> Result:
+    return invoke("batch", "--resume", str(folder), *words)
 
 
 def lost(seed: int, loss: float, **rest) -> Spec:
@@ -154,22 +159,16 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, s
     assert killed.name in (folder / "README.md").read_text()
 
 
-def test_programs_that_no_log_names_are_removed(folder):
-    """Their run was killed between writing them and saying so."""
+def test_salvage_removes_programs_that_no_log_names_and_keeps_a_result_without_its_line_break(folder):
+    """Of a run that was killed before it named them; who cuts off a byte cannot have the seed run again."""
     forge(folder)
     (folder / "programs-0123456789abcdef.xz").write_bytes(b"of nobody")
-    assert salvage(folder) == []
-    assert [path.name for path in folder.glob("*.xz")] == [name_of(sha256(PROGRAMS))]
-
-
-def test_an_end_without_its_line_break_keeps_its_result(folder):
-    """The line was whole: who cuts off a byte cannot have the seed run again."""
-    forge(folder)
     log = min(folder.glob("runs/*")) / "metrics.jsonl"
     raw = log.read_bytes()
     log.write_bytes(raw[:-1])
     assert salvage(folder) == []
     assert log.read_bytes() == raw
+    assert [path.name for path in folder.glob("*.xz")] == [name_of(sha256(PROGRAMS))]
 
 
 @pytest.mark.parametrize("fill", [Path.mkdir, os.mkfifo])
@@ -202,12 +201,16 @@ def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
     assert (found.missing, found.passed) == ((), False)
 
 
-def test_one_batch_is_run_by_one_process(folder):
+def test_one_batch_is_run_by_one_process_and_a_damaged_one_by_none(folder):
     forge(folder)
     with (folder / "batch.json").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        result = invoke("batch", "--resume", str(folder))
+        result = resumed(folder)
     assert (result.exit_code, "is being run by another process" in result.stderr) == (2, True)
+    (folder / "batch.json").write_text("{}")
+    result = resumed(folder)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "start anew with 'speedrun batch --runs N'" in result.stderr
 
 
 # --- the commands ------------------------------------------------------------------------------------------
@@ -265,13 +268,13 @@ def test_a_child_that_ignores_signals_is_killed_by_the_second():
 def test_a_batch_that_blew_up_ends_in_words(folder):
     """First after a good run, then at once: there is no mean to print."""
     begun(folder, lost(1, 3.25), blew_up(2))
-    result = invoke("batch", "--resume", str(folder))
+    result = resumed(folder)
     assert result.exit_code == 1, result.exception
     assert "one became non-finite" in result.stdout
     assert "V309 failed" in result.stdout
     other = folder.with_name("a folder")
     begun(other, blew_up(1))
-    result = invoke("batch", "--resume", str(other))
+    result = resumed(other)
     assert result.exit_code == 1, result.exception
     assert "no run finished" in result.stdout
 
@@ -279,7 +282,7 @@ def test_a_batch_that_blew_up_ends_in_words(folder):
 def test_a_batch_that_was_described_keeps_its_title(folder):
     begun(folder, lost(1, 3.25), lost(2, 3.24))
     for words, title in (([], "tiny on forged@1"), (["--title", "mine"], "mine"), ([], "mine")):
-        assert invoke("batch", "--resume", str(folder), *words).exit_code == 0
+        assert resumed(folder, *words).exit_code == 0
         assert load(folder).about.title == title
 
 
@@ -288,10 +291,10 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
     monkeypatch.setattr(child_run, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
     begun(folder, lost(1, 3.25))
-    assert invoke("batch", "--resume", str(folder)).exit_code == 3
+    assert resumed(folder).exit_code == 3
     assert (made, ran) == ([("forged", None)], [1])
     write_run(folder, lost(2, 3.24))
-    assert invoke("batch", "--resume", str(folder)).exit_code == 0
+    assert resumed(folder).exit_code == 0
     assert len(made) == 1
 
 
@@ -300,15 +303,8 @@ def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code)
     monkeypatch.setattr(generated, "ensure", lambda *_: None)
     monkeypatch.setattr(child_run, "trained", lambda *_, **__: (code, ""))
     begun(folder, lost(1, 3.25))
-    result = invoke("batch", "--resume", str(folder))
+    result = resumed(folder)
     assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (code or 1, True)
-
-
-def test_a_damaged_declaration_is_one_line(folder):
-    (begun(folder) / "batch.json").write_text("{}")
-    result = invoke("batch", "--resume", str(folder))
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "start anew with 'speedrun batch --runs N'" in result.stderr
 
 
 def test_the_number_of_runs_follows_from_the_expected_mean():
@@ -339,19 +335,15 @@ def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
     assert {key: found[key] for key in facts} == facts
 
 
-def test_stats_proves_nothing_of_a_part_of_a_record(folder):
+def test_stats_proves_nothing_of_a_part_of_a_record_and_compares_the_losses_of_two(folder, tmp_path):
     """A batch before its look, and a record of which a log is damaged."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
     log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-1])
     assert "is no whole record" in invoke("stats", str(folder)).stderr
-
-
-def test_stats_tests_whether_two_records_have_the_same_loss(folder, tmp_path):
-    forge(folder)
-    forge(tmp_path / "parent")
-    found = json.loads(invoke("stats", str(folder), "--against", str(tmp_path / "parent"), "--json").stdout)
+    parent = str(forge(tmp_path / "parent"))
+    found = json.loads(invoke("stats", str(forge(folder)), "--against", parent, "--json").stdout)
     no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter
     assert found["equivalent"] == no_proof
 

@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from small_run import SMALL, log_of, runs_of
+from typed import invoke
 
-from speedrun import cli, recipes
+from speedrun import recipes
 from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
 from speedrun.base.wholefile import lock_record
@@ -49,12 +50,16 @@ def copied(config: RunConfig, tmp_path: Path) -> Path:
     return out
 
 
+def kept(out: Path) -> list[int]:
+    """The steps of which there are checkpoints."""
+    return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
+
+
 def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
     """The record of a copy of the run that lost everything after some step, and went on."""
     out = copied(config, tmp_path)
-    for path in folder_of(out).iterdir():
-        if path.name.isdigit() and int(path.name) > after:
-            shutil.rmtree(path)
+    for step in (step for step in kept(out) if step > after):
+        shutil.rmtree(folder_of(out) / str(step))
     run.train(msgspec.structs.replace(config, out=out, resume=True))
     return out, runs_of(out)[-1]
 
@@ -92,7 +97,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypat
     monkeypatch.setattr(loop, "_log_stage_change", tell)
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
         run.train(config)
-    assert [path.name for path in folder_of(out).iterdir() if path.name.isdigit()] == ["7"]
+    assert kept(out) == [7]
     monkeypatch.setattr(loop, "_log_stage_change", real)
     run.train(msgspec.structs.replace(config, resume=True))
     assert runs_of(out)[-1].end.final_hash == runs_of(trained.out)[0].end.final_hash
@@ -168,7 +173,7 @@ def test_an_earlier_log_that_is_damaged_is_told_before_anything_is_compiled(trai
 
 
 def resumed(out: Path) -> Result:
-    return CliRunner().invoke(cli.command, ["run", "--resume", str(out)], prog_name="speedrun")
+    return invoke("run", "--resume", str(out))
 
 
 def test_a_finished_run_whose_record_was_not_is_not_run_again(trained, tmp_path):

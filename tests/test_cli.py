@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from typed import as_words, invoke, speedrun
+from typed import as_words, invoke
 
 from speedrun import __version__, cli, recipes
 from speedrun.base import errors, track
@@ -23,23 +23,19 @@ RECORD = "records/smoke-cpu/2026-11-25-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 
-def test_help_is_fast():
+def test_help_is_fast_and_imports_nothing_heavy():
     """In time of the processor, which does not depend on what else runs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert speedrun("--help").returncode == 0
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < 0.3
-
-
-def test_help_imports_nothing_heavy():
     script = (
         "import atexit, sys; from speedrun.cli import command\n"
         f"atexit.register(lambda: print(','.join(set({HEAVY}) & set(sys.modules)), file=sys.stderr))\n"
         "command(['--help'])"
     )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "\n"), "the names of what was imported"
     assert "Train:" in done.stdout
+    assert after.ru_utime - before.ru_utime < 0.3
 
 
 def test_help_says_what_there_is():
@@ -252,12 +248,9 @@ def test_a_name_that_no_disk_holds_is_told(argv):
     assert told.stderr.startswith("error: ")
 
 
-def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
+def test_an_error_that_quotes_a_file_is_one_line_and_harmless_and_a_bug_keeps_its_traceback(raiser):
     raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
     assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"
-
-
-def test_an_unexpected_error_keeps_its_traceback(raiser):
     raiser(ZeroDivisionError("a bug"))
     assert isinstance(invoke("run").exception, ZeroDivisionError)
 

@@ -20,11 +20,20 @@ def lines(spec_lines):
     return spec_lines()
 
 
-def test_a_run_reads_from_top_to_bottom(lines):
+def test_a_run_reads_from_top_to_bottom_with_the_numbers_of_its_log(lines):
     text = render(lines)
     words = ["speedrun", "hw", "data", "plan", "comp", "warm", "start", "train", "stop", "result", "p50"]
     places = [text.index(f"{word} ") for word in words]
     assert all(before < after for before, after in pairwise(places)), text
+    for shown in (
+        "100.0 ms/step",
+        "1.00 ktok/s",
+        "val 3.2500  (clock stopped",
+        "result  finished | val 3.2500 | train 1.00 s | cold wall 9.2 s",
+        "wall 9.2 s = start 5.1, compile 0.5, warm-up 0.2, step 1.0, evaluation 2.4",
+        "data wait 1.0%",
+    ):
+        assert shown in text
 
 
 @pytest.mark.usefixtures("lines")
@@ -37,16 +46,7 @@ def test_kernels_are_printed_when_asked_for_and_always_logged(verbose):
     kernels = "kern  attention | triton: the first that can run\n"
     assert (kernels in stream.getvalue(), kernels in render(log)) == (verbose, True)
     assert stream.getvalue() == render(log).replace("" if verbose else kernels, "")
-
-
-def test_the_numbers_are_the_logs(lines):
-    text = render(lines)
-    assert "100.0 ms/step" in text
-    assert "1.00 ktok/s" in text
-    assert "val 3.2500  (clock stopped" in text
-    assert "result  finished | val 3.2500 | train 1.00 s | cold wall 9.2 s" in text
-    assert "wall 9.2 s = start 5.1, compile 0.5, warm-up 0.2, step 1.0, evaluation 2.4" in text
-    assert "data wait 1.0%" in text
+    assert not re.search(r"[\x1b\r]", stream.getvalue()), "it is no terminal"
 
 
 def test_about_ten_step_lines_and_always_the_last(spec_lines):
@@ -99,15 +99,6 @@ def test_durations(seconds, shown):
 def test_quantiles_are_nearest_rank():
     assert quantiles_ms([number / 1e3 for number in range(100, 0, -1)]) == pytest.approx((50, 95, 100))
     assert quantiles_ms([]) == (0, 0, 0)
-
-
-def test_into_a_file_go_the_same_lines_and_nothing_else(lines):
-    stream = io.StringIO()
-    with Printer(stream) as printer:
-        for line in lines:
-            printer(line)
-    assert stream.getvalue() == render(lines)
-    assert not re.search(r"[\x1b\r]", stream.getvalue())
 
 
 def test_a_stream_without_unicode_does_not_end_the_run():

@@ -102,9 +102,12 @@ def test_hopper_has_them_and_others_are_told_why_not():
         return choice.function.keywords["passes"] is not gpu.PASSES, choice.reason
 
     assert chosen()[0]
+    assert chosen(num_tokens=98_304)[1].endswith("98,304 tokens in 2 chunks; mosaic's passes")
     assert chosen(fp8=gpu.RECORD21)[0]
     for changes, reason in [
         ({"compute_capability": "8.0"}, "this is a gpu 8.0; the kernels need an H100 or H200 (gpu 9.0)"),
+        # A chunk of so few tokens fits no tile, whatever their number in all.
+        ({"chunk_tokens": 96}, "96 tokens in a chunk; the kernels need a multiple of 64"),
         ({"num_tokens": 49_153}, "3781 tokens in a chunk; the kernels need a multiple of 64"),
         ({"num_columns": 50_257}, "50257 columns; the kernels need a multiple of 64"),
         ({"dtype": jnp.dtype(jnp.float32)}, "float32 logits; the kernels need bfloat16"),

@@ -10,13 +10,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from typed import invoke
 
 from speedrun.base import console, runlog
 from speedrun.base.errors import StorageError, UsageError
 from speedrun.board import exports, foreign_logs
 from speedrun.board.exports import FORMS, curve, export
-from speedrun.cli.publish import export as command
 from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
 
@@ -165,5 +164,7 @@ def test_a_record_that_cannot_be_read_is_refused(record, tmp_path):
 
 def test_the_folder_is_named_after_the_record(record, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(command, ["record", "--to", "csv"], catch_exceptions=False)
-    assert result.stdout.split() == ["record-csv/validations.csv", "record-csv/train_losses.csv"]
+    assert invoke("export", "record", "--to", "csv").stdout.split() == [
+        "record-csv/validations.csv",
+        "record-csv/train_losses.csv",
+    ]

@@ -13,14 +13,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner
 from hub_server import COMMIT, FakeHub, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 from small_run import SMALL
+from typed import invoke
 
-from speedrun import cli, recipes
+from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.base.errors import DataError, UsageError
 from speedrun.model import exported, transformers_gpt2, weight_sources, weights
@@ -103,7 +103,7 @@ def test_every_layout_comes_back(name: str, tmp_path: Path) -> None:
     same(load_file(tmp_path / "model" / "model.safetensors"), drawn(trained.program.layout.table))
 
 
-def test_the_card_has_the_loss_with_its_context(folder: Path) -> None:
+def test_the_card_has_the_loss_with_its_context_and_nothing_of_this_machine(folder: Path) -> None:
     card, run = (folder / "README.md").read_text(), load(RECORD).runs[0]
     tokens = f"on {run.vals[-1].tokens:,} tokens in sequences of 64"
     assert f"| {run.val_loss:.4f} nats per token, {tokens}" in card
@@ -111,9 +111,6 @@ def test_the_card_has_the_loss_with_its_context(folder: Path) -> None:
     assert card.startswith('---\nlibrary_name: "speedrun"\n')
     front = card.split("---\n")[1]
     assert yaml.safe_load(front)["tags"] == ["speedrun", "smoke"]
-
-
-def test_an_export_names_nothing_of_this_machine(folder: Path) -> None:
     raw = b"".join(path.read_bytes() for path in folder.iterdir())
     assert not [word for word in (folder.parent, ROOT, Path.home()) if str(word).encode() in raw]
 
@@ -249,15 +246,7 @@ def test_a_name_is_a_model_of_the_hub_at_a_commit(hub: FakeHub, monkeypatch) -> 
     again = weight_sources.load(Path("gpt2-xl"), dtype="float32")
     assert (again.origin, again.facts["dtype"]) == (trained.origin, "float32")
     same(again.packed, trained.packed)
-
-
-def test_without_a_network_it_names_the_way_out(tmp_path: Path, monkeypatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.chdir(tmp_path)
-    refused("sample", "gpt2", exit_code=2)
+    refused("sample", "gpt2", exit_code=2)  # another one, which was not fetched
 
 
 # --- what is refused
@@ -265,7 +254,7 @@ def test_without_a_network_it_names_the_way_out(tmp_path: Path, monkeypatch) -> 
 
 def refused(*words: object, exit_code: int) -> None:
     """In one line."""
-    found = CliRunner().invoke(cli.command, [*map(str, words)])
+    found = invoke(*map(str, words))
     assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.output
 
 
@@ -361,16 +350,6 @@ def test_a_model_json_that_does_not_fit_is_refused(copy: Path, change: Any, erro
         weight_sources.load(copy)
 
 
-def test_weights_that_are_not_those_of_model_json_are_refused(copy: Path) -> None:
-    path = copy / "model.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    refused("sample", copy, "--ids", 0, exit_code=3)
-    path.unlink()
-    refused("sample", copy, "--ids", 0, exit_code=3)
-
-
 def test_weights_of_another_recipe_are_not_placed(folder: Path, golden: Golden, tmp_path: Path) -> None:
     program = Program(recipes.load("smoke"), mesh.make_mesh(1))
     with pytest.raises(DataError, match=r"parameter .* need F32"):
@@ -381,12 +360,19 @@ def test_weights_of_another_recipe_are_not_placed(folder: Path, golden: Golden, 
         weight_sources.packed_for(program, tmp_path)
 
 
-def test_what_is_no_source_is_refused(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_what_is_no_source_or_not_what_it_says_is_refused(copy: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     refused("eval", "gpt3", exit_code=2)
     (tmp_path / "x.safetensors").touch()
     refused("eval", "x.safetensors", exit_code=2)
-    refused("sample", folder, "--step", 3, exit_code=2)  # it has one step
+    refused("sample", copy, "--step", 3, exit_code=2)  # it has one step
+    path = copy / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    refused("sample", copy, "--ids", 0, exit_code=3)
+    path.unlink()
+    refused("sample", copy, "--ids", 0, exit_code=3)
 
 
 def test_where_nothing_may_be_written_nothing_is(trained: Trained, folder: Path, tmp_path: Path) -> None:

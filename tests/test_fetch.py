@@ -18,12 +18,11 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hub_server import COMMIT, FakeHub, serve
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session, httpx
+from typed import invoke
 
-from speedrun import cli
 from speedrun.base import track
 from speedrun.base.errors import DataError
 from speedrun.data import fetch, hub, shards
@@ -171,13 +170,10 @@ def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         with pytest.raises(DataError, match=r"the hub answers 500|no connection"):
             get(tmp_path)
         server.always = {}
-
-
-@pytest.mark.parametrize("page", ["<html>Log in</html>", "[]"])
-def test_the_page_of_a_network_that_wants_a_login_is_one_line(tmp_path: Path, server: FakeHub, page: str):
-    server.always = {"the listing": page}
-    with pytest.raises(DataError, match="the answer is not that of a hub"):
-        get(tmp_path)
+    for page in ("<html>Log in</html>", "[]"):  # of a network that wants a login
+        server.always = {"the listing": page}
+        with pytest.raises(DataError, match="the answer is not that of a hub"):
+            get(tmp_path)
 
 
 @pytest.mark.parametrize("left", ["a closed session", "no session"])
@@ -319,10 +315,6 @@ def big(server: FakeHub, tmp_path: Path) -> FakeHub:
     return server
 
 
-def invoke(out: Path, *more: str) -> Result:
-    return CliRunner().invoke(cli.command, [*ARGS, "--out", str(out), *more], prog_name="speedrun")
-
-
 @contextmanager
 def stalling(out: Path, big: FakeHub, name: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process that waits for the rest of a shard; those before it are whole."""
@@ -341,7 +333,7 @@ def stalling(out: Path, big: FakeHub, name: str) -> Iterator[subprocess.Popen[st
 
 def test_the_command(tmp_path: Path, big: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-    done = invoke(tmp_path / "d", "--json")
+    done = invoke(*ARGS, "--out", str(tmp_path / "d"), "--json")
     assert done.exit_code == 0, done.output
     result = msgspec.json.decode(done.stdout)
     assert result["track"] == "webmini@1"
@@ -360,7 +352,7 @@ def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
     assert_whole_in_order(folder, big.files)
     assert list(folder.rglob("*.incomplete"))
     big.always, big.gets[:] = {}, []
-    again = invoke(folder)
+    again = invoke(*ARGS, "--out", str(folder))
     assert again.exit_code == 0, again.output
     assert big.gets == [(NAMES[2], 0)], "finished shards are not downloaded again"
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *NAMES[:3]])
@@ -383,7 +375,7 @@ def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals):
 def test_without_a_network(tmp_path: Path, is_offline: bool, why: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    done = invoke(tmp_path)
+    done = invoke(*ARGS, "--out", str(tmp_path))
     assert done.exit_code == 3
     assert done.stderr.count("\n") == 1
     assert why in done.stderr

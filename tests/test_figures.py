@@ -59,14 +59,11 @@ def test_a_wrong_mark_is_refused() -> None:
         "[[published",
     ],
 )
-def test_a_malformed_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_malformed_file_is_refused_and_without_one_nothing_is_stated(tmp_path: Path, text: str) -> None:
+    assert read_context(tmp_path) == Context()
     (tmp_path / "context.toml").write_text(text)
     with pytest.raises(UsageError, match="correct it"):
         read_context(tmp_path)
-
-
-def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
-    assert read_context(tmp_path) == Context()
 
 
 def test_the_error_of_a_plan_is_the_farthest_rung() -> None:

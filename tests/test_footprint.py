@@ -78,16 +78,11 @@ def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
     assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (memory == "scarce")
 
 
-def test_what_nothing_helps_is_said(a_device_of):
-    a_device_of(1000)
-    program = Program(recipes.load("smoke"), make_mesh(8))
-    with pytest.raises(UsageError, match="try more devices"):
-        footprint.require(program, footprint.most_bytes(program))
-
-
-def test_simulated_devices_share_the_memory_of_the_machine():
-    one, eight = mesh.memory_bytes(make_mesh(1)), mesh.memory_bytes(make_mesh(8))
-    assert one // 8 == eight
-    program = Program(recipes.load("smoke"), make_mesh(8))
+def test_simulated_devices_share_the_memory_of_the_machine_and_what_nothing_helps_is_said(a_device_of):
+    program, eight = Program(recipes.load("smoke"), make_mesh(8)), mesh.memory_bytes(make_mesh(8))
+    assert mesh.memory_bytes(make_mesh(1)) // 8 == eight
     with pytest.raises(UsageError, match="this cpu gives"):
         footprint.require(program, eight + 1)
+    a_device_of(1000)
+    with pytest.raises(UsageError, match="try more devices"):
+        footprint.require(program, footprint.most_bytes(program))

@@ -84,27 +84,20 @@ def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source: Source):
     assert cost == pytest.approx(entropy_rate_nats(source), abs=0.006)
 
 
-def test_written_shards_are_those_of_the_track(tmp_path):
+def test_correct_shards_are_not_written_again(tmp_path):
+    """They are those of the track, and another program may be reading them."""
     manifest = synthetic.write(SMOKE, tmp_path)
     assert {name: entry.sha256 for name, entry in manifest.shards.items()} == SMOKE.data.sha256
     assert len(verify(tmp_path, SMOKE.data, full=True)) == 1 + SOURCE.num_shards
-
-
-def test_other_bytes_than_the_tracks_are_refused(tmp_path):
-    data = msgspec.structs.replace(SMOKE.data, sha256=dict.fromkeys(SMOKE.data.sha256, "0" * 64))
-    with pytest.raises(DataError, match="makes other bytes"):
-        synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
-
-
-def test_correct_shards_are_not_written_again(tmp_path):
-    """Another program may be reading them. A wrong one is written again."""
-    synthetic.write(SMOKE, tmp_path)
     before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     wrong = min(tmp_path.glob("*.bin"))
     wrong.write_bytes(wrong.read_bytes()[:-2] + b"\0\0")
     synthetic.write(SMOKE, tmp_path)
     after = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     assert [name for name in before if before[name] != after[name]] == [wrong.name]
+    data = msgspec.structs.replace(SMOKE.data, sha256=dict.fromkeys(SMOKE.data.sha256, "0" * 64))
+    with pytest.raises(DataError, match="makes other bytes"):
+        synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
 
 
 # --- Python's documentation -------------------------------------------------------------------------------
@@ -147,7 +140,9 @@ def roots(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
-    documents = collect(roots)
+    """The order of documents is deterministic, and mixes folders."""
+    documents, again = collect(roots), collect(dict(reversed(roots.items())))
+    assert list(documents.items()) == list(again.items()) != sorted(documents.items())
     topics = {f"python/pydoc_data/topics.py:{topic}" for topic in "ab"}
     assert set(documents) == {"lib/module.py", "lib/again.py", *topics}
     assert documents["python/pydoc_data/topics.py:b"] == "Text of b."
@@ -159,11 +154,6 @@ def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
     assert "Too short" not in documents["lib/module.py"]
     openings = [text for text in documents.values() if "It opens the module." in text]
     assert len(openings) == 1
-
-
-def test_the_order_is_deterministic_and_mixes_folders(roots: dict[str, Path]):
-    once, again = list(collect(roots).items()), list(collect(dict(reversed(roots.items()))).items())
-    assert once == again != sorted(once)
 
 
 def small() -> track.Track:

@@ -55,11 +55,6 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
     return recipe.override({"optimizer.muon_dtype": "float32"})
 
 
-def starting_values(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """As the referee's own script draws them."""
-    return runpy.run_path(str(FOLDER / "golden.py"))["initial_parameters"](config)
-
-
 def probes(x: np.ndarray) -> np.ndarray:
     flat = x.reshape(-1)
     return flat[:: max(1, flat.size // 16)][:16]
@@ -81,7 +76,8 @@ class Run:
 
     def start(self) -> TrainState:
         state = self.program.init(jax.random.key(0))
-        packed = self.program.layout.pack(jax.tree.map(jax.numpy.asarray, starting_values(self.config)))
+        starts = runpy.run_path(str(FOLDER / "golden.py"))["initial_parameters"](self.config)
+        packed = self.program.layout.pack(jax.tree.map(jax.numpy.asarray, starts))
         shardings = self.program.shardings(self.program.specs)
         return state._replace(params=jax.device_put(packed, shardings.params))
 
@@ -145,16 +141,6 @@ def assert_close(got: Any, want: Any, name: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def assert_all_steps_agree(run: Run) -> None:
-    state = train(run, run.config["steps"])
-    for name, value in run.named(state.params).items():
-        want = run.golden[f"final_norm/{name}"]
-        np.testing.assert_allclose(np.linalg.norm(value), want, rtol=1e-3, err_msg=name)
-        want = run.golden[f"final_probe/{name}"]
-        error = np.linalg.norm(probes(value) - want) / np.linalg.norm(want)
-        assert error < 1e-2, f"{name}: {error}"
-
-
 def test_the_first_losses_and_gradients_agree(golden):
     """Two steps show an update; the others are `slow`."""
     train(Run(golden, 1), 2)
@@ -163,4 +149,11 @@ def test_the_first_losses_and_gradients_agree(golden):
 @pytest.mark.compile
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_all_losses_and_final_weights_agree(golden, num_devices):
-    assert_all_steps_agree(Run(golden, num_devices))
+    run = Run(golden, num_devices)
+    state = train(run, run.config["steps"])
+    for name, value in run.named(state.params).items():
+        want = golden[f"final_norm/{name}"]
+        np.testing.assert_allclose(np.linalg.norm(value), want, rtol=1e-3, err_msg=name)
+        want = golden[f"final_probe/{name}"]
+        error = np.linalg.norm(probes(value) - want) / np.linalg.norm(want)
+        assert error < 1e-2, f"{name}: {error}"

@@ -48,10 +48,6 @@ def test_the_notebook_makes_a_good_record(record: sr.Record) -> None:
     assert record.summary.num_steps == len(run.steps) == recipe.num_steps == 60
     assert (record.folder / "plots" / "loss.png").exists()
     assert repr(record) == f"Record({str(record.folder)!r})"
-
-
-@pytest.mark.compile
-def test_a_record_is_drawn_in_known_ways(record: sr.Record) -> None:
     with pytest.raises(UsageError, match="unknown kind of plot 'pie'; "):
         record.plot("pie")  # pyright: ignore[reportArgumentType]
     assert {path.name for path in record.plot("loss", "steps")} >= {"loss.png", "steps.png"}

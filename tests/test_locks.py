@@ -56,11 +56,6 @@ def test_locks_hold_what_the_project_asks_for() -> None:
         assert not missing, f"{lock}.lock lacks {missing}; run scripts/lock.sh"
 
 
-def test_flash_attention_is_the_version_whose_private_names_are_used() -> None:
-    for cuda in (12, 13):
-        assert versions(f"attention-cuda{cuda}") == {(f"dew-flash-attn-cu{cuda}", "0.3.6")}
-
-
 def test_locks_agree() -> None:
     everything = pins("cuda12") | pins("cuda13") | pins("dev")
     # What more packages ask for may need a package in more places: markers may differ.
