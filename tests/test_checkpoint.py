@@ -238,15 +238,19 @@ def facts(state, step: int) -> Facts:
     return Facts(step, "small-0-0000", "c" * 64, (0, 512 * step), 512 * step, 0.1 * step, described(state))
 
 
+def saved(folder: Path, *states: TrainState, keep: int = 0) -> Path:
+    """Checkpoints of steps from 1 on."""
+    with opened(folder, b"{}", keep=keep) as checkpoints:
+        for step, state in enumerate(states, start=1):
+            checkpoints.save(state, facts(state, step))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, small) -> Path:
     """Checkpoints of steps 1 and 2, of two different states."""
-    folder = tmp_path_factory.mktemp("written") / "checkpoints"
-    with opened(folder, b"{}", keep=0) as checkpoints:
-        for step in (1, 2):
-            state = small.init(jax.random.key(step))
-            checkpoints.save(state, facts(state, step))
-    return folder
+    states = (small.init(jax.random.key(step)) for step in (1, 2))
+    return saved(tmp_path_factory.mktemp("written") / "checkpoints", *states)
 
 
 @pytest.fixture
@@ -433,8 +437,7 @@ def test_the_state_of_another_model_is_refused(copy, overrides):
 def test_another_dtype_is_refused_not_cast(tmp_path, small):
     state = small.init(jax.random.key(0))
     narrow = state._replace(params={name: x.astype("bfloat16") for name, x in state.params.items()})
-    with opened(tmp_path, b"{}", keep=0) as checkpoints:
-        checkpoints.save(narrow, facts(narrow, 1))
+    saved(tmp_path, narrow)
     with pytest.raises(CheckpointError, match=r"is bfloat16\[.*\], need float32\["):
         restored(tmp_path, small, [])
 
@@ -475,11 +478,8 @@ def test_the_process_is_left_as_it_was(copy, small):
 
 
 def test_the_newest_are_kept(tmp_path, small):
-    state = small.init(jax.random.key(0))
-    with opened(tmp_path, b"{}", keep=2) as checkpoints:
-        for step in (2, 4, 6):
-            checkpoints.save(state, facts(state, step))
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["4", "6"]
+    saved(tmp_path, *3 * [small.init(jax.random.key(0))], keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["2", "3"]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, small, monkeypatch):

@@ -187,12 +187,6 @@ def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
         )
 
 
-def test_every_arm_runs_every_seed_in_blocks_that_turn_around():
-    order = [(arm.name, seed) for arm, seed in experiment.trials(arms("a", "b", "c"), (7, 8, 9))]
-    assert [seed for _, seed in order] == [7] * 3 + [8] * 3 + [9] * 3
-    assert "".join(name for name, _ in order) == "abccbaabc"
-
-
 # --- what is swept -----------------------------------------------------------------------------------------
 
 
