@@ -125,23 +125,6 @@ def test_a_driver_that_gives_no_answer_says_so(does: str, driver: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("version", "release", "advice"),
-    [
-        ("580.65.06", 13, ""),
-        ("525.60.13", 12, ""),
-        ("575.57.08", 13, "SPEEDRUN_ACCELERATOR=cuda12 scripts/install.sh"),
-        ("525.60.12", 12, "install driver 525.60.13 or newer"),
-        ("470.82.01", 13, "install driver 580 or newer"),
-    ],
-)
-def test_a_driver_is_new_enough_or_there_is_something_to_do(version: str, release: int, advice: str):
-    check = examine.driver(version, release, needed=True)
-    assert (check.ok, advice in check.found) == (not advice, True)
-    installer = (ROOT / "scripts" / "install.sh").read_text()
-    assert f"driver%%.*}} >= {examine.DRIVERS[13]})); then echo cuda13; else echo cuda12" in installer
-
-
-@pytest.mark.parametrize(
     ("changes", "names"),
     [
         ({}, ""),
@@ -180,6 +163,11 @@ def free(throttled_s: float | None = 0.0, **changes: Any) -> Check:
 @pytest.mark.parametrize(
     ("check", "names"),
     [
+        (examine.driver("580.65.06", 13, needed=True), ""),
+        (examine.driver("525.60.13", 12, needed=True), ""),
+        (examine.driver("575.57.08", 13, needed=True), "SPEEDRUN_ACCELERATOR=cuda12 scripts/install.sh"),
+        (examine.driver("525.60.12", 12, needed=True), "install driver 525.60.13 or newer"),
+        (examine.driver("470.82.01", 13, needed=True), "install driver 580 or newer"),
         (alike(), ""),
         (alike(name="NVIDIA A100-SXM4-80GB"), "several kinds"),
         (alike(pcie_width=4), "GPU 1 has 4 of 16 PCIe lanes"),
@@ -191,7 +179,7 @@ def free(throttled_s: float | None = 0.0, **changes: Any) -> Check:
         (free(2.5), "2.5 s"),
     ],
 )
-def test_gpus_are_sound_or_it_is_said_what_is_not(check: Check, names: str):
+def test_gpus_and_their_driver_are_sound_or_it_is_said_what_is_not(check: Check, names: str):
     assert (check.ok, names in check.found) == (not names, True)
 
 
@@ -323,6 +311,8 @@ def test_an_old_driver_is_in_the_way_of_gpus_only(node, driver: Path, asked, cod
     result = invoke("doctor", *asked)
     assert result.exit_code == code
     assert f"\n{mark:<4}  driver: 470.82.01 is too old" in result.stdout
+    installer = (ROOT / "scripts" / "install.sh").read_text()
+    assert f"driver%%.*}} >= {examine.DRIVERS[13]})); then echo cuda13; else echo cuda12" in installer
     again = " ".join(["speedrun doctor", *asked])
     assert result.stdout.endswith(f", then: {again}\n") == bool(asked)
 

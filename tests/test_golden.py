@@ -122,19 +122,25 @@ def train(run: Run, num_steps: int) -> TrainState:
 
 def assert_first_gradients_agree(run: Run, state: TrainState) -> None:
     """Both optimisers' means hold (1 - beta) times the gradient after a step: Muon's momentum, Adam's first moment."""
-    beta1 = run.program.recipe.optimizer.adam.beta1
-    weights = dict.fromkeys(run.program.layout.groups, 1 - beta1)
-    weights |= dict.fromkeys(run.program.layout.banks, 1 - float(run.program.recipe.inputs_at(0)["momentum"]))
-    means: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
-        if {"momentum", "mu"} & {getattr(key, "name", "") for key in path}:
-            name = path[-1].key
-            means[name] = jax.device_get(leaf) / weights[name]
+    recipe = run.program.recipe
+    parts = {"mu": 1 - recipe.optimizer.adam.beta1, "momentum": 1 - float(recipe.inputs_at(0)["momentum"])}
+    means = {
+        name: jax.device_get(x) / part
+        for field, part in parts.items()
+        for name, x in leaves(state.opt_state, field).items()
+    }
     grads = run.named(means)
     for name, grad in grads.items():
         assert_close(np.linalg.norm(grad), run.golden[f"grad0_norm/{name}"], name)
         assert_close(probes(grad), run.golden[f"grad0_probe/{name}"], name)
     assert {f"grad0_norm/{name}" for name in grads} == {k for k in run.golden if k.startswith("grad0_norm/")}
+
+
+def leaves(opt_state: Any, field: str) -> dict[str, Any]:
+    """The arrays of a field of an optimiser's state, by packed name."""
+    paths = jax.tree_util.tree_leaves_with_path(opt_state)
+    is_in = lambda path: field in {getattr(key, "name", "") for key in path}  # noqa: E731
+    return {path[-1].key: leaf for path, leaf in paths if is_in(path)}
 
 
 def assert_close(got: Any, want: Any, name: str) -> None:

@@ -7,7 +7,6 @@ lengths and schedules come from the file.
 import copy
 import dataclasses
 import json
-import os
 import runpy
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import OPTIMISED
+from test_golden import FOLDER, leaves
 
 from speedrun import recipes
 from speedrun.base import mesh
@@ -30,7 +30,6 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.train.program import Program
 
-FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 FILES = sorted(FOLDER.glob("record2026_*.npz"))
 LAYERS = [i for i in range(11) if i != 6]  #: with attention
 VALUES = (1, 2, 8, 9, 10)  #: layers with value embeddings
@@ -348,13 +347,6 @@ def assert_state_agrees(run: Run, state: Any) -> None:
     found |= {f"{name}/second": x for name, x in seconds(run, leaves(state.opt_state, "second")).items()}
     # In a chaotic run single moments at the end are noise: our own on 1 and on 8 devices differ by 0.01.
     golden.assert_agrees(found, "state", norm, 0.1 if golden.is_chaotic else norm, norm)
-
-
-def leaves(opt_state: Any, field: str) -> dict[str, Any]:
-    """The arrays of a field of an optimiser's state, by packed name."""
-    paths = jax.tree_util.tree_leaves_with_path(opt_state)
-    is_in = lambda path: field in {getattr(key, "name", "") for key in path}  # noqa: E731
-    return {path[-1].key: leaf for path, leaf in paths if is_in(path)}
 
 
 def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
