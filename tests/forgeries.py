@@ -415,6 +415,7 @@ OTHER_IDS = both(
     change(runlog.DataReady, val_sha256="c" * 64),
     change(runlog.RunEnd, data=lambda end: replace(end.data, val_sha256="c" * 64)),
 )
+BLEW_UP = change(runlog.RunEnd, status="non-finite", val_loss=None)
 BROKE = [Spec(seed=2, attempt=name, edit_log=broken_off) for name in "bc"]
 STARTED_ALIKE = both(
     change(runlog.WarmupStart, state_hash="d" * 16), change(runlog.WarmupEnd, state_hash="d" * 16)
@@ -622,7 +623,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "a loss beyond all models", logged(change(runlog.Step, at=4, loss=1e18))),
     ("V309", "a loss below zero", logged(change(runlog.Step, at=4, loss=-0.5))),
     ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
-    ("V309", "blew up", in_one_run(change(runlog.RunEnd, status="non-finite", val_loss=None))),
+    ("V309", "blew up", in_one_run(BLEW_UP)),
     ("V309", "blew up, and says that it broke off", in_one_run(said_to_have_broken_off)),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from forgeries import BROKE, promised
-from record_forge import PROGRAMS, Spec, change, declaration, declare, forge, write_run
+from forgeries import BLEW_UP, BROKE, promised
+from record_forge import PROGRAMS, Spec, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
@@ -85,10 +85,6 @@ def lost(seed: int, loss: float, **rest) -> Spec:
     return Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss), **rest)
 
 
-def blew_up(seed: int) -> Spec:
-    return Spec(seed=seed, edit_log=change(runlog.RunEnd, status="non-finite", val_loss=None))
-
-
 WIDE = [lost(1, 3.275), lost(2, 3.274), lost(3, 3.20), lost(4, 3.22)]
 
 
@@ -101,7 +97,7 @@ WIDE = [lost(1, 3.275), lost(2, 3.274), lost(3, 3.20), lost(4, 3.22)]
         (WIDE[:2], (3.275, 3.274), (3, 4), 2, False),
         (WIDE[:3], (3.275, 3.274, 3.20), (4,), 2, False),
         (WIDE, (3.275, 3.274, 3.20, 3.22), (), 4, False),
-        ([lost(1, 3.25), blew_up(2)], (3.25, math.inf), (), 2, False),
+        ([lost(1, 3.25), Spec(seed=2, edit_log=BLEW_UP)], (3.25, math.inf), (), 2, False),
         ([lost(1, 3.20), BROKE[0]], (3.20,), (2,), None, False),
         ([lost(1, 3.20), BROKE[0], lost(2, 3.20)], (3.20, 3.20), (), 2, True),
         # The first run of a seed counts: it cannot be run again until it fits.
@@ -267,13 +263,13 @@ def test_a_child_that_ignores_signals_is_killed_by_the_second():
 
 def test_a_batch_that_blew_up_ends_in_words(folder):
     """First after a good run, then at once: there is no mean to print."""
-    begun(folder, lost(1, 3.25), blew_up(2))
+    begun(folder, lost(1, 3.25), Spec(seed=2, edit_log=BLEW_UP))
     result = resumed(folder)
     assert result.exit_code == 1, result.exception
     assert "one became non-finite" in result.stdout
     assert "V309 failed" in result.stdout
     other = folder.with_name("a folder")
-    begun(other, blew_up(1))
+    begun(other, Spec(seed=1, edit_log=BLEW_UP))
     result = resumed(other)
     assert result.exit_code == 1, result.exception
     assert "no run finished" in result.stdout

@@ -51,7 +51,7 @@ def test_kernels_are_printed_when_asked_for_and_always_logged(verbose):
 
 def test_about_ten_step_lines_and_always_the_last(spec_lines):
     num_steps = 57
-    shards = (Spec().shards[0].__class__("t_train_1.bin", "0" * 64, 10**6, 0, num_steps * 100),)
+    shards = (runlog.ShardRange("t_train_1.bin", "0" * 64, 10**6, 0, num_steps * 100),)
     text = render(spec_lines(step_s=(0.1,) * num_steps, shards=shards, val_losses=(4.0,) * 20))
     shown = [int(number) for number in re.findall(r"(\d+)/57  train", text)]
     assert 9 <= len(shown) <= 12
@@ -121,7 +121,7 @@ def test_on_a_terminal_the_newest_step_stands_below_the_lines(spec_lines, monkey
     monkeypatch.setenv("COLUMNS", "60")
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
-    shards = (Spec().shards[0].__class__("t_train_1.bin", "0" * 64, 10**6, 0, 4000),)
+    shards = (runlog.ShardRange("t_train_1.bin", "0" * 64, 10**6, 0, 4000),)
     lines = spec_lines(step_s=(0.1,) * 40, shards=shards, val_losses=(4.0,) * 20)
     with Printer(stream, Shade()) as printer:
         for line in lines:

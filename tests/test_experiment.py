@@ -19,14 +19,14 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
-from forgeries import BROKE
-from record_forge import CONFIG, Spec, change, digest, source_text, write_code, write_run
+from forgeries import BLEW_UP, BROKE
+from record_forge import CONFIG, Spec, digest, source_text, write_code, write_run
 from scipy import stats
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
 from speedrun import recipes
-from speedrun.base import children, provenance, runlog, track
+from speedrun.base import children, provenance, track
 from speedrun.base.errors import UsageError
 from speedrun.lab import design, effects, trials
 from speedrun.lab import several_runs as running
@@ -259,11 +259,6 @@ def run(forged):
     return make
 
 
-def blown_up(seed: int) -> dict[str, Any]:
-    edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
-    return {"seed": seed, "edit_log": edit_log}
-
-
 def found_of(names: Sequence[str], seeds: Sequence[int], runs: experiment.Runs) -> dict[str, effects.Finding]:
     base, *others = arms(*names)
     found = effects.findings([(arm, base) for arm in others], seeds, runs)
@@ -275,7 +270,7 @@ def test_differences_are_taken_inside_pairs_and_loss_counts_as_time(run):
     base, arm = (3.25, 3.25, 3.25), (3.265, 3.28, 0.0)
     runs = {("a", seed): run(loss, 0.1) for seed, loss in zip((1, 2, 3), base, strict=True)}
     runs |= {("b", seed): run(loss, 0.11) for seed, loss in zip((1, 2), arm, strict=False)}
-    runs["b", 3] = run(**blown_up(3))
+    runs["b", 3] = run(seed=3, edit_log=BLEW_UP)
     found: Any = found_of("ab", (1, 2, 3), runs)["b"]
     assert (found.seeds, found.num_non_finite, found.verdict) == ((1, 2), 1, "non-finite")
     assert found.loss.mean == pytest.approx(0.0225)
@@ -379,7 +374,10 @@ def performed(forged, monkeypatch):
             return 0, ""
         noise = seed % 997 / 142_000  # no two alike: a variance of zero tells nothing
         step_s = (0.08 if arm == "no-brake" else 0.1) * (1 + noise)
-        rest: dict[int, Any] = {0: {"seed": seed, "step_s": (step_s,) * 10}, 5: blown_up(seed)}
+        rest: dict[int, Any] = {
+            0: {"seed": seed, "step_s": (step_s,) * 10},
+            5: {"seed": seed, "edit_log": BLEW_UP},
+        }
         spec = Spec(**rest[code]) if code in rest else dataclasses.replace(BROKE[0], seed=seed)
         write_run(out, spec)
         return code, ""

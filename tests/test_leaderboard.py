@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forgeries import RECIPE, broken_off, other_config, went_on
+from forgeries import RECIPE, broken_off, other_config, went_on, with_file
 from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, edit_track, forge, rank, shard
 from typed import invoke
@@ -101,13 +101,11 @@ def test_a_track_may_rank_by_steps(records):
     assert axes.get_ylabel() == "steps"
 
 
-def added(files: dict[str, str]) -> dict[str, str]:
-    """Return the source with three more lines in the recipe, one of them blank."""
-    return {**files, RECIPE: files[RECIPE] + "a = 1\n\nb = 2\n"}
-
-
 def test_changed_lines_are_counted_against_the_parent(records):
-    child = forge(records / "forged" / "child", seeds=(10, 11), edit_source=added)
+    """Three lines more in the recipe, one of them blank."""
+    child = forge(
+        records / "forged" / "child", seeds=(10, 11), edit_source=with_file(RECIPE, "a = 1\n\nb = 2\n")
+    )
     assemble(child, parent_record="forged/fast")
     assemble(records / "forged" / "slow", parent_record="forged/child")
     assemble(records / "forged" / "single", parent_record="../elsewhere")
