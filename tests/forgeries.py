@@ -62,10 +62,8 @@ def moved_up(to: type[runlog.Event], nth: int) -> Edit:
 
     def edit(log: Moments) -> Moments:
         at = place_of(log, to, nth)
-        log[at - 1], log[at] = (
-            log[at - 1]._replace(event=log[at].event),
-            log[at]._replace(event=log[at - 1].event),
-        )
+        before, moved = log[at - 1], log[at]
+        log[at - 1 : at + 1] = [before._replace(event=moved.event), moved._replace(event=before.event)]
         return log
 
     return edit
@@ -264,10 +262,9 @@ def cutting(*shards, edit: Edit = lambda log: log) -> Build:
 # --- edits of the source: the runs carry the digest of the edited one ----------------------------------------
 
 
-def science(*texts: str) -> Build:
-    """The recipe, and more files of science beside it, hold other texts."""
-    paths = [RECIPE, *(f"speedrun/science/models/more{number}.py" for number in range(len(texts) - 1))]
-    return made(edit_source=lambda files: {**files, **dict(zip(paths, texts, strict=True))})
+def science(text: str) -> Build:
+    """The recipe holds another text."""
+    return sourced(RECIPE, lambda _: text)
 
 
 def sourced(path: str, edit: Callable[[str], str | None]) -> Build:
