@@ -640,7 +640,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V402", "foreign code", in_environment(LD_PRELOAD="faster.so")),
     ("V402", "another precision", in_environment(JAX_DEFAULT_MATMUL_PRECISION="bfloat16")),
     ("V402", "products in TF32", in_environment(NVIDIA_TF32_OVERRIDE="1")),
-    ("V403", "no lock", preflight(lock="", lock_sha256="")),
     ("V403", "another lock", preflight(lock_sha256=HASH)),
     ("V403", "a lock that pins no JAX", preflight(lock=OTHER_LOCK, lock_sha256=sha256(OTHER_RAW))),
     ("V403", "a lock from elsewhere", preflight(lock="../run.lock")),
@@ -696,5 +695,4 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V507", "a longer window", fixed(change(runlog.Step, at=5, inputs={"window_blocks": 3}))),
     ("V507", "another norm", fixed(edit_source=with_file("speedrun/science/nn.py", "rms_norm = abs\n"))),
     ("V507", "shadows the norm", fixed(edit_source=with_file("speedrun/science/nn/__init__.py", "x = 1\n"))),
-    ("V507", "another model beside it", fixed(edit_source=with_file("speedrun/science/models/mine.py", "x = 1\n"))),
 ]  # fmt: skip

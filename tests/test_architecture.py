@@ -91,11 +91,11 @@ def room(module: str) -> str:
     return max(rooms, key=len, default=inside.partition(".")[0])
 
 
-def test_every_room_has_a_floor_and_every_module_a_room() -> None:
+def test_every_room_has_a_floor_and_every_module_a_room():
     assert {room(module) for module in PATHS} == {*FLOORS, "__main__", ""}
 
 
-def test_a_room_imports_only_from_lower_floors() -> None:
+def test_a_room_imports_only_from_lower_floors():
     wrong = [
         f"{here} imports or names {there}"
         for here, there in (*EDGES, *NAMED)
@@ -106,7 +106,7 @@ def test_a_room_imports_only_from_lower_floors() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_reaches_itself() -> None:
+def test_no_module_reaches_itself():
     """Inside a room, too: whoever reads a file can read first what it needs."""
     graph: dict[str, set[str]] = {module: set() for module in PATHS}
     for here, there in EDGES:
@@ -114,7 +114,7 @@ def test_no_module_reaches_itself() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_science_imports_no_instrument() -> None:
+def test_science_imports_no_instrument():
     """The register of recipes is one itself: `record.source` does not count it as science."""
     code = ("science", "recipes")
     allowed = {"speedrun.base.errors", "speedrun.base.limits", "speedrun.base.mesh"}
@@ -129,7 +129,7 @@ def test_science_imports_no_instrument() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_recipe_imports_no_recipe_but_its_ancestors() -> None:
+def test_a_recipe_imports_no_recipe_but_its_ancestors():
     package = "speedrun.recipes."
     for here, there in EDGES:
         if here.startswith(package) and there.startswith(package):
@@ -166,7 +166,7 @@ def reads_time(tree: ast.AST) -> bool:
     return False
 
 
-def test_one_module_reads_time() -> None:
+def test_one_module_reads_time():
     for code in (
         "from time import time_ns",
         "import time as t",
@@ -179,13 +179,13 @@ def test_one_module_reads_time() -> None:
     assert {module for module, tree in TREES.items() if reads_time(tree)} == {"speedrun.base.clock"}
 
 
-def test_a_run_starts_without_mosaic() -> None:
+def test_a_run_starts_without_mosaic():
     """A third of the time until its first line, for kernels that only Hopper has."""
     script = "import sys, speedrun.train.run; sys.exit('jax.experimental.mosaic.gpu' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
-def test_rooms_that_only_read_start_without_heavy_packages() -> None:
+def test_rooms_that_only_read_start_without_heavy_packages():
     inside = {module: module.partition(".")[2] for module in PATHS if module != MESH}
     light = sorted(
         module for module, name in inside.items() if name.startswith(LIGHT) and "examine" not in name
@@ -203,7 +203,7 @@ for module in {light}:
     assert done.returncode == 0, done.stderr
 
 
-def test_no_model_config_holds_a_boolean() -> None:
+def test_no_model_config_holds_a_boolean():
     """A variant is another function, or another entry in a tuple with one entry a layer. Never a flag."""
     models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
     fields = [
@@ -225,7 +225,7 @@ def source_of(recipe: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
+def test_a_record_can_be_read_in_one_sitting(recipe):
     """The budgets of `source.txt`: see the price of lines in RULES.md.
 
     Recipes and models of its ancestors are left out: a reader of the ladder has read them, and each has its budget.
@@ -243,7 +243,7 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     assert sum(lines.values()) <= CLOSURE_LINES + more, f"{sum(lines.values()):,} lines in {lines}"
 
 
-def test_files_and_functions_are_short() -> None:
+def test_files_and_functions_are_short():
     sizes = {module: len(path.read_text().splitlines()) for module, path in PATHS.items()}
     assert not [module for module, lines in sizes.items() if lines > FILE_LINES]
     functions = (
@@ -255,7 +255,7 @@ def test_files_and_functions_are_short() -> None:
     assert not [name for name, lines in functions if lines > FUNCTION_LINES]
 
 
-def test_a_module_is_named_for_its_subject_and_says_what_it_is_for() -> None:
+def test_a_module_is_named_and_described_by_its_subject():
     drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
     assert not [module for module in PATHS if drawers & set(module.split("."))]
     assert not [module for module, tree in TREES.items() if not ast.get_docstring(tree)], "no docstring"
@@ -268,7 +268,7 @@ def git(*argv: str) -> str:
     ).stdout.strip()
 
 
-def test_the_house_only_becomes_smaller() -> None:
+def test_the_house_only_becomes_smaller():
     kinds = (".py", ".pyi", ".sh", ".js", ".css", ".html", ".toml")
     elsewhere = ("tests/", "records/", "requirements/")
     paths = [path for path in git("ls-files").splitlines() if path.endswith(kinds)]
@@ -279,7 +279,7 @@ def test_the_house_only_becomes_smaller() -> None:
     assert lines <= HOUSE_LINES
 
 
-def test_no_change_raises_the_budget_of_the_house() -> None:
+def test_no_change_raises_the_budget_of_the_house():
     """Against the commit where this branch left main, or, on main, the one before."""
     main, head = git("merge-base", "HEAD", "origin/main"), git("rev-parse", "HEAD")
     before = main if main and main != head else "HEAD^"
@@ -349,7 +349,7 @@ def is_write(call: ast.Call) -> bool:
     return name in _WRITING
 
 
-def test_files_are_written_in_one_way() -> None:
+def test_files_are_written_in_one_way():
     found = {
         (module, ast.unparse(node.func))
         for module, tree in TREES.items()

@@ -330,7 +330,7 @@ def flash3_package(tmp_path, monkeypatch):
     attention_flash3.problem.cache_clear()
 
 
-def test_flash3_without_a_library_that_can_be_loaded_says_what_to_do(flash3_package):
+def test_flash3_without_its_library_says_what_to_do(flash3_package):
     assert "no libdew_flash_attn3.so" in attention_flash3.problem()
     case = CASES["one document"]
     q, k, v, _ = inputs(case)

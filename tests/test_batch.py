@@ -155,7 +155,7 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, s
     assert killed.name in (folder / "README.md").read_text()
 
 
-def test_salvage_removes_programs_that_no_log_names_and_keeps_a_result_without_its_line_break(folder):
+def test_salvage_removes_programs_of_nobody_and_no_result(folder):
     """Of a run that was killed before it named them; who cuts off a byte cannot have the seed run again."""
     forge(folder)
     (folder / "programs-0123456789abcdef.xz").write_bytes(b"of nobody")
@@ -197,7 +197,7 @@ def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
     assert (found.missing, found.passed) == ((), False)
 
 
-def test_one_batch_is_run_by_one_process_and_a_damaged_one_by_none(folder):
+def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
     forge(folder)
     with (folder / "batch.json").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -331,7 +331,7 @@ def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
     assert {key: found[key] for key in facts} == facts
 
 
-def test_stats_proves_nothing_of_a_part_of_a_record_and_compares_the_losses_of_two(folder, tmp_path):
+def test_stats_needs_whole_records_and_compares_two(folder, tmp_path):
     """A batch before its look, and a record of which a log is damaged."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr

@@ -26,7 +26,7 @@ PLANNED = functools.cache(planning.plan)  #: tracing takes seconds, and a plan i
 
 
 @pytest.fixture(autouse=True)
-def _nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_here(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     monkeypatch.setattr(planning, "plan", PLANNED)
 
@@ -47,7 +47,7 @@ def test_a_run_takes_what_the_records_took():
     assert tenth.run_s == pytest.approx(found.run_s - 0.9 * found.train_s)
 
 
-def test_records_count_on_as_many_devices_only(tmp_path: Path):
+def test_records_count_on_as_many_devices_only(tmp_path):
     """A record of eight CPUs, said to be eight H100."""
     folder = tmp_path / "records" / "smoke-cpu" / "one"
     shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-25-first", folder)
@@ -65,7 +65,7 @@ def test_records_count_on_as_many_devices_only(tmp_path: Path):
     assert basis(8) == "arithmetic", "nothing was trained"
 
 
-def test_nobody_knows_what_was_never_run(tmp_path: Path):
+def test_nobody_knows_what_was_never_run(tmp_path):
     found = budget(track.load("docs-cpu"), recipes.load("docs"), 2, RECORDS, None, dollars=None)
     assert (found.basis, found.run_s, found.total_s, found.dollars) == ("unknown", None, None, None)
     assert "time is unknown" in budgets.lines(found, 0.3)[-1]
@@ -87,7 +87,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert "$" not in budgets.lines(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
 
 
-def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch):
+def test_the_track_says_recipe_devices_and_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = json.loads(invoke("plan", "--track", "single-gpu", "--arithmetic", "--json").stdout)
     batch = found["batch"]

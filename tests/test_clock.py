@@ -70,7 +70,7 @@ def test_after_a_block_the_phase_is_the_one_before_also_if_it_raises():
     assert phases.seconds().keys() == {"start", "evaluation", "data"}
 
 
-def test_the_phases_of_a_run_add_up_to_its_wall_time_and_are_what_else_was_measured(record):
+def test_the_phases_of_a_run_add_up_and_are_what_was_measured(record):
     last, kept = lines_of(record)[-1], [one.seconds for one in events(record, runlog.Checkpoint)]
     end, phases_s = last.event, last.event.phases
     assert list(phases_s) == [

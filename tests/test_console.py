@@ -20,7 +20,7 @@ def lines(spec_lines):
     return spec_lines()
 
 
-def test_a_run_reads_from_top_to_bottom_with_the_numbers_of_its_log(lines):
+def test_a_run_reads_from_top_to_bottom_with_its_numbers(lines):
     text = render(lines)
     words = ["speedrun", "hw", "data", "plan", "comp", "warm", "start", "train", "stop", "result", "p50"]
     places = [text.index(f"{word} ") for word in words]

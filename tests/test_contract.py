@@ -36,7 +36,7 @@ def toy() -> Iterator[Recipe]:
 
 
 @pytest.fixture(scope="module")
-def finished(toy: Recipe, smoke_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def finished(toy: Recipe, smoke_data, tmp_path_factory) -> RunConfig:
     """A whole run on eight devices, with checkpoints."""
     out = tmp_path_factory.mktemp("toy") / "record"
     config = RunConfig("smoke-cpu", out, recipe=toy.name, data=smoke_data, checkpoint_every=5)
@@ -45,9 +45,7 @@ def finished(toy: Recipe, smoke_data: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.compile
-def test_a_run_on_eight_devices_is_a_record_and_one_that_goes_on_ends_with_the_same_bytes(
-    toy, finished, tmp_path
-):
+def test_a_run_is_a_record_and_goes_on_to_the_same_bytes(toy, finished, tmp_path):
     """Carried values and gradients that wait for an update are in the checkpoint."""
     losses = [step.loss for step in events(finished.out, runlog.Step)]
     assert losses[-1] < losses[0] - 0.3

@@ -68,7 +68,7 @@ def rounded(head_dtype: Any, x_dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ja
     return x_ND.astype(x_dtype), head_VD.astype(head_dtype), targets_N
 
 
-def test_gradients_that_arrive_at_products_of_8_bits_may_be_tiny_or_large():
+def test_gradients_in_8_bits_may_be_tiny_or_large():
     """8-bit gradients are scaled as those of the sum and multiplied by the incoming gradient later."""
     form = partial(summed_on_gpu, fp8=gpu.RECORD21)
     _, want = value_and_grads(form, *rounded(jnp.float32))

@@ -85,7 +85,7 @@ def test_the_script_hands_on_what_it_is_given(docker, tmp_path, monkeypatch):
     assert not [mount for mount in mounts if ".git/config" in mount]
 
 
-def test_gpus_go_in_where_there_are_some_and_an_image_that_is_not_there_is_one_line(docker, tmp_path):
+def test_gpus_go_in_if_there_are_some_and_an_image_must_be_there(docker, tmp_path):
     done = command(str(SCRIPT), "doctor")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "make it: docker build --target cpu --tag speedrun:cpu ." in done.stderr

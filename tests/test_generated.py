@@ -77,7 +77,7 @@ def test_the_smoke_track_has_an_entropy_rate_of_three_nats():
 
 
 @pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
-def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source: Source):
+def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source):
     tokens = synthetic.generate(source, 7, 400_000)
     cost = code_length_nats(source, tokens)
     # With six million tokens of independent lines, the sample mean is accurate to a few thousandths.
@@ -122,7 +122,7 @@ async def last():
 
 
 @pytest.fixture
-def roots(tmp_path: Path) -> dict[str, Path]:
+def roots(tmp_path) -> dict[str, Path]:
     files = {
         "lib/module.py": MODULE,
         "lib/again.py": f'"""{LONG} It opens the module."""\ndef f():\n    """{LONG} It is new."""\n',
@@ -139,7 +139,7 @@ def roots(tmp_path: Path) -> dict[str, Path]:
     return {"lib": tmp_path / "lib", "python": tmp_path / "python"}
 
 
-def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
+def test_docstrings_keep_their_order_and_no_code_runs(roots):
     """The order of documents is deterministic, and mixes folders."""
     documents, again = collect(roots), collect(dict(reversed(roots.items())))
     assert list(documents.items()) == list(again.items()) != sorted(documents.items())
@@ -165,7 +165,7 @@ def small() -> track.Track:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The folder of the small track; its documentation is that of the package `email`."""
     import email
 
@@ -175,7 +175,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "docs"
 
 
-def test_the_shards_verify_under_the_track(folder: Path):
+def test_the_shards_verify_under_the_track(folder):
     rules, said = small(), []
     generated.ensure(rules, None, said.append)
     assert len(verify(folder, rules.data, full=True)) > 3
@@ -197,7 +197,7 @@ def test_the_shards_verify_under_the_track(folder: Path):
         assert made == again
 
 
-def test_other_shards_are_not_replaced(folder: Path):
+def test_other_shards_are_not_replaced(folder):
     rows = folder.with_name("corpus.jsonl")
     rows.write_text('{"text": "abc"}\n' * 9)
     prepare.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prepare.Cut("docs", 10), folder)
@@ -209,7 +209,7 @@ def test_other_shards_are_not_replaced(folder: Path):
         (folder / left).unlink()
 
 
-def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
+def test_too_little_documentation(tmp_path, monkeypatch, roots):
     monkeypatch.setattr(generated, "installed", lambda: roots)
     with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
         generated.make(small(), tmp_path / "out")

@@ -53,7 +53,7 @@ def test_another_batch_size_is_compared_at_equal_tokens(folder, batch_tokens):
         assert behind == pytest.approx(0.2, abs=1e-3 if batch_tokens <= 100 else 0.06)
 
 
-def test_a_resumed_run_is_compared_from_where_it_starts_to_the_end_of_the_record(folder):
+def test_a_resumed_run_is_compared_from_its_start_to_the_records_end(folder):
     rival = ghost.read(forge(folder / "record"), "forged@1")
     assert numbers(rival(step(700, 0.9, 4.415)))[0] == pytest.approx(0.2)
     assert numbers(rival(step(800, 1.0, 4.315))) == (0.2, 0.0)

@@ -112,7 +112,7 @@ def check_memory(found: Anatomy, program: Program, peak_bytes: float) -> None:
     assert estimated == pytest.approx(found.memory.peak_memory_in_bytes, rel=0.1)
 
 
-def test_a_step_gathers_and_scatters_every_parameter_once_and_waits_only_at_the_start(step, program):
+def test_a_step_moves_every_parameter_once_and_waits_only_at_the_start(step, program):
     """And its state is donated."""
     assert check_traffic(step, program, LEAST_BYTES, 1024)["all-reduce"] == 1, names(step)
     waiting = [one for one in step.collectives if one.is_synchronous]
@@ -132,7 +132,7 @@ def test_a_step_fits_as_arithmetic_knew_and_moves_no_more_than_it_did(step, eval
     assert "__cublas$lt$matmul$f8" not in evaluation.custom_calls
 
 
-def test_norms_are_single_kernels_the_stream_is_not_copied_and_tables_are_summed_in_float32(compiled):
+def test_norms_are_single_kernels_and_tables_are_summed_in_float32(compiled):
     """Norms before attention and MLPs, of the embedding and of the last state: all of XLA's Triton fusions."""
     text = compiled.as_text()
     num_norms = LAYERS_WITH_ATTENTION + RECORD.config.num_layers + 2

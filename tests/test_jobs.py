@@ -94,7 +94,7 @@ def parsed(call: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shells_find_no_fault_with_it(name: str, tmp_path: Path) -> None:
+def test_shells_find_no_fault_with_it(name, tmp_path):
     script = tmp_path / "script.sh"
     script.write_text("#!/usr/bin/env bash\n" + job(name, 1).script)
     argv = ["shellcheck", "--exclude=SC1128", script]  # 1128: a second line with #!
@@ -104,9 +104,7 @@ def test_shells_find_no_fault_with_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(
-    name: str, num_nodes: int, tmp_path: Path
-) -> None:
+def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(name, num_nodes, tmp_path):
     code, calls, kept = run(job(name, num_nodes), tmp_path)
     several_hosts = name == "ssh.sh" and num_nodes > 1  # both are this machine
     assert several_hosts or code == 0
@@ -132,14 +130,14 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name: str, tmp_path: Path) -> None:
+def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name, tmp_path):
     for fails, num_calls, num_kept in (("doctor", 1, 0), ("batch", 3, 2)):
         here = tmp_path / fails
         code, calls, kept = run(job(name, 1), here, fails)
         assert (code, len(calls), len(kept)) == (5, num_calls, num_kept)
 
 
-def test_pods_find_the_first_one_by_the_name_of_the_service() -> None:
+def test_pods_find_the_first_one_by_the_name_of_the_service():
     """As Kubernetes composes it: JOB-INDEX.SERVICE."""
     job, service = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text())
     name = job["metadata"]["name"]

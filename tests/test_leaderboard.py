@@ -207,7 +207,7 @@ def test_the_progress_line_goes_through_qualified_records_by_date(records):
     assert shown == [1.0, 3.0, 5.0, 7.0, 8.0, 9.0], "what missed is no point"
 
 
-def test_build_then_check_and_the_page_loads_nothing_from_a_network(records):
+def test_build_then_check_and_the_page_loads_nothing(records):
     assert invoke("leaderboard", "check").exit_code == 1, "nothing was built yet"
     built = invoke("leaderboard", "build")
     assert built.exit_code == 0, built.output
