@@ -3,8 +3,8 @@
     python tests/breaks.py --seed 0 --number 120 [--only science/kernels/attention.py] [--out table.md]
 
 Breaks are drawn by the seed from the syntax trees of the modules in `TESTS`, as many from each. Each is made in a copy
-of the package, and the tests listed for its module run there until one fails. Rows are written as they come; the same
-command goes on after the last one.
+of the package. The tests of its module run there, then those of whole programs, until one fails. Rows are written as
+they come; the same command goes on after the last one.
 """
 
 import argparse
@@ -25,122 +25,30 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 
-#: Tests of whole programs: the first compiles a recipe of four layers, the others are quick.
-_TRACE = "test_recipes.py::test_pinned_traces_stand[smoke]"
-_NUMBERS = [
-    "test_rungs.py::test_every_number_is_the_published_one[record21]",
-    "test_rungs.py::test_rate_and_momentum_are_the_published_ones[record21-708-0.1-300]",
-    "test_rungs.py::test_the_window_is_the_published_one[record21-128-14]",
-    "test_rungs.py::test_it_has_the_published_number_of_parameters[record21-275598388]",
-]
-_SETTINGS = [
-    "test_recipes.py::test_an_unknown_setting_suggests_only_what_can_be_set",
-    "test_recipes.py::test_stages_follow_each_other",
-    "test_train.py::test_settings_are_key_and_value_once",
-    "test_train.py::test_what_cannot_be_run_is_refused_in_one_line",
-]
-#: Against the published record: slow, so last.
-_GOLDEN = [
-    "test_golden.py::test_windows_grow_as_in_the_file",
-    "test_golden.py::test_the_first_losses_and_gradients_agree",
-]
-_SMALLEST = "test_recipes.py::test_the_smallest_model_and_the_smallest_run_may_be_made"
-_FORMS = "test_attention.py::TestForms::test_float32"
-#: By module, the tests that cover it: the quickest and likeliest first.
+#: Tests of whole programs, the quickest first. Those against the published records are slow, so last.
+PROGRAMS = ["test_rungs.py", "test_recipes.py", "test_train.py", "test_step.py", "test_program.py"]
+PROGRAMS += ["test_golden.py", "test_golden89.py"]
+#: By module, the tests of its own, which run before those.
 TESTS = {
-    "science/models/record21_model.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py", _SMALLEST, *_GOLDEN],
-    "science/nn.py": ["test_nn.py", _TRACE, "test_qk_norm.py", *_GOLDEN],
-    "science/kernels/attention.py": [
-        "test_attention.py::test_visibility_is_the_rule",
-        "test_attention.py::test_attention_is_a_softmax_over_visible_keys",
-        _TRACE,
-        "test_program.py::test_a_validation_has_the_window_of_its_own_step",
-        "test_attention.py::test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one",
-        f"{_FORMS.replace('float32', 'bfloat16')}[definition]",
-        *_GOLDEN,
-    ],
-    "science/kernels/attention_banded.py": [
-        f"{_FORMS}[banded in small tiles-mixed documents]",
-        *(f"{_FORMS}[banded-{case}]" for case in ("odd length", "window longer than the sequence")),
-        "test_attention.py::test_banded_says_when_its_bound_is_too_small",
-        "test_attention.py::test_the_default_tile_is_half_the_bound_and_never_tiny",
-        "test_attention.py::test_banded_memory_is_linear_in_time",
-        *_GOLDEN,
-    ],
-    "science/kernels/cross_entropy.py": [
-        "test_several_targets.py",
-        "test_cross_entropy.py",
-        "test_recipes.py",
-        *_GOLDEN,
-    ],
-    "science/kernels/choose.py": [
-        "test_attention.py::test_auto_says_what_it_chose_and_why",
-        "test_attention.py::test_a_form_that_cannot_run_gives_all_reasons",
-        "test_attention.py::test_a_form_is_given_what_it_needs",
-        "test_attention.py::test_every_choice_of_a_program_is_kept",
-        "test_qk_norm.py::test_auto_says_what_it_chose_and_why",
-        "test_qk_norm.py::test_a_form_that_cannot_run_gives_all_reasons",
-        "test_qk_norm.py::test_the_choice_is_kept_and_computes",
-        "test_attention.py::test_the_definition_is_refused_above_its_memory",
-        "test_attention.py::test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens",
-        "test_cross_entropy.py::test_the_head_takes_as_few_chunks_as_fit",
-    ],
-    "science/optim/groups.py": [
-        "test_muon.py::test_adam_keeps_moments_in_16_bits_and_computes_in_float32",
-        *_NUMBERS,
-        _TRACE,
-        "test_recipes.py::test_record_21_keeps_its_tables_and_their_moments_in_16_bits",
-        *_GOLDEN,
-    ],
-    "science/optim/orthogonal.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
-    "science/optim/banks.py": ["test_muon.py", *_NUMBERS, _TRACE, *_GOLDEN],
-    "science/optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE, "test_rungs.py", *_GOLDEN],
-    "science/params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py", *_GOLDEN],
-    "science/recipe.py": [
-        *_SETTINGS,
-        *_NUMBERS,
-        "test_program.py",
-        _SMALLEST,
-        "test_recipes.py",
-        "test_contract.py",
-        *_GOLDEN,
-    ],
-    "science/step.py": [
-        "test_step.py::test_the_first_parameter_with_a_bad_gradient_is_named",
-        "test_step.py::test_every_parameter_moves_and_no_two_start_equal",
-        "test_step.py::test_parameters_and_optimiser_state_are_divided_by_eight",
-        "test_step.py::test_a_step_takes_the_mean_gradient_of_all_devices_and_carries_on",
-        "test_step.py::test_parameters_travel_in_16_bits_and_are_summed_and_updated_in_32",
-        _TRACE,
-        "test_step.py::test_devices_and_accumulation_do_not_matter",
-        "test_step.py::test_nodes_exchange_the_parts_of_gradients_and_nothing_else",
-        "test_program.py::test_a_validation_has_the_window_of_its_own_step",
-        *_GOLDEN,
-    ],
-    "train/program.py": [
-        "test_step.py::test_what_devices_cannot_share_is_refused_with_what_to_type",
-        "test_program.py",
-        "test_step.py",
-        "test_contract.py",
-        "test_footprint.py",
-        "test_exports.py",
-        "test_train.py",
-    ],
+    "science/models/record21_model.py": [],
+    "science/nn.py": ["test_nn.py", "test_qk_norm.py"],
+    "science/kernels/attention.py": ["test_attention.py"],
+    "science/kernels/attention_banded.py": ["test_attention.py"],
+    "science/kernels/cross_entropy.py": ["test_several_targets.py", "test_cross_entropy.py"],
+    "science/kernels/choose.py": ["test_qk_norm.py", "test_cross_entropy.py", "test_attention.py"],
+    "science/optim/groups.py": ["test_muon.py"],
+    "science/optim/orthogonal.py": ["test_muon.py"],
+    "science/optim/banks.py": ["test_muon.py"],
+    "science/optim/schedules.py": [],
+    "science/params.py": ["test_params.py"],
+    "science/recipe.py": ["test_contract.py"],
+    "science/step.py": ["test_step.py", "test_program.py"],
+    "train/program.py": ["test_program.py", "test_footprint.py", "test_contract.py"],
     "data/stream.py": ["test_stream.py"],
 }
 
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+COMPARISONS = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
+COMPARISONS |= {other: one for one, other in COMPARISONS.items()}
 OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -330,7 +238,8 @@ def main() -> None:
         for one in drawn:
             if str(one) not in done:
                 started = time.monotonic()
-                found = bench.verdict(one, TESTS[one.module])
+                tests = dict.fromkeys([*TESTS[one.module], *PROGRAMS])
+                found = bench.verdict(one, [*tests])
                 print(f"| {one} | {found} | {time.monotonic() - started:.0f} |", file=table, flush=True)
 
 

@@ -371,11 +371,12 @@ def forge(
     return root
 
 
-def alone(root: Path, spec: Spec) -> None:
-    """Writes a record of one run, without a declaration."""
+def alone(root: Path, *specs: Spec) -> None:
+    """Writes a record of runs without a declaration."""
     root.mkdir()
-    write_code(root, spec)
-    write_run(root, spec)
+    write_code(root, specs[0])
+    for spec in specs:
+        write_run(root, spec)
     assemble(root)
 
 

@@ -1,7 +1,5 @@
 """The reader of compiled programs: on text whose numbers are known, and on programs for GPUs that are not there."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,11 +27,11 @@ def entry(*lines: str) -> str:
     ("dtype", "num_bytes"),
     [("f32", 24), ("bf16", 12), ("f8e4m3fn", 6), ("f8e5m2", 6), ("pred", 6), ("s4", 3), ("token", 0)],
 )
-def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
+def test_bytes_of_an_array(dtype, num_bytes):
     assert hlo.Array(dtype, (2, 3)).num_bytes == num_bytes
 
 
-def test_a_kernel_reads_its_operands_once_and_writes_its_result() -> None:
+def test_a_kernel_reads_its_operands_once_and_writes_its_result():
     text = entry(
         "%p = f32[8]{0} parameter(0)",
         "%view = f32[2,4]{1,0} bitcast(%p)",
@@ -65,7 +63,7 @@ FUSIONS = """
 """
 
 
-def test_slices_and_updates_in_place_count_as_such_inside_fusions() -> None:
+def test_slices_and_updates_in_place_count_as_such_inside_fusions():
     text = entry(
         "%p = f32[100,8]{1,0} parameter(0)",
         "%k = s32[] parameter(1)",
@@ -76,7 +74,7 @@ def test_slices_and_updates_in_place_count_as_such_inside_fusions() -> None:
     assert read(FUSIONS + text).traffic == {"fusion": (row + index + row) + (row + index + row)}
 
 
-def test_a_gather_reads_what_it_returns_and_a_use_beside_it_reads_all() -> None:
+def test_a_gather_reads_what_it_returns_and_a_use_beside_it_reads_all():
     gather = "%rows = f32[2,8]{1,0} gather(%p, %k), offset_dims={1}"
     table, rows, index = 3200, 64, 8
     one = entry("%p = f32[100,8]{1,0} parameter(0)", "%k = s32[2]{0} parameter(1)", gather)
@@ -113,7 +111,7 @@ LOOP = """
     ("known", "times", "unknown_loops"),
     [(', backend_config={"known_trip_count":{"n":"5"}}', 5, 0), ("", 1, 1)],
 )
-def test_a_loop_counts_as_often_as_it_runs(known: str, times: int, unknown_loops: int) -> None:
+def test_a_loop_counts_as_often_as_it_runs(known, times, unknown_loops):
     loop = "ROOT %w = (s32[], f32[8]{0}) while(%s), condition=%cond, body=%body" + known
     got = read(LOOP + entry("%s = (s32[], f32[8]{0}) parameter(0)", loop))
     assert got.traffic == {"negate": times * 64, "gemm": times * 64}, "the scratch of the call does not count"
@@ -121,7 +119,7 @@ def test_a_loop_counts_as_often_as_it_runs(known: str, times: int, unknown_loops
     assert got.unknown_loops == unknown_loops
 
 
-def test_every_branch_counts() -> None:
+def test_every_branch_counts():
     text = """
 %one (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
@@ -152,7 +150,7 @@ COLLECTIVES = entry(
 )
 
 
-def test_collectives_are_named_with_the_bytes_of_the_whole() -> None:
+def test_collectives_are_named_with_the_bytes_of_the_whole():
     got = read(COLLECTIVES)
     gather, scatter, exchange = got.collectives
     assert (gather.kind, gather.dtype, gather.num_bytes) == ("all-gather", "bf16+f32", 64 + 512)
@@ -164,12 +162,12 @@ def test_collectives_are_named_with_the_bytes_of_the_whole() -> None:
     assert got.traffic == {"all-gather": 72 + 576, "reduce-scatter": 64 + 8, "all-to-all": 64 + 64}
 
 
-def test_text_that_is_not_scheduled_is_refused() -> None:
+def test_text_that_is_not_scheduled_is_refused():
     with pytest.raises(ValueError, match="need the text of a compiled, scheduled HLO module"):
         hlo.parse("HloModule jit_f, entry_computation_layout={()->f32[]}")
 
 
-def test_a_program_of_this_machine_can_be_read() -> None:
+def test_a_program_of_this_machine_can_be_read():
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     got = deviceless.dissect(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile())
     assert got.traffic_bytes == 2 * 64 * 32 * 4
@@ -180,52 +178,16 @@ def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(DATA)))
 
 
-def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
-    mesh = h100(8)
-
-    def local(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def loss(w: jax.Array) -> jax.Array:
-            whole = jax.lax.all_gather(w.astype(jnp.bfloat16), DATA, tiled=True)
-            return jnp.sum((x @ whole).astype(jnp.float32) ** 2)
-
-        value, grad = jax.value_and_grad(loss)(w)
-        return w - grad, jax.lax.psum(value, DATA)
-
-    step = jax.shard_map(local, mesh=mesh, in_specs=(P(DATA), P(DATA)), out_specs=(P(DATA), P()))
-    w, x = rows(mesh, (1024, 512), jnp.float32), rows(mesh, (4096, 1024), jnp.bfloat16)
-    got = deviceless.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
-    sent = {one.kind: (one.dtype, one.num_bytes, one.times) for one in got.collectives}
-    whole = ("bf16", 1024 * 512 * 2, 1)
-    assert sent == {"all-gather": whole, "reduce-scatter": whole, "all-reduce": ("f32", 4, 1)}
-    assert got.memory.alias_size_in_bytes == 1024 * 512 * 4 // 8
-    assert got.custom_calls == {"__cublas$lt$matmul": 2}
-
-
-def test_an_fp8_product_is_one_fp8_gemm(h100: Callable[[int], Mesh]) -> None:
-    """It fails, too, if the target promises no CUDA release: then XLA widens the operands first."""
-    mesh = h100(1)
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
-
-    x, w = rows(mesh, (256, 64), jnp.float8_e4m3fn), rows(mesh, (128, 64), jnp.float8_e4m3fn)
-    got = deviceless.dissect(compile_for_target(jax.jit(product), x, w))
-    assert got.custom_calls == {"__cublas$lt$matmul$f8": 1}
-    assert got.traffic["__cublas$lt$matmul$f8"] - 256 * 64 - 128 * 64 - 256 * 128 * 2 in range(17), "scales"
-
-
 @pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize("kind", accelerators.DEVICES)
-def test_the_compiler_accepts_every_target(kind: str) -> None:
+def test_the_compiler_accepts_every_target(kind):
     mesh = deviceless.target_mesh(kind, 2)
     assert mesh.devices.flat[0].device_kind == accelerators.load(kind).name
     compiled = compile_for_target(jax.jit(lambda x: x + 1), rows(mesh, (8, 8), jnp.float32))
     assert deviceless.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
 
 
-def test_a_program_for_a_target_is_not_stored(
-    h100: Callable[[int], Mesh], request: pytest.FixtureRequest
-) -> None:
+def test_a_program_for_a_target_is_not_stored(h100, request):
     """The suite's cache on disk is in use, and a warning is an error: the second compilation would read the first."""
     setting = "jax_persistent_cache_min_compile_time_secs"
     before_s = getattr(jax.config, setting)
@@ -237,7 +199,7 @@ def test_a_program_for_a_target_is_not_stored(
     assert getattr(jax.config, setting) == 0.0
 
 
-def test_a_missing_compiler_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_said_with_the_command(monkeypatch):
     none = ("jax-no-such-plugin", "no-such-nvcc")
     monkeypatch.setattr(deviceless, "COMPILERS", (none, none))
     command = f"pip install --no-deps jax-no-such-plugin=={jax.__version__} no-such-nvcc"

@@ -91,11 +91,11 @@ def room(module: str) -> str:
     return max(rooms, key=len, default=inside.partition(".")[0])
 
 
-def test_every_room_has_a_floor_and_every_module_a_room() -> None:
+def test_every_room_has_a_floor_and_every_module_a_room():
     assert {room(module) for module in PATHS} == {*FLOORS, "__main__", ""}
 
 
-def test_a_room_imports_only_from_lower_floors() -> None:
+def test_a_room_imports_only_from_lower_floors():
     wrong = [
         f"{here} imports or names {there}"
         for here, there in (*EDGES, *NAMED)
@@ -106,7 +106,7 @@ def test_a_room_imports_only_from_lower_floors() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_reaches_itself() -> None:
+def test_no_module_reaches_itself():
     """Inside a room, too: whoever reads a file can read first what it needs."""
     graph: dict[str, set[str]] = {module: set() for module in PATHS}
     for here, there in EDGES:
@@ -114,7 +114,7 @@ def test_no_module_reaches_itself() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_science_imports_no_instrument() -> None:
+def test_science_imports_no_instrument():
     """The register of recipes is one itself: `record.source` does not count it as science."""
     code = ("science", "recipes")
     allowed = {"speedrun.base.errors", "speedrun.base.limits", "speedrun.base.mesh"}
@@ -129,16 +129,13 @@ def test_science_imports_no_instrument() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def ancestors(recipe: str) -> Iterator[str]:
-    while (parent := recipes.load(recipe).parent) is not None:
-        yield (recipe := parent)
-
-
-def test_a_recipe_imports_no_recipe_but_its_ancestors() -> None:
+def test_a_recipe_imports_no_recipe_but_its_ancestors():
     package = "speedrun.recipes."
     for here, there in EDGES:
         if here.startswith(package) and there.startswith(package):
-            above = [*ancestors(here.rpartition(".")[2])]
+            above, recipe = [], here.rpartition(".")[2]
+            while (recipe := recipes.load(recipe).parent) is not None:
+                above.append(recipe)
             assert there.rpartition(".")[2] in above, f"{here} imports {there}, its ancestors are {above}"
 
 
@@ -169,7 +166,7 @@ def reads_time(tree: ast.AST) -> bool:
     return False
 
 
-def test_one_module_reads_time() -> None:
+def test_one_module_reads_time():
     for code in (
         "from time import time_ns",
         "import time as t",
@@ -182,13 +179,13 @@ def test_one_module_reads_time() -> None:
     assert {module for module, tree in TREES.items() if reads_time(tree)} == {"speedrun.base.clock"}
 
 
-def test_a_run_starts_without_mosaic() -> None:
+def test_a_run_starts_without_mosaic():
     """A third of the time until its first line, for kernels that only Hopper has."""
     script = "import sys, speedrun.train.run; sys.exit('jax.experimental.mosaic.gpu' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
-def test_rooms_that_only_read_start_without_heavy_packages() -> None:
+def test_rooms_that_only_read_start_without_heavy_packages():
     inside = {module: module.partition(".")[2] for module in PATHS if module != MESH}
     light = sorted(
         module for module, name in inside.items() if name.startswith(LIGHT) and "examine" not in name
@@ -224,19 +221,16 @@ print(*{{name.partition(".")[0] for name, module in [*sys.modules.items()]
     assert found <= {"msgspec", "typing_extensions", "speedrun"}
 
 
-def config_fields() -> Iterator[tuple[str, str]]:
-    """Every field of every dataclass of the models, and the text of its type."""
-    models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
-    for node in (node for tree in models for node in ast.walk(tree)):
-        if isinstance(node, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, node.decorator_list)):
-            for field in node.body:
-                if isinstance(field, ast.AnnAssign):
-                    yield f"{node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation)
-
-
-def test_no_model_config_holds_a_boolean() -> None:
+def test_no_model_config_holds_a_boolean():
     """A variant is another function, or another entry in a tuple with one entry a layer. Never a flag."""
-    fields = list(config_fields())
+    models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
+    fields = [
+        (f"{node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation))
+        for node in (node for tree in models for node in ast.walk(tree))
+        if isinstance(node, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, node.decorator_list))
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    ]
     assert fields
     flags = [name for name, kind in fields if "bool" in kind or "Callable" in kind]
     assert not flags, f"{flags}: write a second function, or a Literal that says what it is"
@@ -249,7 +243,7 @@ def source_of(recipe: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
+def test_a_record_can_be_read_in_one_sitting(recipe):
     """The budgets of `source.txt`: see the price of lines in RULES.md.
 
     Recipes and models of its ancestors are left out: a reader of the ladder has read them, and each has its budget.
@@ -267,13 +261,7 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     assert sum(lines.values()) <= CLOSURE_LINES + more, f"{sum(lines.values()):,} lines in {lines}"
 
 
-def test_the_rules_name_the_budgets() -> None:
-    budgets = (SCIENCE_LINES, CLOSURE_LINES, KERNEL_LINES, *MORE_SCIENCE.values())
-    stated = set(re.findall(r"[\d,]*\d", (ROOT / "RULES.md").read_text()))
-    assert {f"{number:,}" for number in budgets} <= stated
-
-
-def test_files_and_functions_are_short() -> None:
+def test_files_and_functions_are_short():
     sizes = {module: len(path.read_text().splitlines()) for module, path in PATHS.items()}
     assert not [module for module, lines in sizes.items() if lines > FILE_LINES]
     functions = (
@@ -285,6 +273,12 @@ def test_files_and_functions_are_short() -> None:
     assert not [name for name, lines in functions if lines > FUNCTION_LINES]
 
 
+def test_a_module_is_named_and_described_by_its_subject():
+    drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
+    assert not [module for module in PATHS if drawers & set(module.split("."))]
+    assert not [module for module, tree in TREES.items() if not ast.get_docstring(tree)], "no docstring"
+
+
 def git(*argv: str) -> str:
     """What git prints, which is nothing where it fails: outside a checkout, or without that history."""
     return subprocess.run(
@@ -292,7 +286,7 @@ def git(*argv: str) -> str:
     ).stdout.strip()
 
 
-def test_the_house_only_becomes_smaller() -> None:
+def test_the_house_only_becomes_smaller():
     kinds = (".py", ".pyi", ".sh", ".js", ".css", ".html", ".toml")
     elsewhere = ("tests/", "records/", "requirements/")
     paths = [path for path in git("ls-files").splitlines() if path.endswith(kinds)]
@@ -303,7 +297,7 @@ def test_the_house_only_becomes_smaller() -> None:
     assert lines <= HOUSE_LINES
 
 
-def test_no_change_raises_the_budget_of_the_house() -> None:
+def test_no_change_raises_the_budget_of_the_house():
     """Against the commit where this branch left main, or, on main, the one before."""
     main, head = git("merge-base", "HEAD", "origin/main"), git("rev-parse", "HEAD")
     before = main if main and main != head else "HEAD^"
@@ -313,16 +307,6 @@ def test_no_change_raises_the_budget_of_the_house() -> None:
     if stated is None:
         pytest.skip(f"no budget is known of {before}: no history, or an older layout of this file")
     assert int(stated[1]) >= HOUSE_LINES
-
-
-def test_every_module_says_what_it_is_for() -> None:
-    silent = [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
-    assert not silent
-
-
-def test_files_are_named_by_what_they_are_about() -> None:
-    drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
-    assert not [module for module in PATHS if drawers & set(module.split("."))]
 
 
 #: Writes that are not `write_whole`, and why each may be.
@@ -383,7 +367,7 @@ def is_write(call: ast.Call) -> bool:
     return name in _WRITING
 
 
-def test_files_are_written_in_one_way() -> None:
+def test_files_are_written_in_one_way():
     found = {
         (module, ast.unparse(node.func))
         for module, tree in TREES.items()

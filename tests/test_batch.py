@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forgeries import BROKE, promised
-from record_forge import PROGRAMS, Spec, change, declaration, declare, forge, write_run
+from click.testing import Result
+from forgeries import BLEW_UP, BROKE, promised
+from record_forge import PROGRAMS, Spec, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
@@ -76,12 +77,12 @@ def begun(folder: Path, *specs: Spec) -> Path:
     return folder
 
 
+def resumed(folder: Path, *words: str) -> Result:
+    return invoke("batch", "--resume", str(folder), *words)
+
+
 def lost(seed: int, loss: float, **rest) -> Spec:
     return Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss), **rest)
-
-
-def blew_up(seed: int) -> Spec:
-    return Spec(seed=seed, edit_log=change(runlog.RunEnd, status="non-finite", val_loss=None))
 
 
 WIDE = [lost(1, 3.275), lost(2, 3.274), lost(3, 3.20), lost(4, 3.22)]
@@ -96,7 +97,7 @@ WIDE = [lost(1, 3.275), lost(2, 3.274), lost(3, 3.20), lost(4, 3.22)]
         (WIDE[:2], (3.275, 3.274), (3, 4), 2, False),
         (WIDE[:3], (3.275, 3.274, 3.20), (4,), 2, False),
         (WIDE, (3.275, 3.274, 3.20, 3.22), (), 4, False),
-        ([lost(1, 3.25), blew_up(2)], (3.25, math.inf), (), 2, False),
+        ([lost(1, 3.25), Spec(seed=2, edit_log=BLEW_UP)], (3.25, math.inf), (), 2, False),
         ([lost(1, 3.20), BROKE[0]], (3.20,), (2,), None, False),
         ([lost(1, 3.20), BROKE[0], lost(2, 3.20)], (3.20, 3.20), (), 2, True),
         # The first run of a seed counts: it cannot be run again until it fits.
@@ -154,22 +155,16 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, s
     assert killed.name in (folder / "README.md").read_text()
 
 
-def test_programs_that_no_log_names_are_removed(folder):
-    """Their run was killed between writing them and saying so."""
+def test_salvage_removes_programs_of_nobody_and_no_result(folder):
+    """Of a run that was killed before it named them; who cuts off a byte cannot have the seed run again."""
     forge(folder)
     (folder / "programs-0123456789abcdef.xz").write_bytes(b"of nobody")
-    assert salvage(folder) == []
-    assert [path.name for path in folder.glob("*.xz")] == [name_of(sha256(PROGRAMS))]
-
-
-def test_an_end_without_its_line_break_keeps_its_result(folder):
-    """The line was whole: who cuts off a byte cannot have the seed run again."""
-    forge(folder)
     log = min(folder.glob("runs/*")) / "metrics.jsonl"
     raw = log.read_bytes()
     log.write_bytes(raw[:-1])
     assert salvage(folder) == []
     assert log.read_bytes() == raw
+    assert [path.name for path in folder.glob("*.xz")] == [name_of(sha256(PROGRAMS))]
 
 
 @pytest.mark.parametrize("fill", [Path.mkdir, os.mkfifo])
@@ -202,12 +197,16 @@ def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
     assert (found.missing, found.passed) == ((), False)
 
 
-def test_one_batch_is_run_by_one_process(folder):
+def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
     forge(folder)
     with (folder / "batch.json").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        result = invoke("batch", "--resume", str(folder))
+        result = resumed(folder)
     assert (result.exit_code, "is being run by another process" in result.stderr) == (2, True)
+    (folder / "batch.json").write_text("{}")
+    result = resumed(folder)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "start anew with 'speedrun batch --runs N'" in result.stderr
 
 
 # --- the commands ------------------------------------------------------------------------------------------
@@ -264,14 +263,14 @@ def test_a_child_that_ignores_signals_is_killed_by_the_second():
 
 def test_a_batch_that_blew_up_ends_in_words(folder):
     """First after a good run, then at once: there is no mean to print."""
-    begun(folder, lost(1, 3.25), blew_up(2))
-    result = invoke("batch", "--resume", str(folder))
+    begun(folder, lost(1, 3.25), Spec(seed=2, edit_log=BLEW_UP))
+    result = resumed(folder)
     assert result.exit_code == 1, result.exception
     assert "one became non-finite" in result.stdout
     assert "V309 failed" in result.stdout
     other = folder.with_name("a folder")
-    begun(other, blew_up(1))
-    result = invoke("batch", "--resume", str(other))
+    begun(other, Spec(seed=1, edit_log=BLEW_UP))
+    result = resumed(other)
     assert result.exit_code == 1, result.exception
     assert "no run finished" in result.stdout
 
@@ -279,7 +278,7 @@ def test_a_batch_that_blew_up_ends_in_words(folder):
 def test_a_batch_that_was_described_keeps_its_title(folder):
     begun(folder, lost(1, 3.25), lost(2, 3.24))
     for words, title in (([], "tiny on forged@1"), (["--title", "mine"], "mine"), ([], "mine")):
-        assert invoke("batch", "--resume", str(folder), *words).exit_code == 0
+        assert resumed(folder, *words).exit_code == 0
         assert load(folder).about.title == title
 
 
@@ -288,10 +287,10 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
     monkeypatch.setattr(local_processes, "trained", lambda *_, **__: (ran.append(len(made)) or 3, ""))
     begun(folder, lost(1, 3.25))
-    assert invoke("batch", "--resume", str(folder)).exit_code == 3
+    assert resumed(folder).exit_code == 3
     assert (made, ran) == ([("forged", None)], [1])
     write_run(folder, lost(2, 3.24))
-    assert invoke("batch", "--resume", str(folder)).exit_code == 0
+    assert resumed(folder).exit_code == 0
     assert len(made) == 1
 
 
@@ -300,15 +299,8 @@ def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code)
     monkeypatch.setattr(generated, "ensure", lambda *_: None)
     monkeypatch.setattr(local_processes, "trained", lambda *_, **__: (code, ""))
     begun(folder, lost(1, 3.25))
-    result = invoke("batch", "--resume", str(folder))
+    result = resumed(folder)
     assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (code or 1, True)
-
-
-def test_a_damaged_declaration_is_one_line(folder):
-    (begun(folder) / "batch.json").write_text("{}")
-    result = invoke("batch", "--resume", str(folder))
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "start anew with 'speedrun batch --runs N'" in result.stderr
 
 
 def test_the_number_of_runs_follows_from_the_expected_mean():
@@ -339,19 +331,15 @@ def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
     assert {key: found[key] for key in facts} == facts
 
 
-def test_stats_proves_nothing_of_a_part_of_a_record(folder):
+def test_stats_needs_whole_records_and_compares_two(folder, tmp_path):
     """A batch before its look, and a record of which a log is damaged."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
     log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-1])
     assert "is no whole record" in invoke("stats", str(folder)).stderr
-
-
-def test_stats_tests_whether_two_records_have_the_same_loss(folder, tmp_path):
-    forge(folder)
-    forge(tmp_path / "parent")
-    found = json.loads(invoke("stats", str(folder), "--against", str(tmp_path / "parent"), "--json").stdout)
+    parent = str(forge(tmp_path / "parent"))
+    found = json.loads(invoke("stats", str(forge(folder)), "--against", parent, "--json").stdout)
     no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter
     assert found["equivalent"] == no_proof
 

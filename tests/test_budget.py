@@ -26,26 +26,28 @@ PLANNED = functools.cache(planning.plan)  #: tracing takes seconds, and a plan i
 
 
 @pytest.fixture(autouse=True)
-def _nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_here(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     monkeypatch.setattr(planning, "plan", PLANNED)
 
 
 def test_a_run_takes_what_the_records_took():
-    """Those of 280 steps as they are, that of 264 with 16 more."""
-    walls = []
+    """Those of 280 steps as they are, others for as many steps; fewer take less, but start as slowly."""
+    trains, walls = [], []
     for path in RECORDS.glob("smoke-cpu/*/about.json"):
         runs = load(path.parent).finished
-        more = 280 / runs[0].start.num_steps - 1
-        walls.append(fmean(run.end.cold_wall_s + more * run.train_time_s for run in runs))
-    found = budget(track.load("smoke-cpu"), recipes.load("smoke"), 2, RECORDS, None, dollars=2.5)
-    assert found.basis == "records"
-    assert found.run_s == pytest.approx(sum(walls) / len(walls))
-    assert found.total_s == pytest.approx(2 * sum(walls) / len(walls))
-    assert found.dollars == 0, "a simulated device costs nothing"
+        trains.append(280 / runs[0].start.num_steps * fmean(run.train_time_s for run in runs))
+        walls.append(trains[-1] + fmean(run.end.cold_wall_s - run.train_time_s for run in runs))
+    smoke, rules = recipes.load("smoke"), track.load("smoke-cpu")
+    found: Any = budget(rules, smoke, 2, RECORDS, None, dollars=2.5)
+    assert (found.basis, found.dollars) == ("records", 0), "a simulated device costs nothing"
+    assert (found.train_s, found.run_s) == pytest.approx((fmean(trains), fmean(walls)))
+    assert found.total_s == pytest.approx(2 * found.run_s)
+    tenth = budget(rules, smoke.override({"stages.0.num_steps": "28"}), 2, RECORDS, None, dollars=None)
+    assert tenth.run_s == pytest.approx(found.run_s - 0.9 * found.train_s)
 
 
-def test_records_count_on_as_many_devices_only(tmp_path: Path):
+def test_records_count_on_as_many_devices_only(tmp_path):
     """A record of eight CPUs, said to be eight H100."""
     folder = tmp_path / "records" / "smoke-cpu" / "one"
     shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-25-first", folder)
@@ -63,16 +65,7 @@ def test_records_count_on_as_many_devices_only(tmp_path: Path):
     assert basis(8) == "arithmetic", "nothing was trained"
 
 
-def test_fewer_steps_take_less_but_start_as_slowly():
-    smoke, short = recipes.load("smoke"), recipes.load("smoke").override({"stages.0.num_steps": "28"})
-    rules = track.load("smoke-cpu")
-    found: Any = [budget(rules, one, 2, RECORDS, None, dollars=None) for one in (smoke, short)]
-    whole, tenth = found
-    assert tenth.train_s == pytest.approx(whole.train_s / 10)
-    assert whole.run_s - tenth.run_s == pytest.approx(0.9 * whole.train_s)
-
-
-def test_nobody_knows_what_was_never_run(tmp_path: Path):
+def test_nobody_knows_what_was_never_run(tmp_path):
     found = budget(track.load("docs-cpu"), recipes.load("docs"), 2, RECORDS, None, dollars=None)
     assert (found.basis, found.run_s, found.total_s, found.dollars) == ("unknown", None, None, None)
     assert "time is unknown" in budgets.lines(found, 0.3)[-1]
@@ -94,7 +87,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert "$" not in budgets.lines(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
 
 
-def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch):
+def test_the_track_says_recipe_devices_and_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = json.loads(invoke("plan", "--track", "single-gpu", "--arithmetic", "--json").stdout)
     batch = found["batch"]

@@ -95,20 +95,12 @@ def test_tied_tables_stay_equal_to_the_last_bit_and_then_part(dtype):
             assert (share == 0) if step <= UNTIE + 1 else (share > 0.5)
 
 
-def test_without_gradients_nothing_moves_and_only_agreeing_weights_decay():
-    """A zero update agrees with no weight: u W > 0. Decay is by the square of the rate."""
+def test_without_gradients_nothing_moves():
+    """A zero update agrees with no weight: u W > 0."""
     start, none = draw(0), {name: 0 * x for name, x in draw(0).items()}
     got = Driven(start).go(none)
     for name in NAMES:
         np.testing.assert_array_equal(got[name], start[name])
-    rules = [dataclasses.replace(OPTIMIZER, adam_decay=decay) for decay in (2.0, 0.0)]
-    for scale in (1.0, 0.5):
-        decays, keeps = (Driven(start, optimizer=rule).go(draw(1), lr_scale=scale) for rule in rules)
-        for name in NAMES:
-            group = GROUPS[TABLE[name].group]
-            agrees = (start[name] - keeps[name]) * start[name] > 0
-            decay = 2.0 * group.decay * (0.05 * group.lr * scale) ** 2
-            np.testing.assert_allclose(keeps[name] - decays[name], decay * agrees * start[name], atol=3e-7)
 
 
 def test_tables_in_sixteen_bits_take_twelve_bytes_a_scalar():

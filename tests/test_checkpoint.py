@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from small_run import SMALL, log_of, runs_of
+from typed import invoke
 
-from speedrun import cli, recipes
+from speedrun import recipes
 from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
 from speedrun.base.wholefile import lock_record
@@ -50,12 +51,16 @@ def copied(config: RunConfig, tmp_path: Path) -> Path:
     return out
 
 
+def kept(out: Path) -> list[int]:
+    """The steps of which there are checkpoints."""
+    return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
+
+
 def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
     """The record of a copy of the run that lost everything after some step, and went on."""
     out = copied(config, tmp_path)
-    for path in folder_of(out).iterdir():
-        if path.name.isdigit() and int(path.name) > after:
-            shutil.rmtree(path)
+    for step in (step for step in kept(out) if step > after):
+        shutil.rmtree(folder_of(out) / str(step))
     run.train(msgspec.structs.replace(config, out=out, resume=True))
     return out, runs_of(out)[-1]
 
@@ -93,7 +98,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypat
     monkeypatch.setattr(loop, "_log_stage_change", tell)
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
         run.train(config)
-    assert [path.name for path in folder_of(out).iterdir() if path.name.isdigit()] == ["7"]
+    assert kept(out) == [7]
     monkeypatch.setattr(loop, "_log_stage_change", real)
     run.train(msgspec.structs.replace(config, resume=True))
     assert runs_of(out)[-1].end.final_hash == runs_of(trained.out)[0].end.final_hash
@@ -169,7 +174,7 @@ def test_an_earlier_log_that_is_damaged_is_told_before_anything_is_compiled(trai
 
 
 def resumed(out: Path) -> Result:
-    return CliRunner().invoke(cli.command, ["run", "--resume", str(out)], prog_name="speedrun")
+    return invoke("run", "--resume", str(out))
 
 
 def test_a_finished_run_whose_record_was_not_is_not_run_again(trained, tmp_path):
@@ -236,15 +241,19 @@ def facts(state, step: int) -> Facts:
     )
 
 
+def saved(folder: Path, *states: TrainState, keep: int = 0) -> Path:
+    """Checkpoints of steps from 1 on."""
+    with opened(folder, b"{}", keep=keep) as checkpoints:
+        for step, state in enumerate(states, start=1):
+            checkpoints.save(state, facts(state, step))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, small) -> Path:
     """Checkpoints of steps 1 and 2, of two different states."""
-    folder = tmp_path_factory.mktemp("written") / "checkpoints"
-    with opened(folder, b"{}", keep=0) as checkpoints:
-        for step in (1, 2):
-            state = small.init(jax.random.key(step))
-            checkpoints.save(state, facts(state, step))
-    return folder
+    states = (small.init(jax.random.key(step)) for step in (1, 2))
+    return saved(tmp_path_factory.mktemp("written") / "checkpoints", *states)
 
 
 @pytest.fixture
@@ -431,8 +440,7 @@ def test_the_state_of_another_model_is_refused(copy, overrides):
 def test_another_dtype_is_refused_not_cast(tmp_path, small):
     state = small.init(jax.random.key(0))
     narrow = state._replace(params={name: x.astype("bfloat16") for name, x in state.params.items()})
-    with opened(tmp_path, b"{}", keep=0) as checkpoints:
-        checkpoints.save(narrow, facts(narrow, 1))
+    saved(tmp_path, narrow)
     with pytest.raises(CheckpointError, match=r"is bfloat16\[.*\], need float32\["):
         restored(tmp_path, small, [])
 
@@ -473,11 +481,8 @@ def test_the_process_is_left_as_it_was(copy, small):
 
 
 def test_the_newest_are_kept(tmp_path, small):
-    state = small.init(jax.random.key(0))
-    with opened(tmp_path, b"{}", keep=2) as checkpoints:
-        for step in (2, 4, 6):
-            checkpoints.save(state, facts(state, step))
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["4", "6"]
+    saved(tmp_path, *3 * [small.init(jax.random.key(0))], keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["2", "3"]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, small, monkeypatch):

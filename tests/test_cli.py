@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from typed import as_words, invoke, speedrun
+from typed import as_words, invoke
 
 from speedrun import __version__, cli, recipes
 from speedrun.base import errors, track
@@ -23,23 +23,19 @@ RECORD = "records/smoke-cpu/2026-11-25-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 
-def test_help_is_fast():
+def test_help_is_fast_and_imports_nothing_heavy():
     """In time of the processor, which does not depend on what else runs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert speedrun("--help").returncode == 0
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < 0.3
-
-
-def test_help_imports_nothing_heavy():
     script = (
         "import atexit, sys; from speedrun.cli import command\n"
         f"atexit.register(lambda: print(','.join(set({HEAVY}) & set(sys.modules)), file=sys.stderr))\n"
         "command(['--help'])"
     )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "\n"), "the names of what was imported"
     assert "Train:" in done.stdout
+    assert after.ru_utime - before.ru_utime < 0.3
 
 
 def test_help_says_what_there_is():
@@ -60,7 +56,7 @@ def commands(of: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("names", [*commands(cli.command)], ids=" ".join)
-def test_every_help_has_an_example(names: tuple[str, ...]):
+def test_every_help_has_an_example(names):
     result = invoke(*names, "--help")
     assert result.exit_code == 0
     assert f"Usage: speedrun {' '.join(names)} " in result.output
@@ -92,7 +88,7 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         ("plan --network 200", "--network is the rate between machines; add --nodes N,N or leave it out"),
     ],
 )
-def test_a_wrong_word_ends_with_what_to_type(words: str, suggestion: str):
+def test_a_wrong_word_ends_with_what_to_type(words, suggestion):
     assert suggestion in invoke(*words.split()).stderr
     machine = invoke(*words.split(), "--json")
     report = json.loads(machine.stdout)
@@ -135,14 +131,14 @@ def test_a_wrong_word_ends_with_what_to_type(words: str, suggestion: str):
         *("sweep --runs 2", "sweep --runs 2 --set a=1", "sweep --runs 2 --set a=1..2"),
     ],
 )
-def test_wrong_usage_is_one_line_and_ends_with_2(words: str):
+def test_wrong_usage_is_one_line_and_ends_with_2(words):
     result = invoke(*words.split())
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
     assert result.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize("names", [(), ("data",), ("bench",)], ids=" ".join)
-def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ...]):
+def test_a_command_of_commands_alone_is_a_question_for_help(names):
     result = invoke(*names)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Usage: {' '.join(['speedrun', *names])} ")
@@ -176,7 +172,7 @@ def test_bench_step_times_a_recipe():
         ),
     ],
 )
-def test_bench_times_what_runs_and_says_why_the_rest_does_not(words: str, names: list[str]):
+def test_bench_times_what_runs_and_says_why_the_rest_does_not(words, names):
     result = json.loads(invoke("bench", *words.split(), "--json").stdout)
     timings = result if isinstance(result, list) else result["timings"]
     assert [one["name"] for one in timings] == names
@@ -190,7 +186,7 @@ def test_bench_times_what_runs_and_says_why_the_rest_does_not(words: str, names:
 
 
 @pytest.mark.parametrize("option", [p for p in train.run.params if p.expose_value], ids=lambda p: p.name)
-def test_an_option_reaches_the_processes_that_share_the_run(option: click.Parameter):
+def test_an_option_reaches_the_processes_that_share_the_run(option):
     """What a child parses is what its parent parsed."""
     special = {"deadlines": "step=60", "recipe": "smoke", "local_processes": "2"}
     value = "7" if isinstance(option.type, click.IntRange) else special.get(option.name or "", "-a 'b' =c")
@@ -206,7 +202,7 @@ def test_an_option_reaches_the_processes_that_share_the_run(option: click.Parame
 
 
 @pytest.fixture
-def raiser(monkeypatch: pytest.MonkeyPatch):
+def raiser(monkeypatch):
     """Makes `speedrun run` raise what the test wants."""
 
     def install(error: BaseException) -> None:
@@ -233,7 +229,7 @@ SAID = "got; need; do"
         (Terminated("stopped"), 75, "stopped"),
     ],
 )
-def test_an_expected_error_is_one_line(raiser, error: BaseException, exit_code: int, said: str):
+def test_an_expected_error_is_one_line(raiser, error, exit_code, said):
     raiser(error)
     plain, machine = invoke("run"), invoke("run", "--json")
     ended = "\n" * isinstance(error, KeyboardInterrupt)  # by click: the line of the ^C
@@ -252,17 +248,14 @@ def test_a_name_that_no_disk_holds_is_told(argv):
     assert told.stderr.startswith("error: ")
 
 
-def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
+def test_a_quoted_file_is_harmless_and_a_bug_keeps_its_traceback(raiser):
     raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
     assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"
-
-
-def test_an_unexpected_error_keeps_its_traceback(raiser):
     raiser(ZeroDivisionError("a bug"))
     assert isinstance(invoke("run").exception, ZeroDivisionError)
 
 
-def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("RECIPE = 1 / 0\n")
     monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
     monkeypatch.setattr(recipes, "names", lambda: ["broken", "smoke"])
@@ -277,7 +270,7 @@ def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch: pytest.Monke
 # --- data -------------------------------------------------------------------------------------------------
 
 
-def test_data_is_made_verified_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_data_is_made_verified_and_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     refused = invoke("data", "verify", "--json")
     assert json.loads(refused.stdout)["exit_code"] == refused.exit_code == DataError.exit_code

@@ -28,7 +28,7 @@ H100 = accelerators.load("h100")
         (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * cost.START_S),
     ],
 )
-def test_a_kernel_takes_the_time_of_its_tightest_bound(work: Work, bound: str, seconds: float):
+def test_a_kernel_takes_the_time_of_its_tightest_bound(work, bound, seconds):
     took_s, why = cost.seconds(work, H100)
     assert why == bound
     assert took_s == pytest.approx(seconds, abs=3e-6)
@@ -73,7 +73,7 @@ def test_devices_without_fp8_multiply_in_16_bits():
 
 
 @pytest.mark.parametrize("window_blocks", [1, 3, 16])
-def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_blocks: int):
+def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_blocks):
     num_tokens, block_tokens = 2048, 128
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_forge import Spec, forge, install_track, write_run
+from record_forge import Spec, forge, write_run
 from small_run import SMALL
+from typed import as_words
 
 from speedrun.base import track
 from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError
@@ -52,11 +53,9 @@ def test_a_folder_that_cannot_be_made_is_a_fault_of_the_disk_or_of_the_user(
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch) -> Path:
+def checkout(forged) -> Path:
     """A record of a batch, its board, and one more run of it that was killed."""
-    install_track(tmp_path)
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    root = tmp_path / "checkout"
+    root = forged / "checkout"
     (root / "records" / "forged").mkdir(parents=True)
     forge(root / "records" / "forged" / "record")
     shutil.copytree(root / "records" / "forged" / "record", root / "batch")
@@ -121,8 +120,7 @@ def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
     shutil.copytree(track.TRACKS_DIR, tmp_path / "tracks")
     (tmp_path / "tracks" / "tiny.toml").write_text(tiny())
     asked = {"tracks": tmp_path / "tracks", "work": tmp_path / "work", "data": tmp_path / "data"}
-    asked |= {"settings": [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]}
-    asked |= {"seed": SOAK_SEED, "seconds": SOAK_S}
+    asked |= {"settings": as_words(SMALL), "seed": SOAK_SEED, "seconds": SOAK_S}
     complaints, blows = answer(failing_disk, asked, tmp_path)
     sys.stderr.write(f"\nseed {SOAK_SEED}: {blows}\n")
     assert not complaints, f"seed {SOAK_SEED}\n" + "\n".join(complaints)

@@ -85,20 +85,16 @@ def test_the_script_hands_on_what_it_is_given(docker, tmp_path, monkeypatch):
     assert not [mount for mount in mounts if ".git/config" in mount]
 
 
-def test_gpus_go_in_where_there_are_some(docker, tmp_path):
-    docker("speedrun:gpu")
+def test_gpus_go_in_if_there_are_some_and_an_image_must_be_there(docker, tmp_path):
+    done = command(str(SCRIPT), "doctor")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "make it: docker build --target cpu --tag speedrun:cpu ." in done.stderr
+    assert [call[0] for call in docker("speedrun:gpu")] == ["image"]
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100\n")
     assert command(str(SCRIPT), "--alone", "doctor").returncode == 0
     call = docker()[-1]
     assert call[call.index("--gpus") + 1] == "all"
     assert call[-2:] == ["speedrun:gpu", "doctor"]
-
-
-def test_an_image_that_is_not_there_is_one_line(docker):
-    done = command(str(SCRIPT), "doctor")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "make it: docker build --target cpu --tag speedrun:cpu ." in done.stderr
-    assert [call[0] for call in docker()] == ["image"]
 
 
 def test_the_script_hands_on_just_what_a_record_holds():

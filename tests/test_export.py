@@ -10,13 +10,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from typed import invoke
 
 from speedrun.base import console, runlog
 from speedrun.base.errors import StorageError, UsageError
 from speedrun.board import exports, foreign_logs
 from speedrun.board.exports import FORMS, curve, export
-from speedrun.cli.publish import export as command
 from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
 
@@ -114,13 +113,7 @@ def test_a_record_with_a_secret_is_not_exported(record, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_without_wandb_it_says_what_to_install(record, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match="pip install wandb"):
-        export(record, "wandb", tmp_path / "out")
-
-
-def test_an_export_changes_no_existing_file(record, tmp_path):
+def test_what_cannot_be_exported_changes_no_file(record, tmp_path, monkeypatch):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
     (tmp_path / "file").touch()
@@ -129,6 +122,13 @@ def test_an_export_changes_no_existing_file(record, tmp_path):
             export(record, "csv", out)
     assert not (record.root / "plots").exists()
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["mine"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match="pip install wandb"):
+        export(record, "wandb", tmp_path / "out")
+    (record.root / "runs" / "tiny-1-00a1" / "metrics.jsonl").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read whole"):
+        export(load(record.root), "csv", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(record, tmp_path, monkeypatch):
@@ -157,13 +157,9 @@ def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(record, tmp_path
     assert moment > 3 * len(whole) + 2
 
 
-def test_a_record_that_cannot_be_read_is_refused(record, tmp_path):
-    (record.root / "runs" / "tiny-1-00a1" / "metrics.jsonl").write_text("{")
-    with pytest.raises(UsageError, match="cannot be read whole"):
-        export(load(record.root), "csv", tmp_path / "out")
-
-
 def test_the_folder_is_named_after_the_record(record, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(command, ["record", "--to", "csv"], catch_exceptions=False)
-    assert result.stdout.split() == ["record-csv/validations.csv", "record-csv/train_losses.csv"]
+    assert invoke("export", "record", "--to", "csv").stdout.split() == [
+        "record-csv/validations.csv",
+        "record-csv/train_losses.csv",
+    ]

@@ -23,17 +23,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from small_run import SMALL, events, log_of, runs_of
-from test_checkpoint import steps
-from typed import as_words
+from test_checkpoint import kept, steps
+from typed import as_words, invoke
 
 from speedrun import recipes
 from speedrun.base import faults, provenance, runlog
 from speedrun.base.clock import now
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.board import leaks
-from speedrun.cli import command
 from speedrun.data import shards
 from speedrun.record.about import assemble, summarize
 from speedrun.record.logged_run import Run
@@ -120,10 +118,6 @@ def chain_of(path: Path) -> list[Any]:
     lines = [runlog.decode(one) for one in raw]
     assert [line.prev for line in lines] == [runlog.GENESIS, *map(runlog.digest, raw[:-1])]
     return lines
-
-
-def kept(out: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
 
 
 def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
@@ -403,8 +397,8 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
 
 @pytest.mark.compile
 def test_a_diverged_run_reaches_nothing_and_says_so(smoke_data, tmp_path):
-    words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(command, [*words, *as_words(SMALL | {"optimizer.muon_lr": "50"})])
+    settings = as_words(SMALL | {"optimizer.muon_lr": "50"})
+    result = invoke("run", "--data", str(smoke_data), "--out", str(tmp_path / "out"), *settings)
     assert result.exit_code in (1, 5)
     assert not summarize(load(tmp_path / "out")).target_reached
 

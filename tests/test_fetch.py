@@ -18,12 +18,11 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hub_server import COMMIT, FakeHub, serve
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session, httpx
+from typed import invoke
 
-from speedrun import cli
 from speedrun.base import track
 from speedrun.base.errors import DataError
 from speedrun.data import fetch, hub, shards
@@ -40,7 +39,7 @@ SOURCE = track.Hub(repo=REPO, revision="main", train_shards=2)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def files(tmp_path_factory) -> dict[str, bytes]:
     """Four shards of 200 kB with seven documents each."""
     folder, made = tmp_path_factory.mktemp("hub"), {}
     for i, name in enumerate(NAMES):
@@ -58,7 +57,7 @@ def join_transfers(before: list[threading.Thread]) -> None:
 
 
 @pytest.fixture
-def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def server(files: dict[str, bytes], monkeypatch) -> Iterator[FakeHub]:
     """A hub that this process uses, with small pieces and short pauses."""
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda s: pause(min(s, 0.01)))
@@ -101,7 +100,7 @@ def assert_whole_in_order(folder: Path, files: dict[str, bytes]):
     assert all((folder / name).read_bytes() == files[name] for name in here)
 
 
-def test_each_shard_is_downloaded_once(tmp_path: Path, server: FakeHub):
+def test_each_shard_is_downloaded_once(tmp_path, server):
     progress = get(tmp_path / "new")
     assert_sound(tmp_path / "new", server.files)
     assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3])
@@ -120,7 +119,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_temporary_faults(tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch):
+def test_temporary_faults(tmp_path, server, faults, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults = {name: list(faults) for name in NAMES[:3]}
     get(tmp_path)
@@ -140,7 +139,7 @@ def test_temporary_faults(tmp_path: Path, server: FakeHub, faults: list[str], mo
         ("ignore range and cut", "a broken transfer cannot be resumed", {4 * 2 - 1, 4 * 2}),
     ],
 )
-def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: set[int]):
+def test_permanent_faults(tmp_path, server, fault, cause, gets):
     bad = NAMES[1]
     server.always = {bad: fault}
     torn = tmp_path / fetch.STAGING / "x.incomplete"
@@ -161,7 +160,7 @@ def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: st
     assert_sound(tmp_path, server.files)
 
 
-def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_a_listing_that_fails(tmp_path, server, monkeypatch):
     for faults, timeout_s in (["500"] * 3, 600), (["stall"], 0.1):
         monkeypatch.setattr(hub, "_TIMEOUT_S", timeout_s)
         server.faults = {"the listing": list(faults)}
@@ -171,17 +170,14 @@ def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         with pytest.raises(DataError, match=r"the hub answers 500|no connection"):
             get(tmp_path)
         server.always = {}
-
-
-@pytest.mark.parametrize("page", ["<html>Log in</html>", "[]"])
-def test_the_page_of_a_network_that_wants_a_login_is_one_line(tmp_path: Path, server: FakeHub, page: str):
-    server.always = {"the listing": page}
-    with pytest.raises(DataError, match="the answer is not that of a hub"):
-        get(tmp_path)
+    for page in ("<html>Log in</html>", "[]"):  # of a network that wants a login
+        server.always = {"the listing": page}
+        with pytest.raises(DataError, match="the answer is not that of a hub"):
+            get(tmp_path)
 
 
 @pytest.mark.parametrize("left", ["a closed session", "no session"])
-def test_a_session_that_another_transfer_closes(tmp_path: Path, server: FakeHub, monkeypatch, left: str):
+def test_a_session_that_another_transfer_closes(tmp_path, server, monkeypatch, left):
     """The client closes it whenever one of its threads cannot connect."""
     honest, closed = httpx.Client.request, threading.Event()
 
@@ -199,7 +195,7 @@ def test_a_session_that_another_transfer_closes(tmp_path: Path, server: FakeHub,
     assert_sound(tmp_path, server.files)
 
 
-def test_the_hub_lacks_shards_or_the_repository(tmp_path: Path, server: FakeHub):
+def test_the_hub_lacks_shards_or_the_repository(tmp_path, server):
     with pytest.raises(DataError, match=f"at {COMMIT} it has 3 and 1; need 4 and 1"):
         get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=4))
     with pytest.raises(DataError, match="the hub answers 404"):
@@ -207,7 +203,7 @@ def test_the_hub_lacks_shards_or_the_repository(tmp_path: Path, server: FakeHub)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_later_downloads_use_the_first_commit(tmp_path: Path, server: FakeHub):
+def test_later_downloads_use_the_first_commit(tmp_path, server):
     get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
     one_more = msgspec.structs.replace(SOURCE, train_shards=2)
     pinned = msgspec.structs.replace(one_more, revision="f" * 40)
@@ -222,7 +218,7 @@ def test_later_downloads_use_the_first_commit(tmp_path: Path, server: FakeHub):
         get(tmp_path, msgspec.structs.replace(SOURCE, repo="a/b"))
 
 
-def test_a_lost_shard_must_be_the_same_again(tmp_path: Path, server: FakeHub):
+def test_a_lost_shard_must_be_the_same_again(tmp_path, server):
     get(tmp_path)
     (tmp_path / NAMES[1]).unlink()
     sound = server.files[NAMES[1]]
@@ -235,7 +231,7 @@ def test_a_lost_shard_must_be_the_same_again(tmp_path: Path, server: FakeHub):
     assert_sound(tmp_path, server.files)
 
 
-def test_digests_of_the_track_and_ids_are_checked(tmp_path: Path, server: FakeHub):
+def test_digests_of_the_track_and_ids_are_checked(tmp_path, server):
     data = msgspec.structs.replace(DATA, sha256={VAL: "0" * 64})
     with pytest.raises(DataError, match=f"the track says {'0' * 64}"):
         get(tmp_path, data=data)
@@ -244,7 +240,7 @@ def test_digests_of_the_track_and_ids_are_checked(tmp_path: Path, server: FakeHu
         get(tmp_path)
 
 
-def test_existing_shards_are_kept_if_the_digest_is_the_hubs(tmp_path: Path, server: FakeHub):
+def test_existing_shards_are_kept_if_the_digest_is_the_hubs(tmp_path, server):
     for name in (NAMES[1], NAMES[3]):  # copied there by the user
         (tmp_path / name).write_bytes(server.files[name])
     get(tmp_path)
@@ -258,7 +254,7 @@ def test_existing_shards_are_kept_if_the_digest_is_the_hubs(tmp_path: Path, serv
     assert (tmp_path / NAMES[2]).exists(), "only the user may delete it"
 
 
-def test_shards_that_the_user_adds_later(tmp_path: Path, server: FakeHub):
+def test_shards_that_the_user_adds_later(tmp_path, server):
     get(tmp_path)
     (tmp_path / NAMES[3]).write_bytes(server.files[NAMES[3]])
     with pytest.raises(DataError, match=f"{MANIFEST} says nothing: {DATA.get}"):
@@ -274,7 +270,7 @@ def test_shards_that_the_user_adds_later(tmp_path: Path, server: FakeHub):
         get(tmp_path)
 
 
-def test_disk_space_is_checked_first(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_disk_space_is_checked_first(tmp_path, server, monkeypatch):
     need = 3 * len(server.files[VAL])
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need - 1))
@@ -285,7 +281,7 @@ def test_disk_space_is_checked_first(tmp_path: Path, server: FakeHub, monkeypatc
     get(tmp_path)
 
 
-def test_two_downloads_into_one_folder_take_turns(tmp_path: Path, server: FakeHub):
+def test_two_downloads_into_one_folder_take_turns(tmp_path, server):
     server.faults = {VAL: ["hold"]}
     lines, waits = list[str](), threading.Event()
     with ThreadPoolExecutor(2) as threads:
@@ -308,19 +304,13 @@ ARGS = ("data", "get", "--track", "webmini", "--repo", REPO, "--shards", "2")
 
 
 @pytest.fixture
-def big(server: FakeHub, tmp_path: Path) -> FakeHub:
+def big(server, tmp_path) -> FakeHub:
     """A hub with shards long enough for a track's validation."""
-    ids = np.random.default_rng(9).integers(0, 50256, 140_000)
-    ids[0] = 50256
-    for name in NAMES:
+    for i, name in enumerate(NAMES):
+        ids = np.random.default_rng(9 + i).integers(0, 50256, 140_000)
+        ids[0] = 50256
         server.files[name] = write_shard(tmp_path / "x.bin", ids).path.read_bytes()
-        ids += 1 - (ids == 50256) - 50257 * (ids == 50255)
-        ids %= 50257
     return server
-
-
-def invoke(out: Path, *more: str) -> Result:
-    return CliRunner().invoke(cli.command, [*ARGS, "--out", str(out), *more], prog_name="speedrun")
 
 
 @contextmanager
@@ -339,9 +329,9 @@ def stalling(out: Path, big: FakeHub, name: str) -> Iterator[subprocess.Popen[st
         yield process
 
 
-def test_the_command(tmp_path: Path, big: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_the_command(tmp_path, big, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-    done = invoke(tmp_path / "d", "--json")
+    done = invoke(*ARGS, "--out", str(tmp_path / "d"), "--json")
     assert done.exit_code == 0, done.output
     result = msgspec.json.decode(done.stdout)
     assert result["track"] == "webmini@1"
@@ -352,7 +342,7 @@ def test_the_command(tmp_path: Path, big: FakeHub, monkeypatch: pytest.MonkeyPat
     assert "hf_secret" not in done.output
 
 
-def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
+def test_killed_and_started_again(tmp_path, big):
     folder = tmp_path / "d"
     with stalling(folder, big, NAMES[2]) as process:
         process.kill()
@@ -360,7 +350,7 @@ def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
     assert_whole_in_order(folder, big.files)
     assert list(folder.rglob("*.incomplete"))
     big.always, big.gets[:] = {}, []
-    again = invoke(folder)
+    again = invoke(*ARGS, "--out", str(folder))
     assert again.exit_code == 0, again.output
     assert big.gets == [(NAMES[2], 0)], "finished shards are not downloaded again"
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *NAMES[:3]])
@@ -368,7 +358,7 @@ def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals):
+def test_stopped(tmp_path, big, number):
     """It waits for no thread: the transfer stalls until the end of the test."""
     with stalling(tmp_path, big, NAMES[1]) as process:
         process.send_signal(number)
@@ -380,10 +370,10 @@ def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals):
 
 
 @pytest.mark.parametrize(("is_offline", "why"), [(True, "HF_HUB_OFFLINE is set"), (False, "no connection (")])
-def test_without_a_network(tmp_path: Path, is_offline: bool, why: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_network(tmp_path, is_offline, why, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    done = invoke(tmp_path)
+    done = invoke(*ARGS, "--out", str(tmp_path))
     assert done.exit_code == 3
     assert done.stderr.count("\n") == 1
     assert why in done.stderr
@@ -391,7 +381,7 @@ def test_without_a_network(tmp_path: Path, is_offline: bool, why: str, monkeypat
 
 
 @pytest.mark.parametrize("name", [n for n in track.names() if track.load(n).data.hub])
-def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
+def test_the_default_is_enough_for_the_recipe(tmp_path, name):
     rules = track.load(name)
     assert rules.data.hub is not None
     full = write_shard(tmp_path / "x.bin", np.zeros(1, int))

@@ -31,13 +31,13 @@ pictures = script("pictures")
 CONTEXT = read_context(ROOT / "records")
 
 
-def test_pages_and_pictures_are_those_of_the_file() -> None:
+def test_pages_and_pictures_are_those_of_the_file():
     """The board itself is compared by `leaderboard check` (tests/test_records.py)."""
     stale = [path.name for path, content in pictures.outputs().items() if path.read_bytes() != content]
     assert not stale, "python scripts/pictures.py"
 
 
-def test_a_wrong_mark_is_refused() -> None:
+def test_a_wrong_mark_is_refused():
     with pytest.raises(UsageError, match="unknown figure 'b'"):
         pictures.filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
@@ -59,17 +59,14 @@ def test_a_wrong_mark_is_refused() -> None:
         "[[published",
     ],
 )
-def test_a_malformed_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_malformed_file_is_refused_and_none_states_nothing(tmp_path, text):
+    assert read_context(tmp_path) == Context()
     (tmp_path / "context.toml").write_text(text)
     with pytest.raises(UsageError, match="correct it"):
         read_context(tmp_path)
 
 
-def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
-    assert read_context(tmp_path) == Context()
-
-
-def test_the_error_of_a_plan_is_the_farthest_rung() -> None:
+def test_the_error_of_a_plan_is_the_farthest_rung():
     """Of the published minutes from the predicted ones, rounded up to 5 %."""
     farthest = max(abs(published / predicted - 1) for _, published, predicted in pictures.rungs(CONTEXT))
     assert planning.ERROR - 0.05 < farthest <= planning.ERROR
@@ -79,7 +76,7 @@ def test_the_error_of_a_plan_is_the_farthest_rung() -> None:
 @pytest.mark.parametrize(
     "row", CONTEXT.predicted, ids=lambda row: f"{row.recipe}-{row.num_devices}x{row.kind}"
 )
-def test_a_prediction_is_what_plan_says_of_the_compiled_program(row: Any) -> None:
+def test_a_prediction_is_what_plan_says_of_the_compiled_program(row):
     recipe = recipes.load(row.recipe)
     found = planning.plan(recipe, row.kind, row.num_devices, 8, "compiled program")
     total_s, mfu = found.total_s, found.stages[0].mfu

@@ -11,7 +11,6 @@ from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import make_mesh
-from speedrun.science.recipe import Recipe
 from speedrun.train import footprint
 from speedrun.train import program as programs
 from speedrun.train.preflight import prepare
@@ -20,7 +19,7 @@ from speedrun.train.request import RunConfig
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_state_bytes_are_those_of_the_state(tiny: Recipe, num_devices: int):
+def test_state_bytes_are_those_of_the_state(tiny, num_devices):
     program = Program(tiny, make_mesh(num_devices))
     state = program.init(jax.random.key(0))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
@@ -48,7 +47,7 @@ def test_a_head_of_another_group_needs_as_much():
 
 
 @pytest.fixture
-def a_device_of(monkeypatch: pytest.MonkeyPatch):
+def a_device_of(monkeypatch):
     return lambda num_bytes: monkeypatch.setattr(mesh, "memory_bytes", lambda _: num_bytes)
 
 
@@ -78,16 +77,11 @@ def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
     assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (memory == "scarce")
 
 
-def test_what_nothing_helps_is_said(a_device_of):
-    a_device_of(1000)
-    program = Program(recipes.load("smoke"), make_mesh(8))
-    with pytest.raises(UsageError, match="try more devices"):
-        footprint.require(program, footprint.most_bytes(program))
-
-
-def test_simulated_devices_share_the_memory_of_the_machine():
-    one, eight = mesh.memory_bytes(make_mesh(1)), mesh.memory_bytes(make_mesh(8))
-    assert one // 8 == eight
-    program = Program(recipes.load("smoke"), make_mesh(8))
+def test_simulated_devices_share_the_memory_of_the_machine(a_device_of):
+    program, eight = Program(recipes.load("smoke"), make_mesh(8)), mesh.memory_bytes(make_mesh(8))
+    assert mesh.memory_bytes(make_mesh(1)) // 8 == eight
     with pytest.raises(UsageError, match="this cpu gives"):
         footprint.require(program, eight + 1)
+    a_device_of(1000)
+    with pytest.raises(UsageError, match="try more devices"):
+        footprint.require(program, footprint.most_bytes(program))

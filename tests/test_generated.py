@@ -77,34 +77,27 @@ def test_the_smoke_track_has_an_entropy_rate_of_three_nats():
 
 
 @pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
-def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source: Source):
+def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source):
     tokens = synthetic.generate(source, 7, 400_000)
     cost = code_length_nats(source, tokens)
     # With six million tokens of independent lines, the sample mean is accurate to a few thousandths.
     assert cost == pytest.approx(entropy_rate_nats(source), abs=0.006)
 
 
-def test_written_shards_are_those_of_the_track(tmp_path):
+def test_correct_shards_are_not_written_again(tmp_path):
+    """They are those of the track, and another program may be reading them."""
     manifest = synthetic.write(SMOKE, tmp_path)
     assert {name: entry.sha256 for name, entry in manifest.shards.items()} == SMOKE.data.sha256
     assert len(verify(tmp_path, SMOKE.data, full=True)) == 1 + SOURCE.num_shards
-
-
-def test_other_bytes_than_the_tracks_are_refused(tmp_path):
-    data = msgspec.structs.replace(SMOKE.data, sha256=dict.fromkeys(SMOKE.data.sha256, "0" * 64))
-    with pytest.raises(DataError, match="makes other bytes"):
-        synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
-
-
-def test_correct_shards_are_not_written_again(tmp_path):
-    """Another program may be reading them. A wrong one is written again."""
-    synthetic.write(SMOKE, tmp_path)
     before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     wrong = min(tmp_path.glob("*.bin"))
     wrong.write_bytes(wrong.read_bytes()[:-2] + b"\0\0")
     synthetic.write(SMOKE, tmp_path)
     after = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     assert [name for name in before if before[name] != after[name]] == [wrong.name]
+    data = msgspec.structs.replace(SMOKE.data, sha256=dict.fromkeys(SMOKE.data.sha256, "0" * 64))
+    with pytest.raises(DataError, match="makes other bytes"):
+        synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
 
 
 # --- Python's documentation -------------------------------------------------------------------------------
@@ -129,7 +122,7 @@ async def last():
 
 
 @pytest.fixture
-def roots(tmp_path: Path) -> dict[str, Path]:
+def roots(tmp_path) -> dict[str, Path]:
     files = {
         "lib/module.py": MODULE,
         "lib/again.py": f'"""{LONG} It opens the module."""\ndef f():\n    """{LONG} It is new."""\n',
@@ -146,8 +139,10 @@ def roots(tmp_path: Path) -> dict[str, Path]:
     return {"lib": tmp_path / "lib", "python": tmp_path / "python"}
 
 
-def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
-    documents = collect(roots)
+def test_docstrings_keep_their_order_and_no_code_runs(roots):
+    """The order of documents is deterministic, and mixes folders."""
+    documents, again = collect(roots), collect(dict(reversed(roots.items())))
+    assert list(documents.items()) == list(again.items()) != sorted(documents.items())
     topics = {f"python/pydoc_data/topics.py:{topic}" for topic in "ab"}
     assert set(documents) == {"lib/module.py", "lib/again.py", *topics}
     assert documents["python/pydoc_data/topics.py:b"] == "Text of b."
@@ -161,11 +156,6 @@ def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
     assert len(openings) == 1
 
 
-def test_the_order_is_deterministic_and_mixes_folders(roots: dict[str, Path]):
-    once, again = list(collect(roots).items()), list(collect(dict(reversed(roots.items()))).items())
-    assert once == again != sorted(once)
-
-
 def small() -> track.Track:
     """A track with a vocabulary small enough for a few files."""
     rules = track.load("docs-cpu")
@@ -175,7 +165,7 @@ def small() -> track.Track:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The folder of the small track; its documentation is that of the package `email`."""
     import email
 
@@ -185,7 +175,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "docs"
 
 
-def test_the_shards_verify_under_the_track(folder: Path):
+def test_the_shards_verify_under_the_track(folder):
     rules, said = small(), []
     generated.ensure(rules, None, said.append)
     assert len(verify(folder, rules.data, full=True)) > 3
@@ -207,7 +197,7 @@ def test_the_shards_verify_under_the_track(folder: Path):
         assert made == again
 
 
-def test_other_shards_are_not_replaced(folder: Path):
+def test_other_shards_are_not_replaced(folder):
     rows = folder.with_name("corpus.jsonl")
     rows.write_text('{"text": "abc"}\n' * 9)
     prepare.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prepare.Cut("docs", 10), folder)
@@ -219,7 +209,7 @@ def test_other_shards_are_not_replaced(folder: Path):
         (folder / left).unlink()
 
 
-def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
+def test_too_little_documentation(tmp_path, monkeypatch, roots):
     monkeypatch.setattr(generated, "installed", lambda: roots)
     with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
         generated.make(small(), tmp_path / "out")

@@ -7,7 +7,6 @@ lengths and schedules come from the file.
 import copy
 import dataclasses
 import json
-import os
 import runpy
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import OPTIMISED
+from test_golden import FOLDER, leaves
 
 from speedrun import recipes
 from speedrun.base import mesh
@@ -30,7 +30,6 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.train.program import Program
 
-FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 FILES = sorted(FOLDER.glob("record2026_*.npz"))
 LAYERS = [i for i in range(11) if i != 6]  #: with attention
 VALUES = (1, 2, 8, 9, 10)  #: layers with value embeddings
@@ -125,50 +124,6 @@ def unit_order(head_dim: int) -> np.ndarray:
     return np.concatenate([even, still[:quarter], odd, still[quarter:]])
 
 
-class Names:
-    """Our parameters and those of a file."""
-
-    def __init__(self, config: Arrays) -> None:
-        self.heads, self.width, self.dim = (config[k] for k in ("num_heads", "head_dim", "model_dim"))
-        self.order = unit_order(self.width)
-
-    def ours(self, file: Arrays) -> Params:
-        """Return a file's arrays under our names."""
-        qk = file["qk_bank"].reshape(len(LAYERS), 2, self.heads, self.width, self.dim)[..., self.order, :]
-        named = {f"block.{i}.qk": x for i, x in zip(LAYERS, qk, strict=True)}
-        vo = file["vo_bank"].reshape(len(LAYERS), 2, self.dim, -1)
-        named |= {f"block.{i}.vo": x for i, x in zip(LAYERS, vo, strict=True)}
-        for i, (up, down) in enumerate(file["mlp_bank"]):
-            named |= {f"block.{i}.up": up, f"block.{i}.down": down}
-        tables = file["value_embeds"].reshape(len(VALUES), -1, self.dim)
-        named |= {f"value_embed.{i}": x for i, x in zip(VALUES, tables, strict=True)}
-        for name, x in named.items():
-            if name.endswith(".qk"):
-                named[name] = x.reshape(self.heads, 2 * self.width, self.dim)
-        named |= {"head": file["head"].T, "value_gates": file["ve_gate_bank"]}
-        same = ("embed", "bigram_embed", "smear_gate", "scalars", "resid_lambdas", "post_lambdas")
-        named |= {k: file[k] for k in file if k in same or k.startswith("mudd")}
-        return {k: jnp.asarray(x) for k, x in named.items()}
-
-    def of_file(self, ours: Arrays) -> dict[str, np.ndarray]:
-        """Return our arrays under a file's names."""
-        back = np.argsort(self.order)
-        given = {k: np.asarray(x) for k, x in ours.items()}
-        qk = [given.pop(f"block.{i}.qk") for i in LAYERS]
-        named = {
-            "qk_bank": np.stack([x.reshape(2, self.heads, self.width, -1)[:, :, back] for x in qk]),
-            "vo_bank": np.concatenate([given.pop(f"block.{i}.vo") for i in LAYERS]),
-            "mlp_bank": np.stack(
-                [np.stack([given.pop(f"block.{i}.{n}") for n in ("up", "down")]) for i in range(11)]
-            ),
-            "value_embeds": np.concatenate([given.pop(f"value_embed.{i}") for i in VALUES]),
-            "head": given.pop("head").T,
-            "ve_gate_bank": given.pop("value_gates"),
-        }
-        named["qk_bank"] = named["qk_bank"].reshape(-1, 2 * self.width, self.dim)
-        return named | given
-
-
 class File:
     """A golden file, which counts what is read of it."""
 
@@ -179,11 +134,26 @@ class File:
         self.schedule = json.loads(str(self.arrays["schedule"]))
         self.starts = script()["initial_parameters"](self.config)
         self.probe = script()["probe"]
-        self.names = Names(self.config)
         self.is_chaotic = self.config["adam_eps"] < 1e-6  # recipe learning rates
 
     def below(self, prefix: str) -> dict[str, np.ndarray]:
         return {key.removeprefix(prefix): x for key, x in self.arrays.items() if key.startswith(prefix)}
+
+    def named(self, ours: Arrays) -> dict[str, jax.Array]:
+        """Return our parameters under the names and in the order of the file."""
+        heads, width = self.config["num_heads"], self.config["head_dim"]
+        given, back = {k: jnp.asarray(x) for k, x in ours.items()}, np.argsort(unit_order(width))
+        qk = [given.pop(f"block.{i}.qk").reshape(2, heads, width, -1)[:, :, back] for i in LAYERS]
+        mlp = [[given.pop(f"block.{i}.{name}") for name in ("up", "down")] for i in range(11)]
+        banks = {
+            "qk_bank": jnp.stack(qk).reshape(-1, 2 * width, self.config["model_dim"]),
+            "vo_bank": jnp.concatenate([given.pop(f"block.{i}.vo") for i in LAYERS]),
+            "mlp_bank": jnp.stack([jnp.stack(pair) for pair in mlp]),
+            "value_embeds": jnp.concatenate([given.pop(f"value_embed.{i}") for i in VALUES]),
+            "head": given.pop("head").T,
+            "ve_gate_bank": given.pop("value_gates"),
+        }
+        return banks | given
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         batch = self.below(f"batch/{step}/")
@@ -278,11 +248,18 @@ class Run:
 
     def start(self) -> Any:
         state, program = self.program.init(jax.random.key(0)), self.program
-        packed = program.layout.pack(self.golden.names.ours(self.golden.starts))
+        table = program.layout.table.items()
+        ours = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in table}
+        theirs = {
+            k: jnp.asarray(self.golden.starts[k], jnp.float32) for k in self.golden.below("trace_norm/")
+        }
+        # `named` only moves numbers, so its transpose moves them back.
+        (values,) = jax.linear_transpose(self.golden.named, ours)(theirs)
+        packed = program.layout.pack(values)
         return state._replace(params=jax.device_put(packed, program.shardings(program.specs).params))
 
     def named(self, packed: Params) -> dict[str, np.ndarray]:
-        return self.golden.names.of_file(self.program.layout.unpack(jax.device_get(packed)))
+        return jax.device_get(self.golden.named(self.program.layout.unpack(jax.device_get(packed))))
 
     def step(self, state: Any, step: int) -> tuple[Any, float, float]:
         """Return the next state, the objective of each token, and the plain loss."""
@@ -370,13 +347,6 @@ def assert_state_agrees(run: Run, state: Any) -> None:
     found |= {f"{name}/second": x for name, x in seconds(run, leaves(state.opt_state, "second")).items()}
     # In a chaotic run single moments at the end are noise: our own on 1 and on 8 devices differ by 0.01.
     golden.assert_agrees(found, "state", norm, 0.1 if golden.is_chaotic else norm, norm)
-
-
-def leaves(opt_state: Any, field: str) -> dict[str, Any]:
-    """The arrays of a field of an optimiser's state, by packed name."""
-    paths = jax.tree_util.tree_leaves_with_path(opt_state)
-    is_in = lambda path: field in {getattr(key, "name", "") for key in path}  # noqa: E731
-    return {path[-1].key: leaf for path, leaf in paths if is_in(path)}
 
 
 def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:

@@ -26,7 +26,9 @@ from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
 from speedrun.science.models import record89_model as record89
 
-ON_GPU = jax.default_backend() == "gpu"
+PLATFORM, CAPABILITY = meshes.accelerator(meshes.make_mesh(1))
+ON_GPU = PLATFORM == "gpu"
+DTYPE = jnp.dtype(jnp.float32 if PLATFORM == "cpu" else jnp.bfloat16)  #: of attention and its norms
 _LOSS = 2e-3  #: allowed error of a sum over tokens, whose roundings cancel
 Results = dict[str, jax.Array]
 
@@ -51,9 +53,7 @@ _Case = tuple[str, Callable[..., Results], Callable[..., Results], tuple[Any, ..
 
 
 def _attention(name: str, size: Size) -> Iterator[_Case]:
-    platform, capability = meshes.accelerator(meshes.make_mesh(1))
-    interpreted = name == "triton" and platform == "cpu"
-    dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    interpreted = name == "triton" and PLATFORM == "cpu"
     shape_BTHK = (1, size.tokens, size.heads, size.head_dim)
     ids = synthetic.imitated(size.tokens, vocab_size=2, document_token=1, seed=0)
     short_T = np.random.default_rng(0).random(size.tokens) < 0.02  # and one-token documents
@@ -61,11 +61,11 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
         call = choose.AttentionCall(
-            shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks, window_blocks, 256
+            shape_BTHK, DTYPE, PLATFORM, CAPABILITY, size.block_tokens, window_blocks, window_blocks, 256
         )
         form = _interpreted if interpreted else choose.choose_attention(name, call).function
         seen = sight(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
-        *qkv, do = jax.random.normal(jax.random.key(0), (4, *shape_BTHK), dtype)
+        *qkv, do = jax.random.normal(jax.random.key(0), (4, *shape_BTHK), DTYPE)
 
         def results(form: Callable[..., Any], do: jax.Array, seen: Any, *qkv: jax.Array) -> Results:
             o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.12), *qkv)
@@ -80,13 +80,11 @@ _interpreted = partial(attention_triton.attention, forward=_TILES, backward=_TIL
 
 
 def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
-    platform, capability = meshes.accelerator(meshes.make_mesh(1))
-    dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
-        call = choose.QkNormCall(size.head_dim, dtype, platform, capability)
+        call = choose.QkNormCall(size.head_dim, DTYPE, PLATFORM, CAPABILITY)
         fast = partial(qk_norm_triton.qk_norm, interpret=True)
-        fast = fast if platform == "cpu" else choose.choose_qk_norm("triton", call).function
-        qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), dtype)
+        fast = fast if PLATFORM == "cpu" else choose.choose_qk_norm("triton", call).function
+        qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), DTYPE)
         angles = tuple(0.36 * a for a in nn.rotary_angles(tokens, size.head_dim))  # with record 89's length
 
         def results(form: Callable[..., Any], angles: Any, dy: jax.Array, *qk: jax.Array) -> Results:
@@ -107,8 +105,7 @@ def _mlp(name: str, size: Size) -> Iterator[_Case]:
         return dict(zip(("y", "dx", "dup", "ddown"), (y, *pull(dy)), strict=True))
 
     for tokens in (size.tokens, 8 * size.tokens):
-        here = jnp.dtype(jnp.bfloat16), *meshes.accelerator(meshes.make_mesh(1))
-        call = choose.MlpCall(tokens, dim, wide, *here)
+        call = choose.MlpCall(tokens, dim, wide, jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY)
         if (choice := choose.mlp_form(call)).name != "mosaic":
             raise UsageError(f"no kernel of the MLP can run: {choice.reason}")
         shapes = (tokens, dim), (tokens, dim), (wide, dim), (dim, wide)
@@ -132,7 +129,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
     four = Targets(ids_N4, weights_N4, jnp.full(len(x_ND), 2.0))
     kinds = zip((as_cap(15.0), record89.CAP), scales, (single_targets(ids_N4[:, 0]), four), strict=True)
     passes = {"XLA's passes": cross_entropy_gpu.PASSES}
-    if meshes.accelerator(meshes.make_mesh(1)) == ("gpu", "9.0"):
+    if (PLATFORM, CAPABILITY) == ("gpu", "9.0"):
         passes["mosaic's passes"] = mosaic.PASSES
 
     def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:

@@ -112,29 +112,35 @@ def check_memory(found: Anatomy, program: Program, peak_bytes: float) -> None:
     assert estimated == pytest.approx(found.memory.peak_memory_in_bytes, rel=0.1)
 
 
-def test_a_step_gathers_and_scatters_every_parameter_once_and_its_state_is_donated(step, program):
+def test_a_step_moves_every_parameter_once_and_waits_only_at_the_start(step, program):
+    """And its state is donated."""
     assert check_traffic(step, program, LEAST_BYTES, 1024)["all-reduce"] == 1, names(step)
-
-
-def test_nothing_waits_for_a_collective_but_at_the_start(step):
     waiting = [one for one in step.collectives if one.is_synchronous]
     assert {one.kind for one in waiting} <= {"all-gather"}, waiting
     assert [one.num_bytes for one in waiting] in WAITS_FOR, waiting
 
 
 def test_a_step_fits_as_arithmetic_knew_and_moves_no_more_than_it_did(step, evaluation, program):
+    """Evaluation fits beside the state: 262,144 tokens a device, whose logits exist a chunk at a time, in 16 bits."""
     check_memory(step, program, 22.9e9)
     assert 1 < footprint.validation_bytes(program) / evaluation.memory.peak_memory_in_bytes < 1.25
     assert step.traffic_bytes == pytest.approx(130.8e9, rel=0.01)
     assert step.unknown_loops == 0
+    assert evaluation.memory.peak_memory_in_bytes < 40e9
+    assert {one.kind for one in evaluation.collectives} == {"all-gather"}, names(evaluation)
+    assert evaluation.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(evaluation)
+    assert "__cublas$lt$matmul$f8" not in evaluation.custom_calls
 
 
-def test_norms_and_their_gradients_are_single_kernels_and_the_stream_is_not_copied(compiled):
+def test_norms_are_single_kernels_and_tables_are_summed_in_float32(compiled):
     """Norms before attention and MLPs, of the embedding and of the last state: all of XLA's Triton fusions."""
     text = compiled.as_text()
     num_norms = LAYERS_WITH_ATTENTION + RECORD.config.num_layers + 2
-    assert text.count('"kind":"__triton"') == 2 * num_norms
+    assert text.count('"kind":"__triton"') == 2 * num_norms, "with their gradients"
     assert not re.findall(rf"= bf16\[[^ ]*{TOKENS},{RECORD.config.model_dim}\]\S* copy\(", text)
+    scatters = re.findall(r"= (\w+)\[[^ ]* scatter\((.*)", text)
+    # The head's are written, not added.
+    assert {dtype for dtype, rest in scatters if "loss_head" not in rest} == {"f32"}
 
 
 def test_it_compiles_while_one_waits(timed):
@@ -216,32 +222,13 @@ def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, compiled, pr
     assert step.custom_calls["__cublas$lt$matmul$f8"] == 3
     assert step.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
     assert {one.name for one in program.kernels.choices.values()} >= {"triton", "fp8", "mosaic"}
-
-
-def test_no_scores_and_no_float32_logits_lie_in_memory(step):
-    """No [T, T] of any type, and nothing in float32 as large as the logits."""
     arrays = [parsed(name) for name in step.arrays]
-    assert not [sizes for _, sizes in arrays if sizes.count(TOKENS) > 1]
-    assert not [sizes for kind, sizes in arrays if kind == "f32" and math.prod(sizes) >= LOGITS]
+    assert not [sizes for _, sizes in arrays if sizes.count(TOKENS) > 1], "scores, of any type"
+    wide = [sizes for kind, sizes in arrays if kind == "f32" and math.prod(sizes) >= LOGITS]
+    assert not wide, "in float32, as large as the logits"
 
 
 def parsed(array: str) -> tuple[str, list[int]]:
     """Of a type as XLA writes it, "bf16[49152,768]": that of the elements, and its size."""
     kind, _, sizes = array.rstrip("]").partition("[")
     return kind, [int(size) for size in sizes.split(",") if size]
-
-
-def test_gradients_of_tables_are_summed_in_float32(compiled):
-    scatters = re.findall(r"= (\w+)\[[^ ]* scatter\((.*)", compiled.as_text())
-    # The head's are written, not added.
-    sums = [dtype for dtype, rest in scatters if "loss_head" not in rest]
-    assert sums
-    assert set(sums) == {"f32"}
-
-
-def test_evaluation_fits_beside_the_state(evaluation):
-    """262,144 tokens a device: their logits exist a chunk at a time, and in 16 bits."""
-    assert evaluation.memory.peak_memory_in_bytes < 40e9
-    assert not [one for one in evaluation.collectives if one.kind != "all-gather"], names(evaluation)
-    assert evaluation.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(evaluation)
-    assert "__cublas$lt$matmul$f8" not in evaluation.custom_calls

@@ -227,28 +227,27 @@ public = pytest.mark.skipif(not PUBLIC.exists(), reason="needs ../shared/upstrea
 
 
 @pytest.fixture(scope="module")
-def public_runs():
-    return foreign_logs.import_file(PUBLIC, "").runs
+def public_log():
+    return foreign_logs.import_file(PUBLIC, "")
 
 
 @public
-def test_every_public_line_is_read_or_reported(public_runs):
+def test_every_public_line_is_read_or_reported(public_log):
     with gzip.open(PUBLIC, "rt", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = foreign_logs.import_file(PUBLIC, "")
-    taken = sum(len(run.validations) for run in found.runs)
-    assert (len(rows), taken, found.num_problems) == (33_982, 33_961, 21)
-    names = {run.name.partition("#")[0] for run in found.runs}
+    taken = sum(len(run.validations) for run in public_log.runs)
+    assert (len(rows), taken, public_log.num_problems) == (33_982, 33_961, 21)
+    names = {run.name.partition("#")[0] for run in public_log.runs}
     assert len({row["log"] for row in rows}) == len(names) == 1504
-    assert len(found.runs) == 1689, "some logs hold several runs"
+    assert len(public_log.runs) == 1689, "some logs hold several runs"
 
 
 @public
-def test_the_public_noise(public_runs):
+def test_the_public_noise(public_log):
     """Groups near the target: 0.0013 is the noise of 2026's recipes; before that it was larger."""
     sd = {}
     for year in ("2024", "2025", "2026"):
-        runs = proof.distinct(run for run in public_runs if f"track_1_short/{year}" in run.name)
+        runs = proof.distinct(run for run in public_log.runs if f"track_1_short/{year}" in run.name)
         found = proof.noise([group for group in proof.groups(runs) if 3.27 < group.mean < 3.29])
         assert found is not None
         sd[year] = found.pooled_sd

@@ -48,21 +48,16 @@ def job(name: str, num_nodes: int) -> Job:
     if name == "kubernetes.yaml":
         pod = next(yaml.safe_load_all(text))["spec"]["template"]["spec"]
         (container,) = pod["containers"]
-        *bash, script, _ = container["command"]
-        assert bash == ["bash", "-euo", "pipefail", "-c"]
+        script = container["command"][-2]
         assert container["args"] == WORDS[1]
-        (proposed,) = re.findall(r"args to one run, as in\n# \[(.*)\]\.", text)
-        assert proposed.replace('"', "") == ", ".join(WORDS[2])
         env = {one["name"]: one["value"] for one in container["env"]}
         return Job(f"set -euo pipefail\n{script}", words, env | {"NODES": str(num_nodes)})
     if name == "skypilot.yaml":
         task = yaml.safe_load(text)
         assert task["envs"]["WORDS"] == shlex.join(WORDS[1])
-        assert f"\n# {shlex.join(WORDS[2])}.\n" in text
         told = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_TASK_ID": "7"}
         told |= {"SKYPILOT_NUM_NODES": str(num_nodes), "WORDS": shlex.join(words)}
         return Job(task["run"], [], task["envs"] | told)
-    assert f"jobs/{name} {shlex.join(words)}\n" in text
     hosts = "me@one two" if num_nodes > 1 else "me@one"
     told = {"SLURM_JOB_NAME": "speedrun", "SLURM_JOB_ID": "7", "SLURM_NNODES": str(num_nodes)}
     return Job(text.replace("hosts=(me@node1)", f"hosts=({hosts})"), words if num_nodes > 1 else [], told)
@@ -99,19 +94,17 @@ def parsed(call: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shells_find_no_fault_with_it(name: str, tmp_path: Path) -> None:
+def test_shells_find_no_fault_with_it(name, tmp_path):
     script = tmp_path / "script.sh"
     script.write_text("#!/usr/bin/env bash\n" + job(name, 1).script)
-    for argv in (["bash", "-n"], ["shellcheck", "--exclude=SC1128"]):  # 1128: a second line with #!
-        done = subprocess.run([*argv, script], capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    argv = ["shellcheck", "--exclude=SC1128", script]  # 1128: a second line with #!
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(
-    name: str, num_nodes: int, tmp_path: Path
-) -> None:
+def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(name, num_nodes, tmp_path):
     code, calls, kept = run(job(name, num_nodes), tmp_path)
     several_hosts = name == "ssh.sh" and num_nodes > 1  # both are this machine
     assert several_hosts or code == 0
@@ -137,14 +130,14 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name: str, tmp_path: Path) -> None:
+def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name, tmp_path):
     for fails, num_calls, num_kept in (("doctor", 1, 0), ("batch", 3, 2)):
         here = tmp_path / fails
         code, calls, kept = run(job(name, 1), here, fails)
         assert (code, len(calls), len(kept)) == (5, num_calls, num_kept)
 
 
-def test_pods_find_the_first_one_by_the_name_of_the_service() -> None:
+def test_pods_find_the_first_one_by_the_name_of_the_service():
     """As Kubernetes composes it: JOB-INDEX.SERVICE."""
     job, service = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text())
     name = job["metadata"]["name"]
