@@ -173,11 +173,12 @@ def scale(
         UsageError: a batch that does not divide; a compiler that is not installed.
     """
     mesh.prepare("cpu")
-    of_node = {
-        "stages.0.num_sequences": recipe.stages[0].num_sequences,
-        "eval_sequences": recipe.eval_sequences,
-    }
-    larger = recipe.override({name: str(number * num_nodes) for name, number in of_node.items()})
+    larger = recipe.override(
+        {
+            "stages.0.num_sequences": recipe.stages[0].num_sequences * num_nodes,
+            "eval_sequences": recipe.eval_sequences * num_nodes,
+        }
+    )
     stage = larger.stages[0]
     program = Program(larger, target_mesh(kind, num_devices, num_nodes), microbatches * num_nodes)
     schedule = hlo.parse(compiled_step(program, 0).as_text())
