@@ -161,8 +161,7 @@ def settings_of(recipe: "Recipe") -> dict[str, str]:
         UsageError: if it differs in more than settings.
     """
     from speedrun import recipes
-    from speedrun.science.recipe import IDENTITY, settings
-    from speedrun.science.sizes import SIZES
+    from speedrun.science.recipe import IDENTITY, SIZES, settings
 
     base, now, found = recipes.load(recipe.name), settings(recipe), []
     for size in ({}, *({"size": name} for name in SIZES)):
