@@ -54,8 +54,9 @@ def find_group(coordinator: str | None, num_processes: int | None, process: int 
     found_by = "flags"
     if coordinator and process is None and (pod := os.environ.get("JOB_COMPLETION_INDEX", "")).isdigit():
         process, found_by = int(pod), "flags and Kubernetes"
-    flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
-    if missing := [name for name, value in flags.items() if value is None]:
+    if coordinator is None or num_processes is None or process is None:
+        flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
+        missing = [name for name, value in flags.items() if value is None]
         if len(missing) < len(flags):
             need = f"need {', '.join(flags)} together, or none of them"
             raise UsageError(f"{', '.join(missing)} missing; {need}")
@@ -63,9 +64,6 @@ def find_group(coordinator: str | None, num_processes: int | None, process: int 
             if marker in os.environ and (tasks := os.environ.get(number, "")).isdigit() and int(tasks) > 1:
                 return Group(int(tasks), found_by=name)
         return None
-    assert coordinator is not None
-    assert num_processes is not None
-    assert process is not None
     host, _, port = coordinator.rpartition(":")
     if not (host and port.isdigit() and int(port) < 2**16):
         raise UsageError(f"--coordinator {coordinator}; need HOST:PORT of process 0, as in node1:12345")
