@@ -196,7 +196,7 @@ def scale(
 
 def mean_attention(program: Program, stage: Stage) -> Attention:
     """Mean FLOPs of attention in a step, over the windows of the schedule of a stage."""
-    windows = cost.attention_by_window(program, stage).values()
+    windows = cost.attention_by_window(program, stage)
     return np.sum([each * (steps / stage.num_steps) for steps, each in windows], axis=0)
 
 
