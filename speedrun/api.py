@@ -149,9 +149,7 @@ def _train(config: RunConfig, printer: Printer) -> None:
         said += _HELD
     if not said.startswith("error: "):
         said = f"the run ended with {meaning(code)}; the last line was: {said}"
-    error = SpeedrunError(said.removeprefix("error: "))
-    error.exit_code = code
-    raise error
+    raise SpeedrunError(said.removeprefix("error: "), code)
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
