@@ -149,9 +149,7 @@ def _train(config: RunConfig, printer: Printer) -> None:
         said += _HELD
     if not said.startswith("error: "):
         said = f"the run ended with {meaning(code)}; the last line was: {said}"
-    error = SpeedrunError(said.removeprefix("error: "))
-    error.exit_code = code
-    raise error
+    raise SpeedrunError(said.removeprefix("error: "), code)
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
@@ -161,8 +159,7 @@ def settings_of(recipe: "Recipe") -> dict[str, str]:
         UsageError: if settings alone cannot do this.
     """
     from speedrun import recipes
-    from speedrun.science.recipe import IDENTITY, settings
-    from speedrun.science.sizes import SIZES
+    from speedrun.science.recipe import IDENTITY, SIZES, settings
 
     base, now, found = recipes.load(recipe.name), settings(recipe), []
     for size in ({}, *({"size": name} for name in SIZES)):

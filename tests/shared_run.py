@@ -12,7 +12,7 @@ HEARTBEAT_S = 10
 if __name__ == "__main__":
     request, coordinator, *numbers = sys.argv[1:]
     count, index, meet_s = map(int, numbers)
-    with reported(), connect.joined(connect.find_group(coordinator, count, index, HEARTBEAT_S, meet_s)):
+    with reported(), connect.joined(connect.find_group(coordinator, count, index), HEARTBEAT_S, meet_s):
         from speedrun.train.request import RunConfig, decoded
         from speedrun.train.run import train
 

@@ -104,16 +104,17 @@ def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):
     assert not validate(record).having("failed")
 
 
-def test_what_is_lost_is_what_came_after_the_checkpoint(tmp_path):
+def test_what_is_lost_is_what_came_after_the_checkpoint(tmp_path, monkeypatch):
     """Of two processes that stood at step 5: the one that wrote it, and one that went on from it."""
     stamps = iter([1, 2, 4, 9, 20, 21, 23.5])
-    tick = lambda: clock.Stamp(int(next(stamps) * 1e9), "2026-11-21T00:00:00+00:00")  # noqa: E731
+    start = "2026-11-21T00:00:00+00:00"
+    monkeypatch.setattr(runlog, "now", lambda: clock.Stamp(int(next(stamps) * 1e9), start))
     written = runlog.Checkpoint(5, "", 0.1)
     resumed = runlog.Resume("a", 5, "", 1.0, 0, (0, 0))
     other, said = runlog.Checkpoint(3, "", 0.1), runlog.Warning("")
     for name, said_by in {"a": [other, said, written, said], "b": [said, resumed, said]}.items():
         (tmp_path / "runs" / name).mkdir(parents=True)
-        with runlog.RunLog(tmp_path / "runs" / name / "metrics.jsonl", tick) as log:
+        with runlog.RunLog(tmp_path / "runs" / name / "metrics.jsonl") as log:
             for event in said_by:
                 log.emit(event)
     assert lost_s(tmp_path, 5) == (9 - 4) + (23.5 - 21)

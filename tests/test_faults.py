@@ -29,7 +29,6 @@ from typed import as_words, invoke
 
 from speedrun import recipes
 from speedrun.base import faults, provenance, runlog
-from speedrun.base.clock import now
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.board import leaks
 from speedrun.data import shards
@@ -307,7 +306,7 @@ def test_faults_are_written_down_and_never_asked_for_by_a_normal_run(monkeypatch
 
 
 def test_threads_that_write_one_log_take_turns(tmp_path):
-    with runlog.RunLog(tmp_path / "log", now) as log:
+    with runlog.RunLog(tmp_path / "log") as log:
 
         def write() -> None:
             for _ in range(300):
@@ -329,7 +328,7 @@ def test_a_reader_whose_stream_was_closed_costs_no_line(tmp_path):
         told.append(line)
         raise BrokenPipeError
 
-    with runlog.RunLog(tmp_path / "log", now, reader) as log:
+    with runlog.RunLog(tmp_path / "log", reader) as log:
         log.emit(runlog.Warning("one"))
         log.emit(runlog.Warning("two"))
     assert (len(told), len(chain_of(tmp_path / "log"))) == (1, 2)
@@ -338,7 +337,7 @@ def test_a_reader_whose_stream_was_closed_costs_no_line(tmp_path):
 def test_a_line_that_is_held_back_comes_with_the_next_or_not_at_all(tmp_path):
     told: list[runlog.Line] = []
     for name in ("ended", "broken"):
-        with runlog.RunLog(tmp_path / name, now, told.append) as log:
+        with runlog.RunLog(tmp_path / name, told.append) as log:
             log.emit(runlog.Warning("one"))
             log.emit(runlog.Warning("two"), hold=True)
             assert (len(told), len(chain_of(tmp_path / name))) == (1, 1)
@@ -351,7 +350,7 @@ def test_a_line_that_is_held_back_comes_with_the_next_or_not_at_all(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_path, monkeypatch):
-    with runlog.RunLog(tmp_path / "log", now) as log:
+    with runlog.RunLog(tmp_path / "log") as log:
         log.emit(runlog.Warning("one"))
         assert log._file is not None
         whole = os.dup(log._file.fileno())

@@ -11,8 +11,7 @@ from speedrun.api import settings_of
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.science.params import count
-from speedrun.science.recipe import Recipe, settings
-from speedrun.science.sizes import SIZES, settings_at
+from speedrun.science.recipe import SIZES, Recipe, settings, settings_at
 from speedrun.train.program import Program
 
 RECORD21 = recipes.load("record21")

@@ -26,7 +26,6 @@ from typed import as_words
 
 from speedrun import recipes
 from speedrun.base import console, mesh, provenance, runlog, signals, sourcefile
-from speedrun.base.clock import now
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli import command
 from speedrun.cli.options import parse_settings
@@ -101,7 +100,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     odd = dataclasses.replace(recipe, schedule=Odd(recipe.schedule))
     monkeypatch.setattr(recipes, "load", lambda _: odd)
     ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
-    with runlog.RunLog(tmp_path / "log", now) as log:
+    with runlog.RunLog(tmp_path / "log") as log:
         found = compile_all(ready, ready.program.init(jax.random.key(0)), log)
     compiled = [line.event for line in runlog.read(tmp_path / "log")]
     names = [event.name for event in compiled if isinstance(event, runlog.Compile)]
@@ -135,7 +134,7 @@ def test_a_track_for_gpus_does_not_train_on_a_cpu(smoke_data, tmp_path, name):
 @pytest.mark.parametrize(("num_devices", "warned"), [(2, 1), (8, 0)])
 def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
     given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
-    with runlog.RunLog(tmp_path / "log", now) as log:
+    with runlog.RunLog(tmp_path / "log") as log:
         _announce("tiny-1-00a1", prepare(given), log)
     lines = list(runlog.read(tmp_path / "log"))
     assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
@@ -144,7 +143,7 @@ def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smok
 
 
 def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):
-    with runlog.RunLog(tmp_path / "log", now) as log, _compilations(log):
+    with runlog.RunLog(tmp_path / "log") as log, _compilations(log):
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
     assert [type(line.event) for line in runlog.read(tmp_path / "log")] == [runlog.Compile]
 

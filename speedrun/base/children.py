@@ -103,9 +103,7 @@ def run_error(code: int, command: str, out: Path, data: Path | None) -> Speedrun
     """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
     resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
     ended = f"ended with {errors.meaning(code)}" if code else "left no result, although its process succeeded"
-    error = SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}")
-    error.exit_code = shell_code(code) or SpeedrunError.exit_code
-    return error
+    return SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}", shell_code(code))
 
 
 @contextmanager

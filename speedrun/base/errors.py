@@ -14,6 +14,11 @@ class SpeedrunError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str, exit_code: int = 0) -> None:
+        """Have another exit code than the class, unless it is 0."""
+        super().__init__(message)
+        self.exit_code = exit_code or self.exit_code
+
 
 class UsageError(SpeedrunError):
     """An argument, a setting or an output folder that cannot be used."""

@@ -1,10 +1,11 @@
-"""The only place that makes meshes and puts arrays on them."""
+"""Makes meshes, and puts arrays on them: the only place that does. Settings of JAX."""
 
 import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def prepare(platform: str) -> None:
     for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
         if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
             jax.config.update(name, value)
+
+
+@contextmanager
+def setting(name: str, value: float) -> Iterator[None]:
+    """Give a setting of JAX another value inside the block."""
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:

@@ -100,9 +100,8 @@ def agreed(
     outcomes = [msgspec.json.decode(text, type=_Outcome) for text in texts]
     for i, found in enumerate(outcomes):
         if found.error:
-            error = SpeedrunError(found.error if outcomes[0].error else f"process {i}: {found.error}")
-            error.exit_code = found.exit_code
-            raise error
+            who = "" if outcomes[0].error else f"process {i}: "
+            raise SpeedrunError(f"{who}{found.error}", found.exit_code)
     for i, found in enumerate(outcomes):
         for name, value in found.facts.items():
             if value != (first := outcomes[0].facts.get(name, "none")):

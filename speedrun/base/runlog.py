@@ -15,7 +15,7 @@ from typing import IO, Annotated, Literal, Self
 
 import msgspec
 
-from speedrun.base.clock import Stamp
+from speedrun.base.clock import now
 from speedrun.base.errors import translate_os_errors
 from speedrun.base.limits import Count, Natural, Seconds, Sha256, Size, StateHash
 
@@ -277,9 +277,9 @@ def digest(line: bytes) -> str:
 class RunLog:
     """Appends events to `metrics.jsonl`, and passes each line to a reader after it is on disk."""
 
-    def __init__(self, path: Path | None, now: Callable[[], Stamp], reader: Reader | None = None) -> None:
+    def __init__(self, path: Path | None, reader: Reader | None = None) -> None:
         """Create the file `path`; None: write nothing, in all processes of a run but the first."""
-        self._path, self._now, self._reader = path, now, reader
+        self._path, self._reader = path, reader
         with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
@@ -296,7 +296,7 @@ class RunLog:
         if self._file is None:
             return
         with self._turn:
-            stamp = self._now()
+            stamp = now()
             line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
             raw = line.encode()
             self._index, self._prev = self._index + 1, digest(raw)

@@ -170,11 +170,12 @@ def run(
     )
     if resume is not None:
         cli.only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
-    group = connect.find_group(*(given[name] for name in PROCESS_ARGUMENTS[1:]))
+    group = connect.find_group(given["coordinator"], given["processes"], given["process"])
+    joined = connect.joined(group, given["heartbeat"], given["meet_within"])
     page = given["watch_port"] or (cli.WATCH_PORT if given["watch"] else None)
     same = ("ghost", "wandb", "sample_every", "sample_prompts", "init_from", "verbose")
     extras = {name: given[name] for name in same} | {"watch_port": page, "to_stderr": ctx.params["as_json"]}
-    done = single_run.run(config, connect.joined(group), single_run.Extras(**extras))
+    done = single_run.run(config, joined, single_run.Extras(**extras))
     if done is None:
         return None
     lines = [card(done.rules, done.summary, done.report)]

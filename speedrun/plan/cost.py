@@ -93,18 +93,18 @@ class Line(msgspec.Struct, frozen=True):
     starts: float  #: number of kernels
 
 
-def attention_by_window(program: Program, stage: Stage) -> dict[Static, tuple[int, Attention]]:
-    """Return attention of one device by the windows of a stage: inputs -> (steps with them, FLOPs of such a step).
+def attention_by_window(program: Program, stage: Stage) -> list[tuple[int, Attention]]:
+    """Return attention of one device by the windows of a stage: (steps with it, FLOPs of such a step).
 
     The smallest comes first. The model is traced with kernels that only record their calls. Tiles are those of the
     Triton kernels, counted on documents with the lengths of FineWeb's.
     """
-    steps, sequences = _inputs(program, stage), stage.num_sequences / program.num_devices
-    found = {
-        inputs: (num_steps, np.sum(_calls(program, stage, inputs), axis=0) * sequences)
-        for inputs, num_steps in steps.items()
-    }
-    return dict(sorted(found.items(), key=lambda item: item[1][1][0]))
+    sequences = stage.num_sequences / program.num_devices
+    found = [
+        (num_steps, np.sum(_calls(program, stage, inputs), axis=0) * sequences)
+        for inputs, num_steps in _inputs(program, stage).items()
+    ]
+    return sorted(found, key=lambda each: each[1][0])
 
 
 def num_attention_layers(program: Program, stage: Stage) -> int:

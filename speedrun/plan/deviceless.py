@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.base import accelerators, provenance
 from speedrun.base.errors import UsageError
-from speedrun.base.mesh import arranged
+from speedrun.base.mesh import arranged, setting
 from speedrun.plan import hlo
 from speedrun.train.program import Program
 
@@ -72,16 +72,11 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
     `args` are trees of `jax.ShapeDtypeStruct` with shardings. `options` are XLA's, with booleans as Python's.
     """
     # JAX can write such a program to its disk cache, but not read it back. It stores what took at least this long.
-    setting = "jax_persistent_cache_min_compile_time_secs"
-    stored_after_s = getattr(jax.config, setting)
-    jax.config.update(setting, math.inf)
-    target = jax.tree.leaves(args)[0].sharding.mesh.devices.flat[0]
-    try:
+    with setting("jax_persistent_cache_min_compile_time_secs", math.inf):
+        target = jax.tree.leaves(args)[0].sharding.mesh.devices.flat[0]
         with jax.default_device(target):  # Pallas asks it for the capability of cards that it does not know
             lowered = function.lower(*args)
         return lowered.compile(compiler_options=options)
-    finally:
-        jax.config.update(setting, stored_after_s)
 
 
 def compiled_step(program: Program, step: int) -> Any:

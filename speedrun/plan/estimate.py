@@ -177,7 +177,7 @@ def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
 
 
 def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> StagePlan:
-    windows = [each for _, each in cost.attention_by_window(program, stage).values()]
+    windows = [each for _, each in cost.attention_by_window(program, stage)]
     mean, narrow, wide = (
         found.lines_with(each) for each in (scaling.mean_attention(program, stage), windows[0], windows[-1])
     )

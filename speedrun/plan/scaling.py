@@ -173,11 +173,12 @@ def scale(
         UsageError: a batch that does not divide; a compiler that is not installed.
     """
     mesh.prepare("cpu")
-    of_node = {
-        "stages.0.num_sequences": recipe.stages[0].num_sequences,
-        "eval_sequences": recipe.eval_sequences,
-    }
-    larger = recipe.override({name: str(number * num_nodes) for name, number in of_node.items()})
+    larger = recipe.override(
+        {
+            "stages.0.num_sequences": recipe.stages[0].num_sequences * num_nodes,
+            "eval_sequences": recipe.eval_sequences * num_nodes,
+        }
+    )
     stage = larger.stages[0]
     program = Program(larger, target_mesh(kind, num_devices, num_nodes), microbatches * num_nodes)
     schedule = hlo.parse(compiled_step(program, 0).as_text())
@@ -195,7 +196,7 @@ def scale(
 
 def mean_attention(program: Program, stage: Stage) -> Attention:
     """Mean FLOPs of attention in a step, over the windows of the schedule of a stage."""
-    windows = cost.attention_by_window(program, stage).values()
+    windows = cost.attention_by_window(program, stage)
     return np.sum([each * (steps / stage.num_steps) for steps, each in windows], axis=0)
 
 

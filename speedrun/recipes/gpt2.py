@@ -145,13 +145,12 @@ def mlp(h_BTD: jax.Array, p: Params, block: str) -> jax.Array:
     return affine(h_BTF, p[f"{block}.mlp_down.weight"], p[f"{block}.mlp_down.bias"])
 
 
-def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, _: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
     Raises:
         UsageError: if sequences are longer than the table of positions.
     """
-    del inputs
     num_tokens = tokens_BT.shape[1]
     if num_tokens > cfg.max_positions:
         most = cfg.max_positions
@@ -168,9 +167,8 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return norm(x_BTD, "final_norm")
 
 
-def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Config) -> jax.Array:
     """Return the logits of final hidden states: f32 [N, V]."""
-    del inputs, cfg
     return cross_entropy.logits(x_ND, p["embed"], cap=math.inf)
 
 
@@ -194,7 +192,6 @@ def clip_by_global_norm(most: float, layout: Layout) -> optax.GradientTransforma
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
         sharded = {name: grad for name, grad in updates.items() if DATA in layout.specs[name]}
         repeated = {name: grad for name, grad in updates.items() if name not in sharded}
         own, rest = (optax.tree.norm(grads, squared=True) for grads in (sharded, repeated))

@@ -59,9 +59,8 @@ def context(tokens_BT: jax.Array, attend: gpt2.Attend, cfg: Config, kernels: Ker
     return muon.Context(attend, partial(kernels.qk_norm, angles=angles))
 
 
-def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, _: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
-    del inputs
     ctx = context(tokens_BT, gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels), cfg, kernels)
     x_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
     for block in (f"block.{i}" for i in range(cfg.num_layers)):
@@ -75,9 +74,8 @@ def mlp(x_BTD: jax.Array, p: Params, block: str) -> jax.Array:
     return squared_relu_mlp(nn.rms_norm(x_BTD), p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
 
 
-def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Config) -> jax.Array:
     """Return the logits of final hidden states: f32 [N, V]."""
-    del inputs, cfg
     return cross_entropy.logits(x_ND, p["head"], cap=math.inf)
 
 

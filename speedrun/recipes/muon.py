@@ -93,9 +93,8 @@ def attention(h_BTD: jax.Array, p: Params, block: str, ctx: Context, cfg: Config
     return project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, block)
 
 
-def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, _: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
-    del inputs
     angles = rotary_angles(tokens_BT.shape[1], cfg.head_dim)
     attend = gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels)
     ctx = Context(attend, lambda q_BTHK, k_BTHK: (nn.rotary(q_BTHK, angles), nn.rotary(k_BTHK, angles)))

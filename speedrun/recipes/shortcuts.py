@@ -68,9 +68,8 @@ def block(
     return x_BTD + modern.mlp(x_BTD, p, name), first_BTHK
 
 
-def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, _: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
-    del inputs
     ctx = modern.context(tokens_BT, gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels), cfg, kernels)
     x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
     first_BTHK = None

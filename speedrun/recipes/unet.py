@@ -48,11 +48,8 @@ def hidden(p: Params, tokens_BT: jax.Array, ctx: muon.Context, cfg: shortcuts.Co
     return nn.rms_norm(x_BTD)
 
 
-def forward(
-    p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: shortcuts.Config, kernels: Kernels
-) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, _: Inputs, cfg: shortcuts.Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
-    del inputs
     attend = gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels)
     return hidden(p, tokens_BT, modern.context(tokens_BT, attend, cfg, kernels), cfg)
 

@@ -43,17 +43,9 @@ class Group:
     index: int = 0
     coordinator: str = ""  #: HOST:PORT of process 0; empty: JAX asks the cluster
     found_by: str = "flags"
-    heartbeat_s: int = HEARTBEAT_S
-    meet_s: int = MEET_S
 
 
-def find_group(
-    coordinator: str | None,
-    num_processes: int | None,
-    process: int | None,
-    heartbeat_s: int = HEARTBEAT_S,
-    meet_s: int = MEET_S,
-) -> Group | None:
+def find_group(coordinator: str | None, num_processes: int | None, process: int | None) -> Group | None:
     """Return the group of this process by its flags or, without flags, by its environment; None for a single process.
 
     Raises:
@@ -62,29 +54,26 @@ def find_group(
     found_by = "flags"
     if coordinator and process is None and (pod := os.environ.get("JOB_COMPLETION_INDEX", "")).isdigit():
         process, found_by = int(pod), "flags and Kubernetes"
-    flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
-    if missing := [name for name, value in flags.items() if value is None]:
+    if coordinator is None or num_processes is None or process is None:
+        flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
+        missing = [name for name, value in flags.items() if value is None]
         if len(missing) < len(flags):
             need = f"need {', '.join(flags)} together, or none of them"
             raise UsageError(f"{', '.join(missing)} missing; {need}")
         for name, marker, number in _CLUSTERS:
             if marker in os.environ and (tasks := os.environ.get(number, "")).isdigit() and int(tasks) > 1:
-                return Group(int(tasks), found_by=name, heartbeat_s=heartbeat_s, meet_s=meet_s)
+                return Group(int(tasks), found_by=name)
         return None
-    assert coordinator is not None
-    assert num_processes is not None
-    assert process is not None
     host, _, port = coordinator.rpartition(":")
     if not (host and port.isdigit() and int(port) < 2**16):
         raise UsageError(f"--coordinator {coordinator}; need HOST:PORT of process 0, as in node1:12345")
     if not 0 <= process < num_processes:
         raise UsageError(f"--process {process} of {num_processes}; need one from 0 to {num_processes - 1}")
-    found = Group(num_processes, process, coordinator, found_by, heartbeat_s, meet_s)
-    return found if num_processes > 1 else None
+    return Group(num_processes, process, coordinator, found_by) if num_processes > 1 else None
 
 
 @contextlib.contextmanager
-def joined(group: Group | None) -> Iterator[None]:
+def joined(group: Group | None, heartbeat_s: int, meet_s: int) -> Iterator[None]:
     """Join the group inside the block; leave together with the others at its end.
 
     Only process 0 reports an error that all processes have. A process with an error of its own reports it and exits
@@ -92,6 +81,8 @@ def joined(group: Group | None) -> Iterator[None]:
 
     Args:
         group: None changes nothing.
+        heartbeat_s: as `HEARTBEAT_S`.
+        meet_s: as `MEET_S`.
 
     Raises:
         UsageError: if the address cannot be used, the nodes run different numbers of processes or not in order, or
@@ -102,9 +93,9 @@ def joined(group: Group | None) -> Iterator[None]:
         return
     import jax
 
-    _connect(group)
+    _connect(group, heartbeat_s, meet_s)
     try:
-        processes.configure(processes.count(), processes.index(), num_nodes(_machines(group.meet_s)))
+        processes.configure(processes.count(), processes.index(), num_nodes(_machines(meet_s)))
         yield
         processes.barrier()
     except BaseException as error:
@@ -120,7 +111,7 @@ def joined(group: Group | None) -> Iterator[None]:
     jax.distributed.shutdown()
 
 
-def _connect(group: Group) -> None:
+def _connect(group: Group, heartbeat_s: int, meet_s: int) -> None:
     import jax
     from jax._src import distributed
 
@@ -142,12 +133,12 @@ def _connect(group: Group) -> None:
         given = {"local_device_ids": gpus}
     _quiet_gloo()
     # On a timeout JAX's client ends the process with a page of C++, so ours comes first.
-    timer = threading.Timer(group.meet_s, _give_up, [group])
+    timer = threading.Timer(meet_s, _give_up, [group, meet_s])
     timer.daemon = True
     timer.start()
     with signals.handled_by(signal.SIG_DFL, signal.SIGINT):  # Python runs no handler during this call
-        given |= {"initialization_timeout": group.meet_s + 60}
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=group.heartbeat_s)
+        given |= {"initialization_timeout": meet_s + 60}
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_s)
     timer.cancel()
     if not group.coordinator and distributed.global_state.process_id == 0:
         sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.found_by}\n")
@@ -196,10 +187,10 @@ def _check_port(host: str, port: int, group: Group) -> None:
         raise UsageError(f"{found}; {hint}") from None
 
 
-def _give_up(group: Group) -> None:
+def _give_up(group: Group, meet_s: int) -> None:
     where = group.coordinator or f"the address that {group.found_by} gave"
     sys.stderr.write(
-        f"process {group.index}: error: not all {group.count} processes met at {where} within {group.meet_s} s; "
+        f"process {group.index}: error: not all {group.count} processes met at {where} within {meet_s} s; "
         "process 0 must run there, and all must be started; look for those that are missing, or pass a longer "
         "--meet-within\n"
     )

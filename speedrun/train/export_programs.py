@@ -4,8 +4,6 @@ Nothing is compiled, trained or scored here. A program is StableHLO, a pure func
 files, so that equal code gives equal bytes anywhere.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,6 +16,7 @@ from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from speedrun.base.mesh import setting
 from speedrun.base.track import Track
 from speedrun.record.archive import Archive, Lowered
 from speedrun.science.inputs import Static
@@ -41,7 +40,8 @@ def exported(ready: Ready) -> Archive:
     if program.kernels.platform == "gpu":
         programs = {"cuda": program, "cpu": replace(program, portable=True)}
     state = program.state
-    with _without_places():
+    # Without the files and lines of operations: they name folders of this machine.
+    with setting("jax_traceback_in_locations_limit", 0):
         platforms = {name: _lowered(one, ready.track, state, name) for name, one in programs.items()}
     return Archive(
         leaves=tuple(named(state)),
@@ -67,17 +67,6 @@ def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lower
         scored={step: kinds[one] for step, one in static.items()},
         programs={name: bytes(one.serialize()) for name, one in made.items()},
     )
-
-
-@contextmanager
-def _without_places() -> Iterator[None]:
-    """Leave out the files and lines of operations: they name folders of this machine."""
-    before = jax.config.values["jax_traceback_in_locations_limit"]
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_traceback_in_locations_limit", before)
 
 
 def _training(

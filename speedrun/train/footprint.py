@@ -121,7 +121,7 @@ def advice(program: Program, limit_bytes: int) -> str | None:
         if validation_bytes(program) > limit_bytes:
             settings["eval_sequences"] = recipe.eval_sequences << halvings
             settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
-        smaller = recipe.override({key: str(value) for key, value in settings.items()})
+        smaller = recipe.override(settings)
         if most_bytes(replace(program, recipe=smaller, microbatches=parts)) <= limit_bytes:
             changes = (f"--set {key}={value}" for key, value in settings.items())
             return " ".join([f"--microbatches {parts}", *changes])

@@ -83,12 +83,11 @@ def run(num_processes: int, words: list[str]) -> int:
                 if not end.done():
                     os.killpg(child.pid, signal.SIGKILL)
     if lost:
-        error = SpeedrunError(
+        raise SpeedrunError(
             f"{lost}; the others cannot go on without it and were ended; log and checkpoints are kept, and --resume "
-            "continues from the newest checkpoint"
+            "continues from the newest checkpoint",
+            LOST,
         )
-        error.exit_code = LOST
-        raise error
     codes = [child.returncode for child in members]
     if got:
         were_stopped = all(code in (0, Terminated.exit_code, -got[0]) for code in codes)

@@ -124,36 +124,35 @@ def prepare(config: RunConfig) -> Ready:
         DataError: shards missing, damaged, foreign or too short.
     """
     with watchdog.starting(config.out, config.deadlines_s):
-        return _prepare(config)
-
-
-def _prepare(config: RunConfig) -> Ready:
-    if not 0 <= config.seed < 2**31:
-        raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
-    track = tracks.load(config.track)
-    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-    _check_out(config)
-    meshes.prepare(track.rules.platform)
-    _check_platform(track)
-    num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
-    mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
-    folder = shards.data_folder(track, config.data)
-    known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
-    _check_ids(recipe, track)
-    microbatches = config.microbatches or max(SHARDS, num_devices)
-    program = Program(recipe, mesh, microbatches, config.attention, known)
-    contract.check(program)
-    contract.check_fixed(recipe, program.step.plan.rows, track)
-    program = footprint.fitted_here(program)
-    found = shards.open_track(folder, track.data)
-    shapes = [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens) for one in recipe.stages]
-    steps = [shape for shape, one in zip(shapes, recipe.stages, strict=True) for _ in range(one.num_steps)]
-    stream.require_steps(found.train, steps, track.data.document_token)
-    stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
-    modules = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run"]
-    source = provenance.closure(modules, [tracks.TRACKS_DIR / f"{track.name}.toml"])
-    _check_source(config, source)
-    return Ready(config, track, recipe, program, found, folder, source)
+        if not 0 <= config.seed < 2**31:
+            raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
+        track = tracks.load(config.track)
+        recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+        _check_out(config)
+        meshes.prepare(track.rules.platform)
+        _check_platform(track)
+        num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
+        mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
+        folder = shards.data_folder(track, config.data)
+        known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
+        _check_ids(recipe, track)
+        microbatches = config.microbatches or max(SHARDS, num_devices)
+        program = Program(recipe, mesh, microbatches, config.attention, known)
+        contract.check(program)
+        contract.check_fixed(recipe, program.step.plan.rows, track)
+        program = footprint.fitted_here(program)
+        found = shards.open_track(folder, track.data)
+        steps: list[stream.Shape] = []
+        for one in recipe.stages:
+            steps += [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens)] * one.num_steps
+        stream.require_steps(found.train, steps, track.data.document_token)
+        stream.validation_batches(
+            found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
+        )
+        modules = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run"]
+        source = provenance.closure(modules, [tracks.TRACKS_DIR / f"{track.name}.toml"])
+        _check_source(config, source)
+        return Ready(config, track, recipe, program, found, folder, source)
 
 
 def _check_source(config: RunConfig, source: str) -> None:

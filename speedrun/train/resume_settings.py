@@ -26,8 +26,10 @@ def resumed(out: Path) -> RunConfig:
     """
     if (out / layout.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
-    if finished := _finished(out):
-        return finished
+    for run in load(out).finished if out.is_dir() else ():
+        start, name = run.start, run.start.track.rpartition("@")[0]
+        recipe = None if start.recipe == track.load(name).recipe else start.recipe
+        return RunConfig(name, out, recipe, start.seed, start.overrides)
     path = checkpoint.folder_of(out) / checkpoint.RUN
     if not path.exists():
         if path.parent.exists() and not out.exists():
@@ -42,11 +44,3 @@ def resumed(out: Path) -> RunConfig:
         for problem in load(out).malformed:
             raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")
     return msgspec.structs.replace(kept.config, out=out, resume=True)
-
-
-def _finished(out: Path) -> RunConfig | None:
-    for run in load(out).finished if out.is_dir() else ():
-        start, name = run.start, run.start.track.rpartition("@")[0]
-        recipe = None if start.recipe == track.load(name).recipe else start.recipe
-        return RunConfig(name, out, recipe, start.seed, start.overrides)
-    return None

@@ -44,7 +44,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
-    with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
+    with runlog.RunLog(path, reader) as log, processes.handled_by(signals.ignore):
         training = Training(run_id, ready, log, checkpoints)
         outcome: runlog.Outcome = "aborted"
         training.phases.enter("start")  # its deadline counts from here

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from speedrun.base import processes, runlog
-from speedrun.base.clock import Phase, Phases, now
+from speedrun.base.clock import Phase, Phases
 from speedrun.base.errors import HANG
 
 #: Limits for one stay in a phase: one step, one wait for data, one evaluation. The end has none.
@@ -62,7 +62,7 @@ def starting(out: Path, deadlines_s: Mapping[str, float]) -> Iterator[None]:
     """Watch what a run of the record `out` does before it has a log: it imports and traces a recipe."""
     phases = Phases()
     phases.enter("start")  # from here on: the process may be old
-    with runlog.RunLog(None, now) as unwritten, watching(phases, deadlines_s, unwritten, stacks_of(out)):
+    with runlog.RunLog(None) as unwritten, watching(phases, deadlines_s, unwritten, stacks_of(out)):
         yield
 
 

@@ -89,9 +89,8 @@ class Repetition:
             self._rerun.run(out, seed=seed)
         except SpeedrunError as error:
             if error.exit_code != NonFiniteError.exit_code:
-                resumable = SpeedrunError(f"{error}; run the same command again to continue in {self.folder}")
-                resumable.exit_code = error.exit_code
-                raise resumable from None
+                said = f"{error}; run the same command again to continue in {self.folder}"
+                raise SpeedrunError(said, error.exit_code) from None
         if (found := self._result(seed)) is None:
             raise SpeedrunError(
                 f"the source left no run with seed {seed} and a result in {out}; need one, and no other; "

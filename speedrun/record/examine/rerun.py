@@ -230,9 +230,7 @@ class Rerun:
         if found:
             what = "the examiner" if words == _EXAMINER else "the source"
             ended = f"{what} of {self.old.folder} ended with {meaning(found)}"
-            error = SpeedrunError(f"{ended}; see its output above")
-            error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
-            raise error
+            raise SpeedrunError(f"{ended}; see its output above", found if found in EXIT_CODES else 0)
 
     def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
         """Return the request for the run, with another seed and folders."""

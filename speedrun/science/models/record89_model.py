@@ -249,9 +249,8 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
 CAP = Cap(11.5, 15.0, 5.0)
 
 
-def logits(p: Params, x_ND: jax.Array, inputs: Inputs, cfg: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Config) -> jax.Array:
     """Return the capped logits of final hidden states: f32 [N, V]."""
-    del inputs, cfg
     return cross_entropy.logits(x_ND, p["head"], cap=CAP)
 
 

@@ -29,7 +29,6 @@ def scale_by_input(name: str) -> optax.GradientTransformationExtraArgs:
     """Multiply updates by a scheduled input."""
 
     def update(updates: Any, state: Any, params: Any = None, *, inputs: Inputs, **_: Any) -> tuple[Any, Any]:
-        del params
         return jax.tree.map(lambda u: inputs[name] * u, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

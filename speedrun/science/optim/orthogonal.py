@@ -69,7 +69,6 @@ def scale_by_muon(
     def update(
         updates: optax.Updates, state: MuonState, params: Any = None, *, inputs: Inputs, **_: Any
     ) -> tuple[optax.Updates, MuonState]:
-        del params
         momentum = inputs["momentum"]
 
         def lerp(old: jax.Array, new: jax.Array) -> jax.Array:
