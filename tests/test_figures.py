@@ -31,8 +31,8 @@ pictures = script("pictures")
 CONTEXT = read_context(ROOT / "records")
 
 
-def test_pages_and_pictures_are_those_of_the_file():
-    """The board itself is compared by `leaderboard check` (tests/test_records.py)."""
+def test_pages_and_pictures_are_those_of_the_file() -> None:
+    """The board itself is compared by `leaderboard check` (tests/test_validate.py)."""
     stale = [path.name for path, content in pictures.outputs().items() if path.read_bytes() != content]
     assert not stale, "python scripts/pictures.py"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pages import read_options
+from test_pages import read_options
 from typed import program
 
 from speedrun.base.errors import SpeedrunError, UsageError
@@ -73,7 +73,7 @@ ENDS = {
 }
 
 
-def test_each_end_of_a_part_is_told_and_the_others_go_on(checkout: Path) -> None:
+def test_each_end_of_a_part_is_told_and_the_others_go_on(checkout):
     cases = [f"*' {name.partition('-')[0]} '*) {does} ;;" for name, (does, _, _) in ENDS.items()]
     names = ",".join(ENDS)
     done = measure(checkout, f'case " $* " in {" ".join(cases)} esac', "--rehearse", "--parts", names)
@@ -86,7 +86,7 @@ def test_each_end_of_a_part_is_told_and_the_others_go_on(checkout: Path) -> None
     assert (checkout / "measured" / "summary.txt").read_text().splitlines() == done.lines
 
 
-def test_slices_go_on_where_the_last_one_stopped(checkout: Path) -> None:
+def test_slices_go_on_where_the_last_one_stopped(checkout):
     first = measure(checkout, "echo '{}'", "--parts", "norm,head")
     assert (first.code, [line.split()[1] for line in first.lines]) == (0, ["norm", "head"])
     late = measure(checkout, '[[ $1 != plan ]] || sleep 600; echo "{}"', "--parts", "plan", "--minutes", "0")
@@ -102,14 +102,14 @@ def test_slices_go_on_where_the_last_one_stopped(checkout: Path) -> None:
     assert measure(checkout, "echo '{}'", "--parts", "plam").code == 2
 
 
-def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(checkout: Path) -> None:
+def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(checkout):
     done = measure(checkout, "echo CUDA_ERROR_SYSTEM_NOT_READY >&2; exit 1")
     assert (done.code, len(done.lines)) == (2, 1)
     assert "said last: CUDA_ERROR_SYSTEM_NOT_READY" in done.lines[0]
 
 
 @pytest.mark.parametrize("words", [(), ("--rehearse",)], ids=["full", "tiny"])
-def test_all_parts_are_commands_with_names_of_their_own(checkout: Path, words: tuple[str, ...]) -> None:
+def test_all_parts_are_commands_with_names_of_their_own(checkout, words):
     """And the windows that are timed are those of the schedule."""
     (checkout / "rival").mkdir()
     done = measure(checkout, "echo '{}'", "--rival", str(checkout / "rival"), *words)

@@ -1,26 +1,34 @@
-"""Newton-Schulz and Muon against a slow reference and against optax; Adam against its formula."""
+"""Muon and NorMuon against a slow reference, Adam against its formula."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from driven import OPTIMIZER, RATES, Driven, draw
 
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.groups import Adam
+from speedrun.science.optim.normuon_and_adam import POLAR_EXPRESS, normalize, polar_express
 from speedrun.science.optim.orthogonal import orthogonalize, scale_by_muon, shape_factor
 from speedrun.science.params import Member
 
 
-def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:
-    """Apply a x + b x^3 + c x^5 to each singular value, through an SVD in float64."""
+def on_singular_values(
+    g: np.ndarray, coefficients: Any, stretch: float = 1.0, eps: float = 1e-7
+) -> np.ndarray:
+    """Apply a s + b s^3 + c s^5 to each singular value of what has a norm of one, through an SVD in float64."""
     u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
-    s = s / (np.sqrt((s * s).sum()) + 1e-7)
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    s = s / (stretch * np.sqrt((s * s).sum()) + eps)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
     return (u * s) @ vt
+
+
+slow_orthogonalize = partial(on_singular_values, coefficients=5 * [(3.4445, -4.7750, 2.0315)])
+slow_polar = partial(on_singular_values, coefficients=POLAR_EXPRESS, stretch=1.02, eps=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -29,29 +37,8 @@ def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:
 def test_newton_schulz_is_its_polynomial_on_the_singular_values(shape, size):
     bank = size * np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
     got = orthogonalize(jnp.asarray(bank), steps=5, dtype="float32")
-    want = np.stack([slow_orthogonalize(g, 5) for g in bank])
+    want = np.stack([slow_orthogonalize(g) for g in bank])
     np.testing.assert_allclose(got, want, atol=2e-4)
-
-
-def test_optax_differs_by_the_correction_of_bias_and_by_nothing_else():
-    """Its momentum is ours with both means divided by 1 - beta^t; after the first step the directions differ."""
-    dims: Any = {"w": optax.contrib.MuonDimensionNumbers()}
-    tx = optax.contrib.scale_by_muon(beta=0.95, ns_steps=5, weight_dimension_numbers=dims)
-    ours = scale_by_muon(lambda: {"w": jnp.ones((1, 1, 1))}, steps=5, dtype="float32")
-    now = Inputs({"momentum": jnp.float32(0.95)}, {})
-    grads = jax.random.normal(jax.random.key(1), (3, 16, 24))
-    state, own, mean = tx.init({"w": grads[0]}), ours.init({"w": grads[:1]}), jnp.zeros((16, 24))
-    for t, g in enumerate(grads, 1):
-        theirs: Any
-        mine: Any
-        theirs, state = tx.update({"w": g}, state, {"w": g})
-        mine, own = ours.update({"w": g[None]}, own, inputs=now)
-        mean = 0.95 * mean + 0.05 * g
-        corrected = 0.95 * mean / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
-        want = orthogonalize(corrected[None], steps=5, dtype="float32")[0]
-        np.testing.assert_allclose(theirs["w"], want, atol=1e-5)
-        difference = np.linalg.norm(mine["w"][0] - want) / np.linalg.norm(want)
-        assert difference < 1e-5 if t == 1 else 0.05 < difference < 0.15
 
 
 def test_zero_stays_zero_and_tall_matrices_are_refused():
@@ -71,7 +58,7 @@ def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
     update, _ = tx.update({"bank": g2}, state, inputs=Inputs({"momentum": jnp.float32(0.8)}, {}))
     mean = 0.8 * (0.1 * g1) + 0.2 * g2
     look_ahead = 0.8 * mean + 0.2 * g2
-    want = np.stack([k * slow_orthogonalize(np.asarray(g), 5) for k, g in enumerate(look_ahead, 1)])
+    want = np.stack([k * slow_orthogonalize(np.asarray(g)) for k, g in enumerate(look_ahead, 1)])
     np.testing.assert_allclose(update["bank"], want, atol=2e-3)
 
 
@@ -95,3 +82,73 @@ def test_adam_keeps_moments_in_16_bits_and_computes_in_float32():
     want = -0.1 * (mean / (1 - 0.8**2)) / (np.sqrt(square / (1 - 0.95**2)) + 1e-10)
     np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-7)
     assert kept == [jnp.bfloat16, jnp.bfloat16]
+
+
+# --- NorMuon against its formulas in float64; test_golden89.py has an independent implementation ------------
+
+
+class PlainNorMuon:
+    """One matrix as declared, with as many rows and columns as it has."""
+
+    def __init__(self, w: np.ndarray, rate: float) -> None:
+        self.w, self.rate, self.mean, self.second = np.float64(w), rate, 0.0, 0.0
+
+    def move(self, g: np.ndarray, mu: float, lr_scale: float) -> None:
+        self.mean = self.mean + (1 - mu) * (g - self.mean)
+        x = slow_polar(g + mu * (self.mean - g))
+        rows, cols = g.shape
+        square = (x * x).mean(axis=1 if rows >= cols else 0, keepdims=True)
+        self.second = self.second + 0.1 * (square - self.second)
+        d = x / np.sqrt(np.maximum(self.second, 1e-10))
+        d *= np.linalg.norm(x) / max(np.linalg.norm(d), 1e-10)
+        a = OPTIMIZER.muon_lr * lr_scale
+        decay = a * OPTIMIZER.muon_decay * self.w * (d * self.w >= 0)
+        self.w = self.w - a * self.rate * (d + decay)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_it_follows_its_formulas_for_tall_wide_and_square_matrices(num_devices):
+    start = draw(0)
+    driven = Driven(start, num_devices)
+    names = ("up", "down", "square")
+    plain: dict[str, list[PlainNorMuon]] = {}
+    for name in names:
+        matrices = start[name].reshape(-1, *start[name].shape[-2:])
+        plain[name] = [PlainNorMuon(w, RATES.get(name, 1.0)) for w in matrices]
+    for step, (mu, lr_scale) in enumerate([(0.85, 1.0), (0.9, 1.7), (0.95, 0.4)]):
+        grads = draw(1 + step)
+        got = driven.go(grads, momentum=mu, lr_scale=lr_scale)
+        for name in names:
+            for one, g in zip(plain[name], grads[name].reshape(-1, *start[name].shape[-2:]), strict=True):
+                one.move(g, mu, lr_scale)
+            want = np.stack([one.w for one in plain[name]]).reshape(start[name].shape)
+            np.testing.assert_allclose(got[name], want, atol=3e-6, err_msg=f"{name} after step {step}")
+
+
+def test_without_gradients_zeros_stay_and_everything_else_decays():
+    """A zero direction agrees with every sign: D W >= 0. By a rate * decay * a."""
+    start, none = draw(0), {name: 0 * x for name, x in draw(0).items()}
+    got = Driven(start).go(none, lr_scale=0.5)
+    a = 0.5 * OPTIMIZER.muon_lr
+    for name in ("up", "down", "square"):
+        kept = 1 - RATES.get(name, 1.0) * OPTIMIZER.muon_decay * a * a
+        np.testing.assert_allclose(got[name], kept * start[name], rtol=1e-6)
+    driven = Driven(none)
+    driven.go(none)
+    assert not any(bank.any() for bank in driven.held[0].values())
+
+
+def test_in_sixteen_bits_the_factor_is_rounded_once_and_means_are_not():
+    x = jnp.asarray(draw(3)["down"][None], jnp.bfloat16)
+    before = jnp.full((1, 1, 20), 0.3)
+    d, second = normalize(x, before, beta2=0.9)
+    x64 = np.float64(x)
+    mean = 0.27 + 0.1 * (x64**2).mean(axis=1, keepdims=True)
+    factor = np.linalg.norm(x64) / np.linalg.norm(x64 / np.sqrt(mean)) / np.sqrt(mean)
+    rounded = jnp.asarray(jnp.asarray(factor, jnp.bfloat16), jnp.float32)
+    np.testing.assert_array_equal(d, (rounded * x.astype(jnp.float32)).astype(jnp.bfloat16))
+    np.testing.assert_allclose(second, mean, rtol=1e-6)
+    direction = jax.jit(partial(polar_express, dtype="bfloat16"))(jnp.asarray(draw(3)["up"]).mT)
+    assert (d.dtype, direction.dtype, second.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    want = np.stack([slow_polar(g) for g in draw(3)["up"].swapaxes(1, 2)])
+    assert np.linalg.norm(np.float32(direction) - want) < 0.2 * np.linalg.norm(want)

@@ -13,17 +13,6 @@ from speedrun.science.kernels.mlp import bounds, mlp, product
 from speedrun.science.models.record89_tokens import lookup_of_few
 
 
-@pytest.mark.parametrize("head_dim", [8, 32, 128])
-def test_rotary_turns_pairs_by_position_times_frequency(head_dim):
-    """In complex numbers z -> z exp(-i t f), where f falls from 1 to 1/1024 over a quarter of the head."""
-    x = np.random.default_rng(0).standard_normal((2, 9, 3, head_dim)).astype(np.float32)
-    half, quarter = head_dim // 2, head_dim // 4
-    f = np.concatenate([(1 / 1024) ** (np.arange(quarter) / (quarter - 1)), np.zeros(quarter)])
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(-1j * np.arange(9)[:, None] * f)[None, :, None, :]
-    got = nn.rotary(jnp.asarray(x), nn.rotary_angles(9, head_dim))
-    np.testing.assert_allclose(got, np.concatenate([z.real, z.imag], axis=-1), atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [1.0, 2.0**-12])  # the mean square of the other is half of epsilon
 def test_rms_norm_is_computed_in_float32_and_returned_as_it_came(size):
     x = jnp.asarray(size * np.random.default_rng(0).standard_normal((4, 768)), jnp.bfloat16)
@@ -42,11 +31,9 @@ def test_learned_scalars_are_not_rounded():
     np.testing.assert_allclose(got.astype(jnp.float32), 3.072, rtol=0.004)
 
 
-LOOKUPS = pytest.mark.parametrize("lookup", [nn.lookup, lookup_of_few])
-
-
-@LOOKUPS
-def test_a_lookup_returns_rows_and_its_gradient_sums_for_each_row(lookup):
+@pytest.mark.parametrize("lookup", [nn.lookup, lookup_of_few])
+def test_a_lookup_returns_rows_and_its_gradient_sums_for_each_row_in_float32(lookup):
+    """A bfloat16 sum of ones stops at 256."""
     ids = np.array([[0, 7, 7, 3], [3, 7, 0, 5]])
     table, g = np.arange(16.0).reshape(8, 2), np.arange(16.0).reshape(2, 4, 2)
     rows, pull = jax.vjp(lambda table: lookup(table, jnp.asarray(ids)), jnp.asarray(table))
@@ -54,11 +41,6 @@ def test_a_lookup_returns_rows_and_its_gradient_sums_for_each_row(lookup):
     np.add.at(want, ids, g)
     np.testing.assert_array_equal(rows, table[ids])
     np.testing.assert_array_equal(pull(jnp.asarray(g, rows.dtype))[0], want)
-
-
-@LOOKUPS
-def test_a_frequent_ids_gradient_is_summed_in_float32(lookup):
-    """A bfloat16 sum of ones stops at 256."""
     ids, table = jnp.zeros((1, 1000), jnp.int32), jnp.ones((4, 2), jnp.bfloat16)
     grad = jax.grad(lambda table: lookup(table, ids).astype(jnp.float32).sum())(table)
     assert grad.dtype == jnp.bfloat16

@@ -1,35 +1,28 @@
-"""The optimiser tracks: what they fix is that of their recipe, a run that differs is refused, and its entries train."""
+"""The optimiser tracks: what they fix is that of their recipe, as values and as text; a run that differs is refused."""
 
 import dataclasses
 import importlib
-import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import msgspec
 import numpy as np
 import pytest
-from test_recipes import at_laptop_size, train_trace
+from test_recipes import at_laptop_size
 
-import speedrun as sr
 from speedrun import recipes
-from speedrun.base import mesh, provenance, recipe_files, track
+from speedrun.base import mesh, provenance, track
 from speedrun.base.errors import UsageError
-from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.record.checks.v5_source import FREE, FREE_FOLDERS, leaves
 from speedrun.record.source import is_science, read, split_source
 from speedrun.science.inputs import Inputs, Plan
-from speedrun.science.recipe import Batch, Recipe, Stage, describe
+from speedrun.science.recipe import Batch, Recipe, describe
 from speedrun.train import contract
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
 from speedrun.train.request import RunConfig
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "optimiser-track.md").read_text()
-EXAMPLES = dict(re.findall(r"^`(\w+)\.py`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 FIXING = [name for name in track.names() if track.load(name).fixed is not None]
 #: Of the recipe when the version of the track was made. Another revision is another recipe: make a new version.
 REVISIONS = {"optim-steps@1": 1, "optim-steps-cpu@1": 1}
@@ -42,7 +35,7 @@ def check(recipe: Recipe, rules: track.Track) -> None:
 
 
 @pytest.mark.parametrize("name", FIXING)
-def test_a_track_fixes_all_of_its_recipe_but_what_is_free(name: str) -> None:
+def test_a_track_fixes_all_of_its_recipe_but_what_is_free(name):
     rules = track.load(name)
     recipe = recipes.load(rules.recipe)
     described = msgspec.json.decode(msgspec.json.encode(describe(recipe)))
@@ -70,7 +63,7 @@ class Asked(dict):
 
 
 @pytest.mark.parametrize("name", FIXING)
-def test_a_track_fixes_every_input_that_its_model_reads(name: str) -> None:
+def test_a_track_fixes_every_input_that_its_model_reads(name):
     rules = track.load(name)
     program = Program(at_laptop_size(rules.recipe), mesh.make_mesh(1))
     recipe, asked = program.recipe, Asked(program.recipe.inputs_at(0))
@@ -125,7 +118,7 @@ STAGE = SMOKE.stages[0]
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # an address would differ between processes
 )
-def test_a_recipe_that_changes_what_is_fixed_is_refused(changes: dict, named: str) -> None:
+def test_a_recipe_that_changes_what_is_fixed_is_refused(changes, named):
     assert describe(pretended) == describe(SMOKE.forward)
     recipe = dataclasses.replace(SMOKE, name="mine", **changes)
     with pytest.raises(UsageError) as caught:
@@ -135,13 +128,13 @@ def test_a_recipe_that_changes_what_is_fixed_is_refused(changes: dict, named: st
     check(recipe, track.load("smoke-cpu"))
 
 
-def test_optimizer_schedule_and_number_of_steps_are_free() -> None:
+def test_optimizer_schedule_and_number_of_steps_are_free():
     slower = dataclasses.replace(SMOKE.schedule, momentum_end=0.9, cooldown_fraction=0.7)
     changed = {"optimizer.muon_lr": 0.03, "stages.0.num_steps": 33, "optimizer.muon_steps": 3}
     check(dataclasses.replace(SMOKE.override(changed), name="mine", schedule=slower), CPU)
 
 
-def test_a_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
+def test_a_run_is_refused_before_its_folder_is_made(tmp_path):
     with pytest.raises(UsageError, match="recipe smoke changes config, which optim-steps-cpu@1 fixes"):
         prepare(RunConfig("optim-steps-cpu", tmp_path / "out", overrides={"config.mlp_dim": "512"}))
     assert not (tmp_path / "out").exists()
@@ -150,17 +143,14 @@ def test_a_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
 # --- science that is fixed can be compared as text ------------------------------------------------------------
 
 
-def _fixed_science() -> list[Path]:
-    names = [str(path.relative_to(ROOT)) for path in ROOT.glob("speedrun/science/**/*.py")]
-    return [ROOT / name for name in names if is_science(name) and not name.startswith(FREE_FOLDERS)]
-
-
-def test_fixed_science_imports_nothing_that_is_free() -> None:
+def test_fixed_science_imports_nothing_that_is_free():
     free = tuple(folder.rstrip("/").replace("/", ".") for folder in FREE_FOLDERS)
-    assert len(_fixed_science()) > 10
-    for path in _fixed_science():
-        for one in read(path.read_text()).imports:
-            assert not f"{one.module}.{one.name}".startswith(free), f"{path} imports {one.module}"
+    names = [str(path.relative_to(ROOT)) for path in ROOT.glob("speedrun/science/**/*.py")]
+    fixed = [name for name in names if is_science(name) and not name.startswith(FREE_FOLDERS)]
+    assert len(fixed) > 10
+    for name in fixed:
+        for one in read((ROOT / name).read_text()).imports:
+            assert not f"{one.module}.{one.name}".startswith(free), f"{name} imports {one.module}"
 
 
 #: Tables that a recipe could change, for nothing: of packing, of flags that V401 reads, of an empty carry, of `--set`.
@@ -168,7 +158,7 @@ HARMLESS = {"PLACES", "COMPILER_OPTIONS", "NOTHING", "SIZES", "SMOKE"}
 
 
 @pytest.mark.parametrize("name", FIXING)
-def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name: str) -> None:
+def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name):
     """As by `table = MIXERS; table["long"] = mine`."""
     source = split_source(provenance.closure([f"speedrun.recipes.{track.load(name).recipe}"], []))
     for path in source:
@@ -179,27 +169,3 @@ def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name: str) -> N
                 assert fixed or table in HARMLESS, (
                     f"{path}: {table} should be a MappingProxyType, a tuple or a frozenset"
                 )
-
-
-# --- the entries of docs/optimiser-track.md -------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The files of the page."""
-    monkeypatch.setenv(RECIPES_VARIABLE, "")
-    for name, text in EXAMPLES.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    yield tmp_path
-    recipe_files.forget([name for name in sys.modules if name.rpartition(".")[2] in EXAMPLES])
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("name", ["polar", "shampoo"])
-def test_an_entry_takes_part_and_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
-    recipe = sr.load(str(folder / f"{name}.py"))
-    check(recipe, CPU)
-    small = dataclasses.replace(recipe, stages=(Stage(num_steps=3, num_sequences=8, seq_len=64),))
-    one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
-    np.testing.assert_allclose(one, eight, rtol=1e-4)
-    assert one[-1] < one[0] - 0.1

@@ -13,6 +13,7 @@ from speedrun.science import params
 from speedrun.science.params import (
     Layout,
     ParamSpec,
+    Table,
     constant,
     normal,
     uniform_fan_in,
@@ -31,42 +32,20 @@ TABLE = {
 }
 
 
-def values() -> dict[str, jax.Array]:
-    keys = iter(jax.random.split(jax.random.key(0), len(TABLE)))
-    return {name: jax.random.normal(next(keys), spec.shape) for name, spec in TABLE.items()}
+def values(table: Table = TABLE) -> dict[str, jax.Array]:
+    return {name: jnp.arange(1.0, 1 + spec.size).reshape(spec.shape) for name, spec in table.items()}
 
 
-def test_unpack_undoes_pack():
-    layout, given = Layout(TABLE), values()
-    back = layout.unpack(layout.pack(given))
-    assert list(back) == list(TABLE)
-    for name, x in given.items():
-        np.testing.assert_array_equal(back[name], x)
-
-
-def test_packed_arrays_divide_by_eight_and_hold_wide_matrices():
-    packed = Layout(TABLE).pack(values())
+def test_packed_arrays_divide_by_eight_and_hold_wide_matrices_in_their_order_and_zeros():
+    layout = Layout(TABLE)
+    packed = layout.pack(values())
     banks = {name: x.shape for name, x in packed.items() if name.startswith("bank.")}
     assert banks == {"bank.4x6.0": (8, 4, 6), "bank.4x6.1": (8, 4, 6), "bank.4x8.0": (8, 4, 8)}
     assert packed["embed"].shape == (16, 4)
     assert packed["scalars"].shape == (5,)
     assert all(x.shape[0] % params.SHARDS == 0 for name, x in packed.items() if name != "scalars")
-
-
-def test_banks_follow_the_order_of_the_table():
-    places = [(m.name, m.place) for bank in Layout(TABLE).banks.values() for m in bank]
+    places = [(m.name, m.place) for bank in layout.banks.values() for m in bank]
     assert places[:10] == [*(("block.0.qkv", i) for i in range(9)), ("block.0.out", 0)]
-
-
-def test_a_parameter_is_born_in_its_own_dtype():
-    embed = ParamSpec((8, 4), ("vocab", "model"), normal, "embed", "bfloat16")
-    table = {"embed": embed, "skips": TABLE["skips"]}
-    assert Layout(table).init(jax.random.key(0))["embed"].dtype == jnp.bfloat16
-
-
-def test_padding_is_zero_and_no_parameter():
-    layout = Layout(TABLE)
-    packed = layout.pack(values())
     assert not packed["bank.4x6.1"][2:].any()
     assert not packed["embed"][13:].any()
     assert params.count(TABLE) == 13 * 4 + 216 + 24 + 32 + 5 + 64
@@ -93,20 +72,24 @@ def test_a_group_of_its_own_is_packed_by_itself():
         "mix": ParamSpec((3,), ("lambda",), normal, "mix", place="vector"),
     }
     layout, plain = Layout(table), Layout(TABLE)
-    given = {name: jnp.arange(1.0, 1 + spec.size).reshape(spec.shape) for name, spec in table.items()}
+    given = values(table)
     packed = layout.pack(given)
     assert {*packed} - {*plain.banks, *plain.tables, "scalars"} == {"bank.gate.4x6.0", "mixs"}
     assert (layout.groups["bank.gate.4x6.0"], layout.groups["mixs"]) == ("gate", "mix")
-    for name, x in layout.unpack(packed).items():
+    back = layout.unpack(packed)
+    assert list(back) == list(table)
+    for name, x in back.items():
         np.testing.assert_array_equal(x, given[name])
 
 
-def test_starting_values_depend_on_the_name_and_seed_only():
+def test_starting_values_depend_on_name_and_seed_only_and_have_the_dtype_of_the_parameter():
     alone = Layout({"embed": TABLE["embed"], "skips": TABLE["skips"]})
     cases = (Layout(TABLE), 0), (alone, 0), (alone, 1)
     first, again, other = (layout.init(jax.random.key(seed))["embed"] for layout, seed in cases)
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+    narrow = Layout({"embed": ParamSpec((8, 4), ("vocab", "model"), normal, "embed", "bfloat16")})
+    assert narrow.init(jax.random.key(0))["embed"].dtype == jnp.bfloat16
 
 
 def test_parameters_that_are_alike_start_equal_at_every_seed():
@@ -127,7 +110,7 @@ def test_parameters_that_are_alike_start_equal_at_every_seed():
         ((13, 4), normal, "twin2"),
     ],
 )
-def test_a_parameter_is_like_one_that_draws_by_itself(shape: tuple[int, ...], init: params.Init, like: str):
+def test_a_parameter_is_like_one_that_draws_by_itself(shape, init, like):
     alike = ParamSpec((13, 4), ("vocab", "model"), normal, "head", like="embed")
     twin = ParamSpec(shape, ("vocab", "model"), init, "head", like=like)
     with pytest.raises(UsageError, match=f"its table draws 'twin' like '{like}'; need one with its own draw"):

@@ -1,4 +1,4 @@
-"""Recipes outside the package: those of docs/recipes.md, and what is refused."""
+"""Recipes outside the package: those of docs/recipes.md and docs/optimiser-track.md, and what is refused."""
 
 import dataclasses
 import os
@@ -6,7 +6,7 @@ import py_compile
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +25,15 @@ from speedrun.data import prepare, shards, tokenizer
 from speedrun.data.documents import open_source
 from speedrun.lab.several_runs import run_batch
 from speedrun.record.source import split_source
+from speedrun.science.inputs import Plan
 from speedrun.science.params import count
 from speedrun.science.recipe import Stage
+from speedrun.train import contract
 from speedrun.train.program import Program
 
-PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
-FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = "".join((DOCS / name).read_text() for name in ("recipes.md", "optimiser-track.md"))
+FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL))
 EXAMPLES = {name: text for name, text in FILES.items() if name.endswith(".py")}
 
 
@@ -44,7 +47,7 @@ def _no_other_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The files of the page."""
+    """The files of the pages."""
     made = tmp_path / "my recipes"
     made.mkdir()
     for name, text in EXAMPLES.items():
@@ -52,11 +55,15 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-_NIGHTLY = [pytest.param(name, marks=pytest.mark.compile) for name in ("grouped", "swiglu", "adamw", "chars")]
+ENTRIES = ("polar", "shampoo")  #: of the optimiser track
+_NIGHTLY = [
+    pytest.param(name, marks=pytest.mark.compile)
+    for name in ("grouped", "swiglu", "adamw", "chars", *ENTRIES)
+]
 
 
 @pytest.mark.parametrize("name", ["gelu", *_NIGHTLY])
-def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
+def test_an_example_trains_alike_on_one_device_and_eight(name, folder):
     recipe = recipes.load(resolve(str(folder / f"{name}.py")))
     two_layers = {"config.mixing": "('long', 'short')", "config.value_tables": "(0, -1)"}
     stages = (Stage(num_steps=3, num_sequences=8, seq_len=64),)
@@ -66,7 +73,14 @@ def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path
     assert one[-1] < one[0] - 0.1
 
 
-def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> None:
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_takes_part_in_the_optimiser_track(name, folder):
+    recipe = sr.load(str(folder / f"{name}.py"))
+    plan = Plan.of(recipe.inputs_at, recipe.num_steps, {})
+    contract.check_fixed(recipe, plan.rows, track.load("optim-steps-cpu"))
+
+
+def test_examples_have_the_parameters_that_their_names_promise(folder):
     """Of smoke: width 128, 4 heads of 32, MLP 256, 4 layers of which 3 have attention."""
     loaded = map(sr.load, ("smoke", str(folder / "swiglu.py"), str(folder / "grouped.py")))
     plain, swiglu, grouped = (count(recipe.table(recipe.config)) for recipe in loaded)
@@ -74,9 +88,7 @@ def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> 
     assert plain - grouped == 3 * 2 * (4 - 2) * 32 * 128
 
 
-def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(folder, tmp_path, monkeypatch):
     (tmp_path / "chars.toml").write_text(FILES["chars.toml"])
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
     rules, config = track.load("chars"), sr.load(str(folder / "chars.py")).config
@@ -89,7 +101,7 @@ def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
 
 
 @pytest.mark.compile
-def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, smoke_data: Path) -> None:
+def test_a_run_of_one_is_a_record_that_carries_it(folder, tmp_path, smoke_data):
     recipe = sr.load(str(folder / "gelu.py")).override(SMALL)
     record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)
     report = record.validate()
@@ -101,7 +113,7 @@ def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, 
     assert f"{RECIPES}/swiglu.py" not in source
 
 
-def test_edited_files_are_read_anew_and_what_was_loaded_stays(folder: Path) -> None:
+def test_edited_files_are_read_anew_and_what_was_loaded_stays(folder):
     path = folder / "adamw.py"
     before, other = sr.load(str(path)), sr.load(str(folder / "gelu.py"))
     assert [settings_of(recipe) for recipe in (before, other)] == [{}, {}]
@@ -111,7 +123,7 @@ def test_edited_files_are_read_anew_and_what_was_loaded_stays(folder: Path) -> N
     assert "EDITED" in type(sr.load(str(folder / "gelu.py")).config).mlp.__globals__
 
 
-def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
+def test_processes_that_are_started_find_it_by_its_name(folder):
     assert own_file("swiglu") is None
     assert resolve(str(folder / "swiglu.py")) == "swiglu"
     assert [own_file(name) for name in ("swiglu", "smoke", None)] == [folder / "swiglu.py", None, None]
@@ -136,7 +148,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("said", "make"), ENDLESS)
-def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callable, tmp_path: Path) -> None:
+def test_what_never_ends_is_refused_wherever_it_is_named(said, make, tmp_path):
     path = tmp_path / "mine.py"
     make(path)
     for read in (resolve, lambda name: tokenizer.load(f"{name}.json")):
@@ -160,7 +172,7 @@ def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callab
         ("mute.py", b"RECIPE = 3"),
     ],
 )
-def test_a_file_that_cannot_be_a_recipe_is_refused(name: str, content: bytes | None, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_a_recipe_is_refused(name, content, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if content is not None:
@@ -176,7 +188,7 @@ def test_a_file_that_cannot_be_a_recipe_is_refused(name: str, content: bytes | N
         ("gelu_model.py", b"# coding: latin-1\n# caf\xe9\n"),
     ],
 )
-def test_files_that_a_record_could_not_carry_are_refused(name: str, content: bytes, folder: Path) -> None:
+def test_files_that_a_record_could_not_carry_are_refused(name, content, folder):
     (folder / name).write_bytes(content)
     resolve(str(folder / "gelu.py"))
     with pytest.raises(UsageError, match=name):
@@ -184,7 +196,7 @@ def test_files_that_a_record_could_not_carry_are_refused(name: str, content: byt
 
 
 @pytest.mark.parametrize("text", ["\ufeff" + EXAMPLES["adamw.py"], EXAMPLES["adamw.py"].rstrip("\n")])
-def test_a_source_has_no_byte_order_mark_and_a_last_newline(text: str, folder: Path) -> None:
+def test_a_source_has_no_byte_order_mark_and_a_last_newline(text, folder):
     (folder / "adamw.py").write_text(text)
     resolve(str(folder / "adamw.py"))
     assert carried("adamw")[f"{RECIPES}/adamw.py"] == EXAMPLES["adamw.py"]
@@ -207,7 +219,7 @@ def carried(recipe: str = "rated") -> dict[str, str]:
     return split_source(provenance.closure([f"speedrun.recipes.{recipe}"], []))
 
 
-def test_what_runs_is_the_text_not_bytecode_beside_it(tmp_path: Path) -> None:
+def test_what_runs_is_the_text_not_bytecode_beside_it_and_a_record_carries_it(tmp_path):
     """Python takes bytecode for that of any text of the same size and second."""
     path = tmp_path / "rates.py"
     path.write_text("LR = 0.04\n")
@@ -216,19 +228,11 @@ def test_what_runs_is_the_text_not_bytecode_beside_it(tmp_path: Path) -> None:
     path.write_text("LR = 0.06\n")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert rate(tmp_path) == 0.06
+    path.write_text("LR = 0.08\n")
+    assert carried()[f"{RECIPES}/rates.py"] == "LR = 0.06\n"
 
 
-def test_a_record_carries_the_text_that_was_imported(tmp_path: Path) -> None:
-    path = tmp_path / "rates.py"
-    path.write_text("LR = 0.04\n")
-    rate(tmp_path)
-    path.write_text("LR = 0.06\n")
-    assert carried()[f"{RECIPES}/rates.py"] == "LR = 0.04\n"
-
-
-def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(tmp_path, monkeypatch):
     """A package would win when the source is unpacked into one folder."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second / "rates", second / "smoke"):
@@ -244,7 +248,7 @@ def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(
 
 
 @pytest.mark.parametrize("helper", ["load", "Recipe", "importlib"])
-def test_no_file_takes_the_place_of_what_finds_recipes(helper: str, tmp_path: Path) -> None:
+def test_no_file_takes_the_place_of_what_finds_recipes(helper, tmp_path):
     (tmp_path / f"{helper}.py").write_text("LR = 0.04\n")
     (tmp_path / "rated.py").write_text(f"import speedrun.recipes.{helper}\n")
     with pytest.raises(UsageError, match=rf"{helper}\.py: this package uses the name; rename the file"):

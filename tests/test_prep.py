@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typed import invoke
 
-from speedrun import cli
 from speedrun.base import track, wholefile
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, UsageError
@@ -128,7 +127,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     assert (folder / "a" / "manifest.json").read_bytes() == (folder / "b" / "manifest.json").read_bytes()
 
 
-def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
+def test_files_and_folders_are_sorted_by_name(tmp_path):
     write_rows(tmp_path / "b.jsonl", ["three", "four"])
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         # Blank lines are not rows; no newline at the end.
@@ -160,7 +159,7 @@ def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
         ("x.jsonl", b"", "holds no document"),
     ],
 )
-def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, said: str):
+def test_a_source_that_cannot_be_read(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said) as caught:
         prepare(open_source([str(tmp_path / name)]), BYTES, Cut(), tmp_path / "out")
@@ -175,7 +174,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
         b'\xef\xbb\xbf{"text": "a"}',
     ],
 )
-def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
+def test_what_pythons_json_accepts_is_accepted(tmp_path, line):
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert list(documents.texts(open_source([str(tmp_path)]))) == [want]
@@ -191,7 +190,7 @@ def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
         (["empty"], None, DataError),
     ],
 )
-def test_sources_that_cannot_be_combined(tmp_path, names: list[str], revision, error: type[Exception]):
+def test_sources_that_cannot_be_combined(tmp_path, names, revision, error):
     for file in ("a/x.jsonl", "b/x.jsonl", "latin/\udcff.txt", "empty/x.csv"):
         (tmp_path / file).parent.mkdir()
         write_rows(tmp_path / file, ["text"])
@@ -200,7 +199,7 @@ def test_sources_that_cannot_be_combined(tmp_path, names: list[str], revision, e
         open_source(given, revision=revision)
 
 
-def test_a_changed_setting_is_named(tmp_path: Path):
+def test_a_changed_setting_is_named(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5)
     out, cut = tmp_path / "out", Cut("x", 4)
     prepare(open_source([str(rows)]), BYTES, cut, out)
@@ -222,14 +221,14 @@ def test_a_changed_setting_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("prefix", ["../x", "a/b", "", "x\0"])
-def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
+def test_a_prefix_must_be_part_of_a_file_name(tmp_path, prefix):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
     with pytest.raises(UsageError, match="need letters, digits"):
         prepare(open_source([str(rows)]), BYTES, Cut(prefix), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path: Path):
+def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -241,7 +240,7 @@ def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path: Path):
         prepare(open_source([str(tmp_path)]), BYTES, Cut(), tmp_path / "out")
 
 
-def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
+def test_a_folder_with_other_shards_or_missing_ones(tmp_path):
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5), tmp_path / "out"
     out.mkdir()
     (out / "fineweb_val_000000.bin").write_bytes(b"")
@@ -254,7 +253,7 @@ def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
         prepare(open_source([str(rows)]), BYTES, Cut(), out)
 
 
-def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
+def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc" * n for n in range(9)])
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 19, 257, DOCUMENT, "again!")
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
@@ -269,7 +268,7 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
 
 
 @needs_shared
-def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
+def test_real_rows_equal_tiktokens_by_document(tmp_path):
     choice = tokenizer.load(str(RANKS))
     assert isinstance(choice, tokenizer.Tiktoken)
     encoding = choice.encoding
@@ -288,7 +287,7 @@ def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
-def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_found_after_an_interruption(tmp_path, kind, monkeypatch):
     """At any place, in a file with several row groups."""
     import pyarrow.parquet
 
@@ -333,7 +332,7 @@ def test_blocks_are_read_on_demand():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
 
 
-def test_a_row_that_cannot_be_read_ends_all_workers(tmp_path: Path):
+def test_a_row_that_cannot_be_read_ends_all_workers(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b'{"text": "abc"}\n' * 50_000 + b'{"text": 1}\n' + b'{"text": "abc"}\n' * 50_000)
     with pytest.raises(DataError, match="row 50,000 has int as 'text'"):
@@ -345,7 +344,7 @@ def test_a_row_that_cannot_be_read_ends_all_workers(tmp_path: Path):
 
 
 @needs_shared
-def test_the_number_of_workers_does_not_matter(tmp_path: Path):
+def test_the_number_of_workers_does_not_matter(tmp_path):
     """The first block takes longest, so others finish before it."""
     texts = ["a" * 600_000, *(f"row {i} " * 3_000 for i in range(60))]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
@@ -357,7 +356,7 @@ def test_the_number_of_workers_does_not_matter(tmp_path: Path):
     assert shards_of(tmp_path / "4") == shards_of(tmp_path / "1")
 
 
-def test_killed_and_restarted(tmp_path: Path):
+def test_killed_and_restarted(tmp_path):
     rnd = random.Random(0)
     texts = ["".join(rnd.choices("abcdefgh \n", k=rnd.randrange(400))) for _ in range(12_000)]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
@@ -400,7 +399,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int):
+def test_signals_stop_it_and_it_says_how_to_continue(tmp_path, number):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
     argv = command(rows, tmp_path / "out", "--shard-tokens 1000 --workers 2")
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -413,18 +412,17 @@ def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int
     wait_until(lambda: is_gone(process.pid))
 
 
-def test_without_a_network_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_network_it_says_what_is_missing(tmp_path, monkeypatch):
     """Nothing listens on the port of HF_ENDPOINT."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    argv = ["data", "prep", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.command, argv, prog_name="speedrun")
+    done = invoke("data", "prep", "--tokenizer", "bytes", "--out", tmp_path / "out")
     assert done.exit_code == 3
     assert "hub:HuggingFaceFW/fineweb" in done.stderr
     assert done.stderr.strip().count("\n") == 0
     assert not (tmp_path / "out").exists()
 
 
-def test_the_script_is_the_command(tmp_path: Path):
+def test_the_script_is_the_command(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 30)
     argv = f"--source {rows} --tokenizer bytes --out {tmp_path / 'out'} --shard-tokens 50 --max-tokens 100 --json"
     script = [sys.executable, str(ROOT / "data" / "fineweb_prep.py"), *argv.split()]
@@ -435,7 +433,7 @@ def test_the_script_is_the_command(tmp_path: Path):
     assert ids_of(tmp_path / "out") == definition(["abc"] * 30, 50, 100)
 
 
-def test_bits_per_byte(tmp_path: Path):
+def test_bits_per_byte(tmp_path):
     """A model with probability 1/256 for each byte needs 8 bits per byte, whatever the tokens."""
     rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 50, scored_tokens=40), tmp_path)
@@ -447,7 +445,7 @@ def test_bits_per_byte(tmp_path: Path):
 
 
 @pytest.mark.parametrize("look", [1, 2])
-def test_a_lock_whose_holder_just_left_is_taken(tmp_path: Path, monkeypatch, look: int) -> None:
+def test_a_lock_whose_holder_just_left_is_taken(tmp_path, monkeypatch, look):
     """Its file goes at any look at it."""
     path, looks, stat = tmp_path / LOCK, itertools.count(1), Path.stat
 

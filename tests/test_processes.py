@@ -11,20 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import msgspec
 import numpy as np
 import pytest
 from small_run import SMALL, runs_of
 from typed import as_words
 
-from speedrun.base import errors, mesh, processes, runlog
+from speedrun.base import errors, processes, runlog
 from speedrun.base.errors import UsageError
-from speedrun.data import stream
 from speedrun.train import checkpoint, connect
-from speedrun.train.preflight import prepare
 from speedrun.train.request import RunConfig
-from speedrun.train.run import train
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
@@ -109,35 +105,6 @@ def config(tmp_path, smoke_data) -> RunConfig:
 # --- the same run ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, smoke_data) -> Path:
-    out = tmp_path_factory.mktemp("alone") / "out"
-    train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
-    return out
-
-
-def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> None:
-    got, want = ([step.loss for step in of(runlog.Step, one)] for one in (out, alone))
-    np.testing.assert_allclose(got[:2], want[:2], rtol=1e-6)
-    # Muon makes unit steps of gradients that are rounding at first; one process with 4 devices is as far from 8.
-    np.testing.assert_allclose(got, want, rtol=2e-3)
-    first, last = of(runlog.Val, out)
-    first_alone, last_alone = of(runlog.Val, alone)
-    assert (first.step, first.tokens, last.step) == (0, 131072, 12)
-    assert first.loss == pytest.approx(first_alone.loss, rel=1e-6)
-    assert last.loss == pytest.approx(last_alone.loss, rel=2e-3)
-    mine, other = runs_of(out)[-1], runs_of(alone)[-1]
-    assert mine.of(runlog.WarmupStart) == other.of(runlog.WarmupStart)
-    assert (mine.data, mine.end.first_batch_sha256) == (other.data, other.end.first_batch_sha256)
-    assert mine.start.source_sha256 == other.start.source_sha256
-    assert mine.preflight.num_devices == other.preflight.num_devices
-    assert (mine.start.config_sha256 == other.start.config_sha256) is (replicas == 1)
-    assert [(hw.num_processes, hw.num_replicas) for hw in of(runlog.Preflight, out)] == [(count, replicas)]
-    names = [type(event).__name__ for event in lines(out)]
-    assert "Compile" not in names[names.index("ClockStart") : names.index("ClockStop")]
-    assert len(list(out.glob("runs/*"))) == 1
-
-
 #: Python reads this file when it starts.
 NODES = """
 import socket, sys
@@ -159,7 +126,7 @@ def with_start(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None
     [(2, 2, 1, None), (4, 4, 1, None), (2, 1, 2, None), (4, 2, 2, None), (4, 4, 4, 4)],
 )
 def test_several_processes_and_nodes_train_what_one_does(
-    count, per_node, replicas, asked, alone, tmp_path, smoke_data, monkeypatch
+    count, per_node, replicas, asked, trained, tmp_path, smoke_data, monkeypatch
 ):
     """Each node has a replica, unasked. That all end with one state, the run itself has compared."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=per_node))
@@ -167,7 +134,26 @@ def test_several_processes_and_nodes_train_what_one_does(
     for code, stdout, stderr in ends(shared([config] * count, tmp_path)):
         assert code == 0, stderr
         assert "Gloo" not in stdout
-    check_same_run(config.out, alone, count, replicas)
+    out, alone = config.out, trained.out
+    got, want = ([step.loss for step in of(runlog.Step, one)] for one in (out, alone))
+    np.testing.assert_allclose(got[:2], want[:2], rtol=1e-6)
+    # Muon makes unit steps of gradients that are rounding at first; one process with 4 devices is as far from 8.
+    np.testing.assert_allclose(got, want, rtol=2e-3)
+    first, last = of(runlog.Val, out)
+    first_alone, last_alone = of(runlog.Val, alone)
+    assert (first.step, first.tokens, last.step) == (0, 131072, 12)
+    assert first.loss == pytest.approx(first_alone.loss, rel=1e-6)
+    assert last.loss == pytest.approx(last_alone.loss, rel=2e-3)
+    mine, other = runs_of(out)[-1], runs_of(alone)[-1]
+    assert mine.of(runlog.WarmupStart) == other.of(runlog.WarmupStart)
+    assert (mine.data, mine.end.first_batch_sha256) == (other.data, other.end.first_batch_sha256)
+    assert mine.start.source_sha256 == other.start.source_sha256
+    assert mine.preflight.num_devices == other.preflight.num_devices
+    assert (mine.start.config_sha256 == other.start.config_sha256) is (replicas == 1)
+    assert [(hw.num_processes, hw.num_replicas) for hw in of(runlog.Preflight, out)] == [(count, replicas)]
+    names = [type(event).__name__ for event in lines(out)]
+    assert "Compile" not in names[names.index("ClockStart") : names.index("ClockStop")]
+    assert len(list(out.glob("runs/*"))) == 1
 
 
 DRIFTS = """
@@ -192,22 +178,10 @@ def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, m
 # --- rows 18, 21, 22, 23, 30 of the table of faults: signals and death -----------------------------------
 
 
-def losses_alone(config: RunConfig, num_steps: int) -> list[float]:
-    """Of the first steps, without the loop."""
-    ready = prepare(config)
-    program, shape = ready.program, ready.program.shape_at(0)
-    state, losses = program.init(jax.random.key(config.seed)), []
-    tokens = stream.TokenStream(ready.shards.train)
-    for _ in range(num_steps):
-        batch = tokens.batch(shape.num_sequences, shape.seq_len)
-        placed = [mesh.place(x, program.mesh) for x in batch]
-        state, metrics = program.train_step(state, *placed, program.schedule)
-        losses.append(float(metrics.loss))
-    return losses
-
-
 @pytest.mark.compile
-def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_path, smoke_data, monkeypatch):
+def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(
+    tmp_path, smoke_data, trained, monkeypatch
+):
     """As two nodes, with a replica each; up to there they train what one process does."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
     out = tmp_path / "out"
@@ -221,8 +195,8 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
     kept = [path.name for path in checkpoint.folder_of(out).iterdir() if path.name.isdigit()]
     assert kept == [str(steps[-1].step + 1)]
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [2]
-    config = RunConfig("smoke-cpu", tmp_path / "alone", overrides=LONG, data=smoke_data)
-    np.testing.assert_allclose([step.loss for step in steps[:3]], losses_alone(config, 3), rtol=1e-5)
+    got, want = ([step.loss for step in of(runlog.Step, one)[:3]] for one in (out, trained.out))
+    np.testing.assert_allclose(got, want, rtol=1e-5)  # few steps or many: the schedule begins alike
     assert runs_of(out)[-1].outcome == "aborted"
 
 
@@ -324,7 +298,16 @@ def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(
 # --- rows 26 to 29: meeting and agreeing -------------------------------------------------------------------
 
 
-def test_a_cluster_is_known_by_its_variables(monkeypatch):
+def test_a_cluster_is_known_by_its_variables_and_nodes_by_the_machines_of_their_processes(monkeypatch):
+    assert connect.num_nodes(["a 1"] * 4) == 1
+    assert connect.num_nodes(["a 1", "a 1", "b 2", "b 2"]) == 2
+    assert connect.num_nodes(["a 1", "b 1", "c 1"]) == 3  # containers with names of their own
+    for machines, found in (
+        (["a 1", "b 2", "a 1", "b 2"], "1 on a, 1 on b, 1 on a, 1 on b"),
+        (["a 1", "a 1", "b 2"], "2 on a, 1 on b"),
+    ):
+        with pytest.raises(UsageError, match=f"in their order: {found}; need as many on each node"):
+            connect.num_nodes(machines)
     for name in ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
     assert connect.find_group(None, None, None) is None
@@ -340,18 +323,6 @@ def test_a_cluster_is_known_by_its_variables(monkeypatch):
     for flags in (("a:1", None, None), ("a", 2, 0), ("a:99999", 2, 0), ("a:1", 2, 2)):
         with pytest.raises(UsageError, match="need"):
             connect.find_group(*flags)
-
-
-def test_nodes_are_counted_by_the_machines_of_their_processes():
-    assert connect.num_nodes(["a 1"] * 4) == 1
-    assert connect.num_nodes(["a 1", "a 1", "b 2", "b 2"]) == 2
-    assert connect.num_nodes(["a 1", "b 1", "c 1"]) == 3  # containers with names of their own
-    for machines, found in (
-        (["a 1", "b 2", "a 1", "b 2"], "1 on a, 1 on b, 1 on a, 1 on b"),
-        (["a 1", "a 1", "b 2"], "2 on a, 1 on b"),
-    ):
-        with pytest.raises(UsageError, match=f"in their order: {found}; need as many on each node"):
-            connect.num_nodes(machines)
 
 
 @pytest.mark.parametrize(

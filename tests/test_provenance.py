@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typed import program
 
 from speedrun.base import provenance
 from speedrun.train import health
@@ -99,19 +100,16 @@ def test_a_package_that_a_platform_needs_not_may_be_missing():
     ],
 )
 def test_throttling_is_what_the_driver_counts(tmp_path, monkeypatch, said, seconds):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{said}\n")
-    tool.chmod(0o755)
+    tool = program(tmp_path / "nvidia-smi", f"#!/bin/sh\n{said}\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert health.throttled_s(mesh_of("gpu")) == seconds
-    later_s = health.throttled_s(mesh_of("gpu"), since_s=seconds)
+    device = SimpleNamespace(platform="gpu")
+    mesh: Any = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
+    assert health.throttled_s(mesh) == seconds
+    later_s = health.throttled_s(mesh, since_s=seconds)
     assert later_s == (None if seconds is None else 0.0)
-    assert health.throttled_s(mesh_of("cpu")) is None
+    device.platform = "cpu"
+    assert health.throttled_s(mesh) is None
+    device.platform = "gpu"
     tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert health.throttled_s(mesh_of("gpu")) is None
-
-
-def mesh_of(platform: str) -> Any:
-    device = SimpleNamespace(platform=platform)
-    return SimpleNamespace(devices=SimpleNamespace(flat=[device]))
+    assert health.throttled_s(mesh) is None

@@ -186,7 +186,7 @@ def test_auto_says_what_it_chose_and_why(call, name, reason):
     assert reason in choice.reason
 
 
-def test_a_form_that_cannot_run_gives_all_reasons():
+def test_a_form_that_cannot_run_gives_all_reasons_and_the_choice_is_kept():
     with pytest.raises(UsageError) as refusal:
         choose_qk_norm("triton", QkNormCall(40, jnp.dtype(jnp.float32), "cpu", ""))
     for reason in ("qk_norm form 'triton'", "a cpu", "float32", "40 dimensions", "power of two"):
@@ -196,9 +196,6 @@ def test_a_form_that_cannot_run_gives_all_reasons():
     x = jnp.zeros((1, 8, 1, 40))
     with pytest.raises(ValueError, match="40 dimensions; the kernels need a power of two"):
         qk_norm_triton.qk_norm(x, x, nn.rotary_angles(8, 40))
-
-
-def test_the_choice_is_kept_and_computes():
     q, k, _ = inputs((1, 8, 2, 16))
     kernels, angles = Kernels("cpu", ""), nn.rotary_angles(8, 16)
     for got, want in zip(kernels.qk_norm(q, k, angles), qk_norm(q, k, angles), strict=True):

@@ -1,6 +1,7 @@
-"""Recipes: every setting has an effect, names are correct, pinned traces are unchanged."""
+"""Recipes: every setting has an effect, names are correct, pinned traces are unchanged, sizes follow their rules."""
 
 import dataclasses
+import itertools
 import re
 from functools import lru_cache
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from speedrun import recipes
+from speedrun.api import settings_of
 from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
 from speedrun.science.kernels.cross_entropy import MAX_CAP
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models import record21_model as record21
-from speedrun.science.recipe import IDENTITY, Recipe, Stage, describe, settings
+from speedrun.science.params import count
+from speedrun.science.recipe import IDENTITY, SIZES, Recipe, Stage, describe, settings, settings_at
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 
@@ -146,7 +149,7 @@ def test_an_unknown_setting_suggests_only_what_can_be_set(key, said):
 
 
 @pytest.mark.parametrize("text", ["-" * 50_000 + "1", "(" * 1000, "9" * 5000, "{[]}", "\0"])
-def test_nonsense_is_no_number(text: str):
+def test_nonsense_is_no_number(text):
     """`ast.literal_eval` raises several kinds of errors."""
     with pytest.raises(UsageError, match=r"setting optimizer\.muon_lr=.{1,90}: need a number like") as caught:
         SMALL.override({"optimizer.muon_lr": text})
@@ -248,3 +251,71 @@ def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
             is_table = "embed" in str(getattr(path[-1], "key", ""))
             assert leaf.dtype == ("bfloat16" if is_table else "float32"), path
     assert "scalars" in program.layout.groups
+
+
+# --- sizes: siblings of a full-size recipe follow from the stated rules, build, and train --------------------
+
+FULL = recipes.load("record21")
+AT = {name: FULL.override({"size": name}) for name in SIZES}
+
+#: A model with a number of layers, and learned positions.
+GPT2 = settings(recipes.load("gpt2"))
+FULL_SIZE = [name for name in recipes.names() if recipes.load(name).config.model_dim == 768]
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_small_is_the_recipe_itself_and_each_size_larger_than_the_one_before(name):
+    assert recipes.load(name).override({"size": "small"}) == recipes.load(name)
+    siblings = [recipes.load(name).override({"size": size}) for size in SIZES]
+    numbers = [(count(one.table(one.config)), one.config.num_layers, one.total_tokens) for one in siblings]
+    for smaller, larger in itertools.pairwise(numbers):
+        assert smaller[0] < larger[0]
+        assert smaller[1] <= larger[1]
+        assert smaller[2] < larger[2]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_layers_keep_both_ends_and_their_mirrors(name):
+    places = settings_at(name, settings(FULL) | {"config.depth": tuple(range(12))}, {})["config.depth"]
+    assert places == tuple(sorted(places))
+    assert (places[0], places[-1]) == (0, 11)
+    assert [11 - place for place in reversed(places)] == list(places)
+    assert AT[name].config.mixing == tuple(FULL.config.mixing[place] for place in places)
+
+
+_LARGE = [name for name in SIZES if name not in ("smoke", "nano")]
+
+
+@pytest.mark.parametrize(
+    "name", ["smoke", "nano", *(pytest.param(name, marks=pytest.mark.compile) for name in _LARGE)]
+)
+def test_each_size_is_a_program_on_eight_devices_and_settings_of_its_recipe(name):
+    recipe = AT[name]
+    assert FULL.override(settings_of(recipe)) == recipe
+    program, stage = Program(recipe, mesh.make_mesh(8)), recipe.stages[0]
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    ids = [jax.ShapeDtypeStruct((stage.num_sequences, stage.seq_len), np.int32)] * 2
+    static = program.shape_at(0).static
+    after, _ = jax.eval_shape(program.train_step_for(static), state, *ids, program.schedule)
+    got, want = (jax.tree.map(lambda x: (x.shape, x.dtype), one) for one in (after, state))
+    assert got == want
+
+
+def test_other_settings_change_the_sibling_and_those_that_depend_on_each_other_together():
+    one = FULL.override({"stages.0.num_steps": "20", "size": "nano", "config.num_heads": 2})
+    assert (one.num_steps, one.config.num_heads, one.config.model_dim) == (20, 2, 256)
+    two_layers = {"config.mixing": "('long', 'long')", "config.value_tables": "(0, 0)"}
+    one = recipes.load("smoke").override(two_layers)
+    assert one.config.num_layers == 2
+    with pytest.raises(UsageError, match=r"setting config\.mixing=\('long',\).*: value_tables has 4 entries"):
+        recipes.load("smoke").override({"config.mixing": "('long',)"})
+    wide = GPT2 | {"config.expert_dim": 1536}
+    with pytest.raises(UsageError, match=r"config\.expert_dim"):
+        settings_at("nano", wide, {})
+    assert settings_at("nano", wide, {"config.expert_dim": 1}) == settings_at("nano", GPT2, {})
+
+
+def test_a_size_that_cannot_be_is_refused():
+    for recipe, size in (FULL, "tiny"), (recipes.load("smoke"), "nano"):
+        with pytest.raises(UsageError, match=size):
+            recipe.override({"size": size})

@@ -9,14 +9,13 @@ import tempfile
 import threading
 
 import pytest
-from click.testing import CliRunner
 from small_run import SMALL, runs_of
+from typed import as_words, invoke
 
 from speedrun.base import children
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import Terminated
 from speedrun.board import exports
-from speedrun.cli import command
 
 KEY = "canary00" * 5
 
@@ -86,16 +85,22 @@ def test_what_grows_in_the_log_arrives(record, fake, tmp_path, capfd):
     assert "warning" not in capfd.readouterr().err
 
 
+def sent(record, wait_s: float):
+    """The folder of a record that appears while it is sent."""
+    fresh = record.with_name("fresh")
+    with exports.relayed(fresh, "mine"):
+        record.rename(fresh)
+        threading.Event().wait(wait_s)
+    return fresh
+
+
 FAULTS = {"raise CommError('no server')": "no server", "os.kill(os.getpid(), 9)": "exit code -9 (signal 9)"}
 
 
 @pytest.mark.parametrize(("fault", "said"), FAULTS.items())
 def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
     told = fake(fault)
-    fresh = record.with_name("fresh")
-    with exports.relayed(fresh, "mine"):
-        record.rename(fresh)
-        threading.Event().wait(2)
+    fresh = sent(record, 2)
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line
     assert line.startswith("warning: wandb: ")
@@ -127,12 +132,9 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
 
 def test_a_secret_in_what_would_be_sent_stops_it(record, fake, capfd):
     told = fake()
-    fresh = record.with_name("fresh")
     for log in record.glob("runs/*/metrics.jsonl"):
         log.write_bytes(log.read_bytes().replace(b'"tiny"', f'"{KEY}"'.encode(), 1))
-    with exports.relayed(fresh, "mine"):
-        record.rename(fresh)
-        threading.Event().wait(1.5)
+    sent(record, 1.5)
     line = capfd.readouterr().err
     assert "holds the value of $WANDB_API_KEY; nothing of it is sent" in line
     assert KEY not in line
@@ -150,22 +152,20 @@ def test_told_not_to_send_it_does_not(record, fake, capfd, monkeypatch):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("trouble", ["no key", "dead server"])
-def test_a_run_is_the_same_with_the_real_wandb_in_trouble(trouble, smoke_data, tmp_path, monkeypatch):
+def test_a_run_is_the_same_with_the_real_wandb_in_trouble(
+    trouble, trained, smoke_data, tmp_path, monkeypatch
+):
     """The state and the losses are those of a run without it; the key is nowhere in what the run leaves behind."""
     pytest.importorskip("wandb", reason="needs wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     if trouble == "dead server":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    hashes = []
-    for out, more in (("without", []), ("with", ["--wandb", "mine"])):
-        words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / out), *settings, *more]
-        done = CliRunner().invoke(command, words)
-        assert done.exit_code == 1, done.output
-        (run,) = runs_of(tmp_path / out)
-        hashes.append(run.end.final_hash)
-    assert hashes[0] == hashes[1]
+    out = tmp_path / "with"
+    done = invoke("run", "--data", smoke_data, "--out", out, *as_words(SMALL), "--wandb", "mine")
+    assert done.exit_code == 1, done.output
+    (run,), (without,) = runs_of(out), runs_of(trained.out)
+    assert run.end.final_hash == without.end.final_hash
     assert "warning: wandb: " in done.stderr
-    left = [path for path in (tmp_path / "with").rglob("*") if path.is_file()]
+    left = [path for path in out.rglob("*") if path.is_file()]
     assert not [path for path in left if KEY.encode() in path.read_bytes()]

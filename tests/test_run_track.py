@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typed import program
 
 from speedrun.base import accelerators
 from speedrun.cli.train import batch
@@ -50,10 +51,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def gpus(checkout: Path, does: str) -> None:
     """Puts a program on the PATH that is asked for GPUs."""
-    tool = checkout / "bin" / "nvidia-smi"
-    tool.parent.mkdir(exist_ok=True)
-    tool.write_text(f"#!/bin/sh\n{does}\n")
-    tool.chmod(0o755)
+    program(checkout / "bin" / "nvidia-smi", f"#!/bin/sh\n{does}\n")
 
 
 def start(checkout: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
@@ -90,7 +88,7 @@ def typed(checkout: Path) -> list[str]:
     return lines
 
 
-def test_all_steps_in_order(checkout: Path) -> None:
+def test_all_steps_in_order(checkout):
     code, said = smoke(checkout, "--recipe=values", "--set", "a=1", SPEEDRUN_DOLLARS="3")
     assert (code, tuple(steps(said))) == (0, STEPS)
     assert typed(checkout) == [
@@ -115,7 +113,7 @@ def test_all_steps_in_order(checkout: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("step", [*STEPS[:-1], "declare", "batch"])
-def test_the_same_command_goes_on_after_any_end(checkout: Path, step: str, how: str, code: int) -> None:
+def test_the_same_command_goes_on_after_any_end(checkout, step, how, code):
     """A step that fails; a script that is killed; one that is stopped, and stops what runs, and waits for it."""
     fault = checkout / f"fault-{step}"
     fault.write_text(how)
@@ -135,7 +133,7 @@ def test_the_same_command_goes_on_after_any_end(checkout: Path, step: str, how: 
 
 
 @pytest.mark.parametrize("step", ["plan", "doctor", "data", "batch"])
-def test_only_a_batch_may_answer_no_and_it_is_told(checkout: Path, step: str) -> None:
+def test_only_a_batch_may_answer_no_and_it_is_told(checkout, step):
     (checkout / f"fault-{step}").write_text("exit 1")
     code, said = smoke(checkout)
     assert (code, list(steps(said))[-1]) == (1, step)
@@ -143,7 +141,7 @@ def test_only_a_batch_may_answer_no_and_it_is_told(checkout: Path, step: str) ->
     assert (typed(checkout)[-1] == "stats runs/smoke-cpu", told) == (step == "batch",) * 2
 
 
-def test_what_was_described_since_is_kept(checkout: Path) -> None:
+def test_what_was_described_since_is_kept(checkout):
     for _ in range(2):
         assert smoke(checkout, "--title", "of two", "--data", "mine")[0] == 0
     lines = typed(checkout)
@@ -152,7 +150,7 @@ def test_what_was_described_since_is_kept(checkout: Path) -> None:
     assert len([line for line in lines if line.startswith("plan")]) == 1
 
 
-def test_another_batch_is_not_begun_by_mistake(checkout: Path) -> None:
+def test_another_batch_is_not_begun_by_mistake(checkout):
     smoke(checkout, "--set", "a=1")
     typed(checkout)
     begun = "--track smoke-cpu --set a=1 --runs 2 --out runs/smoke-cpu"
@@ -166,7 +164,7 @@ def test_another_batch_is_not_begun_by_mistake(checkout: Path) -> None:
     assert "batch --track smoke-cpu --runs 2 --out runs/more/another" in typed(checkout)
 
 
-def test_it_knows_every_option_of_a_batch(checkout: Path) -> None:
+def test_it_knows_every_option_of_a_batch(checkout):
     options = {option for one in batch.params for option in one.opts if option.startswith("--")}
     known = sorted(options - {"--track", "--resume", "--json"})
     words = [word for option in known for word in (option, "a 'b'")]
@@ -188,7 +186,7 @@ def test_it_knows_every_option_of_a_batch(checkout: Path) -> None:
         "run_track.sh smoke 0",  # no track
     ],
 )
-def test_what_cannot_run_here_is_one_line_before_anything(checkout: Path, words: str) -> None:
+def test_what_cannot_run_here_is_one_line_before_anything(checkout, words):
     code, said = ended(checkout, *words.split())
     assert (code, said.count("\n"), said[:11]) == (2, 1, "run_track: ")
     assert not {"runs", ".venv"} & {path.name for path in checkout.iterdir()}
@@ -197,7 +195,7 @@ def test_what_cannot_run_here_is_one_line_before_anything(checkout: Path, words:
 @pytest.mark.parametrize(
     ("name", "goal", "runs"), [("run_8gpu.sh", "main-8xh100", 4), ("run_1gpu.sh", "single-gpu", 3)]
 )
-def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout: Path, name: str, goal: str, runs: int) -> None:
+def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout, name, goal, runs):
     before = sorted(checkout.rglob("*"))
     code, said = ended(checkout, name, "--dry-run")
     assert (code, list(steps(said))) == (0, ["install", "doctor", "data", "batch"])
@@ -212,12 +210,11 @@ def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout: Path, name: str, go
     assert sorted(path for path in checkout.rglob("*") if ".venv" not in path.parts) == before
 
 
-def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path) -> None:
+def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout):
     for name in ("scripts/install.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, checkout / name)
     shutil.copytree(ROOT / "requirements", checkout / "requirements")
-    (checkout / "bin" / "df").write_text("#!/bin/sh\necho header\necho /dev/x 10 9 1500000 90% /\n")
-    (checkout / "bin" / "df").chmod(0o755)
+    program(checkout / "bin" / "df", "#!/bin/sh\necho header\necho /dev/x 10 9 1500000 90% /\n")
     code, said = smoke(checkout, PYTHON=sys.executable, SPEEDRUN_ACCELERATOR="cuda13")
     assert code == 1
     told = f"install: found 1 GB free in {checkout}, cuda13 needs 8; free some, or put the checkout"
@@ -226,7 +223,7 @@ def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path) ->
 
 
 @pytest.mark.compile
-def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout: Path) -> None:
+def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout):
     """Two minutes: two runs of forty steps, stopped in the first. They prove nothing: code 1."""
     shutil.rmtree(checkout / "speedrun")
     for name in ("speedrun", "records"):

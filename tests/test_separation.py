@@ -82,25 +82,21 @@ class AdamOnly(MuonAndAdam):
     """Adam in Muon's place, at Muon's rate. One that is tuned anew arrives, later than Muon: docs/LOG.md."""
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
-        rates = {
-            "matrix": self.muon_lr,
-            "embed": self.embed_lr,
-            "head": self.head_lr,
-            "scalar": self.scalar_lr,
-        }
+        rates = {"matrix": self.muon_lr, "embed": self.embed_lr}
+        rates |= {"head": self.head_lr, "scalar": self.scalar_lr}
         groups = {name: self.adam.at(lr) for name, lr in rates.items()}
         return optax.chain(by_group(groups, layout), scale_by_input("lr_scale"))
 
 
-ADAM = AdamOnly(
-    **{field.name: getattr(SMOKE.optimizer, field.name) for field in dataclasses.fields(MuonAndAdam)}
-)
+def adam_only() -> Program:
+    fields = {field.name: getattr(SMOKE.optimizer, field.name) for field in dataclasses.fields(MuonAndAdam)}
+    return on_node(dataclasses.replace(SMOKE, optimizer=AdamOnly(**fields)))
 
 
 def local_gradients() -> Program:
     program = on_node()
-    kernels, constants = program.kernels, program.constants
-    vars(program)["step"] = LocalGradients(SMOKE, program.mesh, program.microbatches, kernels, constants)
+    own = LocalGradients(SMOKE, program.mesh, program.microbatches, program.kernels, program.constants)
+    vars(program)["step"] = own
     return program
 
 
@@ -118,7 +114,7 @@ def test_the_right_program_reaches_the_target(smoke_data, tmp_path, seed):
         (lambda: on_node(without_attention(SMOKE)), 1),
         (on_node, 0),
         (on_node, 2),
-        (lambda: on_node(dataclasses.replace(SMOKE, optimizer=ADAM)), 1),
+        (adam_only, 1),
         (local_gradients, 1),
     ],
     ids=["no attention", "shifted by 0", "shifted by 2", "Adam in Muon's place", "own gradients only"],

@@ -13,9 +13,8 @@ from pathlib import Path
 import click
 import msgspec
 import pytest
-from click.testing import CliRunner
+from typed import invoke
 
-from speedrun import cli
 from speedrun.base import serving as module
 from speedrun.base import signals
 from speedrun.base.errors import UsageError
@@ -39,7 +38,7 @@ def asked(url: str, path: str, *, method: str = "GET", host: str = "") -> tuple[
     return response.status, response.read(), dict(response.headers)
 
 
-def test_pages_are_served_whole_and_in_parts() -> None:
+def test_pages_are_served_whole_and_in_parts_and_not_to_other_sites():
     with serving(answer) as url:
         status, body, headers = asked(url, "/")
         assert (status, body) == (200, b"<p>hello")
@@ -47,6 +46,12 @@ def test_pages_are_served_whole_and_in_parts() -> None:
         assert asked(url, "/parts?name=two")[:2] == (200, b"one two")
         assert asked(url, "/../etc/passwd")[0] == 404
         assert asked(url, "/", host="LOCALHOST")[0] == 200  # as browsers name a server on port 80
+        assert asked(url, "/", host="evil.example:80")[0] == 403  # a name that was pointed at this machine
+        assert asked(url, "/", method="POST")[0] == 501
+        headers = asked(url, "/")[2]
+        assert "Access-Control-Allow-Origin" not in headers
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert "default-src 'self'" in headers["Content-Security-Policy"]
 
 
 HEADS: dict[str, tuple[bytes, int]] = {
@@ -86,7 +91,7 @@ def status(one: socket.socket) -> int:
     return int(code)
 
 
-def test_whatever_is_sent_is_answered_once(capfd) -> None:
+def test_whatever_is_sent_is_answered_once(capfd):
     with serving(answer) as url:
         for name, (raw, code) in HEADS.items():
             one = sent(url, raw)
@@ -96,7 +101,7 @@ def test_whatever_is_sent_is_answered_once(capfd) -> None:
 
 
 @pytest.mark.parametrize("limit", ["clients", "descriptors"])
-def test_clients_are_few_and_quick(limit: str, monkeypatch, capfd) -> None:
+def test_clients_are_few_and_quick(limit, monkeypatch, capfd):
     """One more is refused, until those that send nothing, or never end, are sent away."""
     if limit == "clients":
         monkeypatch.setattr(module, "_MOST_CLIENTS", 2)
@@ -116,7 +121,7 @@ def test_clients_are_few_and_quick(limit: str, monkeypatch, capfd) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_files_cost_is_bounded(tmp_path) -> None:
+def test_what_files_cost_is_bounded(tmp_path):
     """Clients that take none of it."""
     with (tmp_path / "large").open("wb") as file:
         file.truncate(2**25)
@@ -132,7 +137,7 @@ def test_what_files_cost_is_bounded(tmp_path) -> None:
         tracemalloc.stop()
 
 
-def test_only_files_below_a_folder_are_opened(tmp_path) -> None:
+def test_only_files_below_a_folder_are_opened(tmp_path):
     """Whatever is asked for, and whatever was put there."""
     (tmp_path / "secret").write_text("no")
     folder = tmp_path / "folder"
@@ -165,7 +170,7 @@ def served(tmp_path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("number", signals.STOPS)
-def test_a_signal_ends_a_server_with_success(number: int, tmp_path, monkeypatch) -> None:
+def test_a_signal_ends_a_server_with_success(number, tmp_path, monkeypatch):
     """From the moment at which its address is printed; a second one changes nothing."""
 
     def printed(_: object) -> None:
@@ -175,23 +180,23 @@ def test_a_signal_ends_a_server_with_success(number: int, tmp_path, monkeypatch)
     monkeypatch.setattr(click, "echo", printed)
     with signals.handled_by(lambda *_: pytest.fail("it is not handled")):
         for words in served(tmp_path):
-            assert CliRunner().invoke(cli.command, words).exit_code == 0
+            assert invoke(*words).exit_code == 0
 
 
-def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch) -> None:
+def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch):
     def killed(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(use, "_trainable", killed)
     with signals.handled_by(lambda *_: pytest.fail("it is not handled")):
-        found = CliRunner().invoke(cli.command, ["play", "--recipe", "smoke"])
+        found = invoke("play", "--recipe", "smoke")
     assert (found.exit_code, found.output) == (75, "error: stopped by SIGTERM\n")
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "form", "gone"])
-def test_a_folder_that_cannot_be_played_is_one_line(kind: str, tmp_path) -> None:
+def test_a_folder_that_cannot_be_played_is_one_line(kind, tmp_path):
     at = tmp_path / "models.json"
     makes = {
         "pipe": lambda: os.mkfifo(at),
@@ -200,13 +205,13 @@ def test_a_folder_that_cannot_be_played_is_one_line(kind: str, tmp_path) -> None
         "gone": lambda: None,
     }
     makes[kind]()
-    found = CliRunner().invoke(cli.command, ["play", str(tmp_path), "--port", "0"])
+    found = invoke("play", tmp_path, "--port", "0")
     assert found.exit_code == 2
     (said,) = found.output.splitlines()
     assert said.endswith("need a folder that 'speedrun export RUN --to web' made")
 
 
-def test_what_the_machine_cannot_give_is_said(monkeypatch, capfd) -> None:
+def test_what_the_machine_cannot_give_is_said(monkeypatch, capfd):
     def failing(path: str, query: dict[str, str]) -> Reply | None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -224,13 +229,3 @@ def test_what_the_machine_cannot_give_is_said(monkeypatch, capfd) -> None:
             with pytest.raises(UsageError, match="choose another with --port"), serving(answer, port):
                 pass
     assert capfd.readouterr() == ("", "")
-
-
-def test_other_sites_can_neither_ask_nor_read() -> None:
-    with serving(answer) as url:
-        assert asked(url, "/", host="evil.example:80")[0] == 403  # a name that was pointed at this machine
-        assert asked(url, "/", method="POST")[0] == 501
-        headers = asked(url, "/")[2]
-        assert "Access-Control-Allow-Origin" not in headers
-        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
-        assert "default-src 'self'" in headers["Content-Security-Policy"]

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from record_forge import RECIPE, forge, shard
 
-from speedrun.base.sourcefile import join_source
+from speedrun.base.sourcefile import MARKER, check_path, join_source
 from speedrun.record import source
 from speedrun.record.checks.v1_tokens import read_once
+from speedrun.record.layout import sha256
+from speedrun.record.source import split_source
 from speedrun.record.validate import validate
 
 MANY = 100_000
@@ -110,10 +112,7 @@ MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speed
 )
 def test_lines_of_science_that_the_parent_does_not_hold_are_counted(changes, num_lines):
     assert source.changed_lines(join_source(PARENT | changes), join_source(PARENT)) == num_lines
-
-
-def test_a_record_without_a_parent_counts_all_its_science():
-    assert source.changed_lines(join_source(PARENT), "") == 6
+    assert source.changed_lines(join_source(PARENT), "") == 6, "without a parent all is counted"
 
 
 @given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd")))
@@ -158,3 +157,51 @@ def test_time_to_look_for_positions_read_twice_does_not_grow_with_the_square():
         return processor_s(lambda: [*read_once.find(record)])
 
     assert read(8000) < 20 * read(1000)
+
+
+# --- files in one text --------------------------------------------------------------------------------------
+
+NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map(lambda parts: "/".join(parts) + ".py")
+TEXTS = st.text(st.characters(codec="utf-8")).map(lambda text: f"{text}\n") | st.just("")
+
+
+@given(st.dictionaries(PATHS, TEXTS, max_size=4))
+def test_round_trip(files):
+    assert split_source(join_source(files)) == files
+    assert list(split_source(join_source(files))) == list(files)
+    inner = {"c.py": join_source(files), "d.toml": "c = 1\n"}  # lines that look like markers are text
+    assert split_source(join_source(inner)) == inner
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/a.py", "../a.py", "a/../b.py", "./a.py", "a//b.py", "a\\b.py", "a.sh", ".py", "a b.py", "a.py\n", ""],
+)
+def test_paths_that_could_escape_are_refused(path):
+    with pytest.raises(ValueError, match="source path"):
+        check_path(path)
+
+
+TWO_FILES = join_source({"a.py": "A = 1\n", "b.py": "B = 2\n"})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (TWO_FILES.replace("A = 1", "A = 2"), "not the one"),
+        (TWO_FILES.replace("a.py", "b.py"), "twice"),
+        (TWO_FILES.replace("a.py", "../a.py"), "source path"),
+        (TWO_FILES.replace("lines:1", "lines:9"), "not the one"),
+        (TWO_FILES.replace("lines:1", "lines:99999999999"), "want a file marker"),
+        ("hello\n" + TWO_FILES, "want a file marker"),
+        (TWO_FILES[:-1], "newline"),
+        (TWO_FILES[: -len("B = 2\n")], "not the one"),
+        (MARKER.format(path="a.py", sha256=sha256(b""), lines=0) + "stray\n", "want a file marker"),
+    ],
+)
+def test_damage_is_named(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        split_source(text)
+    with pytest.raises(ValueError, match="newline"):
+        join_source({"a.py": "A = 1"})

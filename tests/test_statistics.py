@@ -49,6 +49,8 @@ def test_runs_that_do_not_differ_prove_nothing_and_no_runs_are_refused():
     assert not statistics.mean_below([3.2] * 8, TARGET).passed
     with pytest.raises(ValueError, match="at least one"):
         statistics.mean_below([], TARGET)
+    assert batch_needed(0.0, SIGMA, known_sigma=None) is None
+    assert batch_needed(1e-6, SIGMA, known_sigma=SIGMA) is None
 
 
 @pytest.mark.parametrize(
@@ -58,11 +60,6 @@ def test_runs_that_do_not_differ_prove_nothing_and_no_runs_are_refused():
 def test_runs_needed_are_those_of_the_published_table(margin, runs):
     """90 % power, sd 0.0013, Student's t; a table that was made elsewhere."""
     assert batch_needed(margin, 0.0013, known_sigma=None) in runs
-
-
-def test_no_batch_proves_what_is_not_so():
-    assert batch_needed(0.0, SIGMA, known_sigma=None) is None
-    assert batch_needed(1e-6, SIGMA, known_sigma=SIGMA) is None
 
 
 @pytest.mark.parametrize("num_looks", [1, 2])
@@ -114,7 +111,8 @@ def test_an_interval_holds_the_true_mean_as_often_as_it_says():
     assert mean_interval([1.0]) is None
 
 
-def test_equal_means_are_equivalent_and_others_are_not():
+def test_equal_means_are_equivalent_and_others_are_not_and_at_the_margin_it_is_seldom_granted():
+    """Where the true difference is the margin itself, at most alpha of all batches may pass."""
     rng = np.random.default_rng(2)
     first = rng.normal(3.278, 0.0004, 12)
     assert equivalent(list(first), list(rng.normal(3.278, 0.0004, 12))).passed
@@ -122,10 +120,6 @@ def test_equal_means_are_equivalent_and_others_are_not():
     assert not equivalent([3.278, 3.290], [3.278, 3.266]).passed, "too few and too wide to say"
     with pytest.raises(ValueError, match="two on each side"):
         equivalent([3.278], list(first))
-
-
-def test_equivalence_is_seldom_granted_at_the_margin():
-    """The true difference is the margin itself: at most alpha of all batches may pass."""
     rng, passed = np.random.default_rng(3), 0
     for _ in range(400):
         first, second = rng.normal(3.278, 0.0005, 6), rng.normal(3.279, 0.0005, 6)

@@ -249,41 +249,42 @@ def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):
     assert divided == 2 * muon + 3 * adam
 
 
-def test_state_is_born_as_it_lives(tiny, on_eight):
+def test_state_is_born_as_it_lives_and_is_donated(on_eight):
     program, after, _ = on_eight
     born = program.init(jax.random.key(0))
     for a, b in zip(jax.tree.leaves(born), jax.tree.leaves(after), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         assert a.dtype == b.dtype
+    program.train_step(born, *placed(program), program.schedule)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(born))
 
 
-def test_starting_state_is_equal_on_any_number_of_devices(tiny):
+def test_starting_state_is_equal_on_any_number_of_devices_and_another_seed_is_another_run(tiny, on_eight):
     meshes = [mesh.make_mesh(*shape) for shape in ((1,), (2,), (4,), (8,), (8, 2))]
     assert len({state_hash(Program(tiny, one).init(jax.random.key(3))) for one in meshes}) == 1
-
-
-def test_the_state_is_donated(on_eight):
     program = on_eight[0]
-    state = program.init(jax.random.key(0))
-    program.train_step(state, *placed(program), program.schedule)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert run(program, 3, seed=1)[1] != on_eight[2][:3]
+    assert run(program, 3)[1] == on_eight[2][:3]
 
 
-def test_the_hash_sees_every_bit_and_every_place():
+def test_the_hash_sees_every_bit_every_place_and_every_leaf():
     x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
     states = x, x.T, x.at[2, 3].set(jnp.nextafter(x[2, 3], 99.0)), x[::-1]
     assert len({tuple(fingerprint((state,)).tolist()) for state in states}) == 4
+    state = TrainState(jnp.int32(1), {"a": jnp.ones(3)}, {"b": jnp.ones(3)}, {"c": jnp.ones(3)})
+    leaves, tree = jax.tree.flatten(state)
+    changed = [jax.tree.unflatten(tree, [x + (i == k) for i, x in enumerate(leaves)]) for k in range(5)]
+    assert len({*map(state_hash, changed)}) == 5  # the last is the state itself
 
 
-def test_scarce_memory_changes_no_gradient(on_eight, gradients_on_eight):
+def test_scarce_memory_changes_no_gradient_and_computes_activations_twice_and_no_product(
+    on_eight, gradients_on_eight
+):
     """To rounding: the same numbers are computed, some of them twice."""
     loss, grads = gradients(dataclasses.replace(on_eight[0], memory="scarce"), on_eight[1])
     assert loss == gradients_on_eight[0]
     for name, grad in gradients_on_eight[1].items():
         np.testing.assert_allclose(grads[name], grad, atol=1e-6 * np.abs(grad).max(), err_msg=name)
-
-
-def test_scarce_memory_computes_activations_twice_and_no_product(on_eight):
     program, state, _ = on_eight
     args = state, *placed(program), program.schedule
     ample, scarce = (
@@ -316,7 +317,7 @@ def test_scarce_memory_runs_no_kernel_twice(is_nested):
     assert (text.count("pallas_call["), text.count(" exp ")) == (1, 2)
 
 
-def test_every_parameter_moves_and_no_two_start_equal(on_eight, tiny):
+def test_every_parameter_moves_no_two_start_equal_and_padding_never_moves(on_eight):
     program, after, _ = on_eight
     first = on_host(program, program.init(jax.random.key(0)))
     last = on_host(program, after)
@@ -324,30 +325,10 @@ def test_every_parameter_moves_and_no_two_start_equal(on_eight, tiny):
     assert not still
     random = [x.ravel()[:8].tolist() for x in first.values() if x.size >= 8 and float(jnp.std(x)) > 0]
     assert len({tuple(x) for x in random}) == len(random)
-
-
-def test_padding_never_moves(on_eight):
-    program, after, _ = on_eight
     for name, bank in program.layout.banks.items():
         assert not np.asarray(after.params[name])[len(bank) :].any()
     for name in program.layout.tables:
         assert not np.asarray(after.params[name])[program.layout.table[name].shape[0] :].any()
-
-
-def test_another_seed_is_another_run(on_eight):
-    program = on_eight[0]
-    assert run(program, 3, seed=1)[1] != on_eight[2][:3]
-    assert run(program, 3)[1] == on_eight[2][:3]
-
-
-def test_the_step_communicates_once_for_each_packed_array(on_eight):
-    program, state, _ = on_eight
-    text = program.train_step.lower(state, *placed(program), program.schedule).as_text()
-    num_divided = len(program.layout.banks) + len(program.layout.tables)
-    assert text.count('"stablehlo.all_gather"') == num_divided
-    assert text.count('"stablehlo.reduce_scatter"') == num_divided
-    assert text.count('"stablehlo.all_to_all"') == 0
-    assert text.count('"stablehlo.all_reduce"') == 2  # the scalars, and the loss
 
 
 #: Mesh axes of groups of devices, as older and newer JAX print them.
@@ -398,13 +379,8 @@ def named_nll(recipe: Recipe, params, ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(nll_NV, ids[:, 1:].reshape(-1, 1), axis=1).reshape(len(ids), -1)
 
 
-@pytest.fixture(scope="module")
-def trained(on_eight) -> Any:
-    """Named parameters after a few steps, so that no path is multiplied by zero."""
-    return on_host(*on_eight[:2])
-
-
-def test_no_position_sees_a_later_token(tiny, trained):
+def test_no_position_sees_a_later_token_another_document_or_another_sequence(tiny, on_eight):
+    trained = on_host(*on_eight[:2])  # after a few steps, so that no path is multiplied by zero
     ids = batch(tiny)[:2]
     base = named_nll(tiny, trained, ids)
     for t in (1, 9, 20, 31):
@@ -414,11 +390,7 @@ def test_no_position_sees_a_later_token(tiny, trained):
         # It is the target of position t - 1; earlier positions must not depend on it.
         np.testing.assert_array_equal(nll[0, : t - 1], base[0, : t - 1])
         assert nll[0, t - 1] != base[0, t - 1]
-
-
-def test_no_position_sees_another_document_or_sequence(tiny, trained):
-    ids = batch(tiny)[:2]
-    ids[:, :] = np.maximum(ids, 1)
+    ids = np.maximum(ids, 1)
     ids[0, 16] = tiny.config.document_token
     base = named_nll(tiny, trained, ids)
     changed = ids.copy()

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from typed import invoke
 
-from speedrun import cli
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.runlog import ShardRange
 from speedrun.data.shards import Shard, write_shard
@@ -90,7 +89,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: int, num_epochs: int):
+def test_the_stream_is_the_oracle(folder, lengths, num_tokens, num_epochs):
     shards = make(folder, *lengths)
     sizes = {shard.path.name: shard.num_tokens for shard in shards}
     stream, batches = TokenStream(shards * num_epochs), list(oracle(shards, num_tokens)) * num_epochs
@@ -114,7 +113,7 @@ def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: 
 
 @given(LENGTHS, st.integers(1, 12), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_tokens: int, data: st.DataObject):
+def test_a_cursor_is_the_whole_state(folder, lengths, num_tokens, data):
     shards = make(folder, *lengths)
     batches = [want for want, *_ in list(oracle(shards, num_tokens)) * 2]
     stop = data.draw(st.integers(0, len(batches)))
@@ -129,7 +128,7 @@ def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_token
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_processes_share_a_batch(folder, lengths: list[int], rows: int, seq_len: int, num_processes: int):
+def test_processes_share_a_batch(folder, lengths, rows, seq_len, num_processes):
     shards = make(folder, *lengths)
     num_sequences = rows * num_processes
     whole = TokenStream(shards * 2)
@@ -147,7 +146,7 @@ def test_processes_share_a_batch(folder, lengths: list[int], rows: int, seq_len:
             part.batch(num_sequences, seq_len)
 
 
-def test_a_process_reads_only_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_reads_only_its_rows(folder, monkeypatch):
     (shard,) = make(folder, 100)
     reads: list[tuple[int, int]] = []
     real = Shard.read
@@ -158,43 +157,17 @@ def test_a_process_reads_only_its_rows(folder: Path, monkeypatch: pytest.MonkeyP
     assert stream.cursor == Cursor(0, 24)
 
 
-def test_full_shards_have_as_many_batches_as_in_record_21():
-    # 254 steps of 393,216 tokens a shard of 100 million; 7 shards for 1,770 steps.
-    tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (10**8,), (0,))
-
-    class Big(Shard):
-        def read(self, start: int, stop: int) -> np.ndarray:
-            return tokens[start:stop]
-
-    stream = TokenStream([Big(Path(f"{i}.bin"), 10**8, 50257, (0, 0, 0)) for i in range(7)])
-    for _ in range(1770):
-        take(stream, 393_216)
-    assert stream.cursor == Cursor(6, (1770 - 6 * 254) * 393_216)
-
-
-def test_rows_and_targets_are_consecutive(folder: Path):
-    tokens_BT, targets_BT = TokenStream(make(folder, 20)).batch(2, 3)
-    assert tokens_BT.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert targets_BT.tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert tokens_BT.dtype == targets_BT.dtype == np.int32
-
-
 @pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21), Cursor(-1, 0), Cursor(0, -1)])
-def test_a_cursor_of_other_shards_is_refused(folder: Path, cursor: Cursor):
+def test_a_cursor_of_other_shards_is_refused(folder, cursor):
     with pytest.raises(DataError, match="shards; need those the run began with"):
         TokenStream(make(folder, 20), cursor)
 
 
-def test_validation_reads_each_target_once(folder: Path):
+def test_validation_reads_each_target_once_and_what_is_impossible_is_refused_early(folder):
     (shard,) = make(folder, 13)
     batches = list(validation_batches(shard, 12, 2, 3))
     assert np.concatenate([b.targets_BT.ravel() for b in batches]).tolist() == list(range(1, 13))
     assert np.concatenate([b.tokens_BT.ravel() for b in batches]).tolist() == list(range(12))
-    (second,) = validation_batches(shard, 6, 2, 3, start=6)
-    assert second.targets_BT.ravel().tolist() == list(range(7, 13))
-
-
-def test_impossible_validation_is_refused_early(folder: Path):
     (shard,) = make(folder, 12)
     with pytest.raises(UsageError, match="must divide 11"):
         validation_batches(shard, 11, 2, 3)
@@ -243,7 +216,7 @@ def test_documents_are_packed_as_in_record_89(texts, shape, splits):
             TokenStream(shards, cursor, document_token=0).batch(*shape)
 
 
-def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder: Path):
+def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder):
     """Documents of 5 and 9 tokens, cut at 6: sequences of 7 and a target take 5 + 3, or 6 + 2."""
     text = [0, 1, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2] * 4
     (shard,) = [write_shard(folder / "documents.bin", np.array(text))]
@@ -254,7 +227,7 @@ def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder: Path):
     assert stream.ranges == (ShardRange("documents.bin", "", 56, 0, 28, skipped=14),)
 
 
-def test_a_shard_without_documents_is_refused_and_not_skipped(folder: Path):
+def test_a_shard_without_documents_is_refused_and_not_skipped(folder):
     text = np.array([0, 1, 1, 1] * 9)
     good, bad = write_shard(folder / "good.bin", text), write_shard(folder / "bad.bin", text + 1)
     stream = TokenStream([good, bad, good], document_token=0)
@@ -273,32 +246,14 @@ def test_a_shard_without_documents_is_refused_and_not_skipped(folder: Path):
 GOLDEN = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 
 
-def golden(name: str) -> dict[str, np.ndarray]:
-    """Read a file of arrays, or skip the test."""
-    path = GOLDEN / f"{name}.npz"
+@pytest.mark.parametrize("letter", "ab")
+def test_golden_89_packs_the_batches_of_all_stages(folder, letter):
+    """Across ends of files; a document begins where the model sees its first token."""
+    path = GOLDEN / f"record2026_{letter}.npz"
     if not path.exists():
         pytest.skip(f"no {path.name} in {GOLDEN}, which SPEEDRUN_GOLDEN names")
-    with np.load(path) as found:
-        return dict(found)
-
-
-def test_golden_89_packs_the_documents_of_eight_ranks_to_the_end_of_a_file(folder: Path):
-    units = golden("units2026")
-    text = units["loader/stream"]
-    stream = TokenStream([write_shard(folder / "units.bin", text)], document_token=50256)
-    for step in range(int(units["loader/steps_of_8_ranks"])):
-        tokens_BT, targets_BT = stream.batch(8, 48, 32)
-        for rank, ids in enumerate(np.column_stack([tokens_BT, targets_BT[:, -1]])):
-            pieces = zip(*(units[f"loader/{step}/{rank}/{side}"] for side in ("start", "end")), strict=True)
-            np.testing.assert_array_equal(ids, np.concatenate([text[start:stop] for start, stop in pieces]))
-    with pytest.raises(DataError, match="has documents for"):
-        stream.batch(8, 48, 32)
-
-
-@pytest.mark.parametrize("letter", "ab")
-def test_golden_89_packs_the_batches_of_all_stages(folder: Path, letter: str):
-    """Across ends of files; a document begins where the model sees its first token."""
-    run = golden(f"record2026_{letter}")
+    with np.load(path) as file:
+        run = dict(file)
     config = json.loads(str(run["config"]))
     shards = [write_shard(folder / f"{letter}{i}.bin", run[f"stream/{i}"]) for i in (0, 1)]
     opens, num_sequences = config["document_token"], config["micro_batches"]
@@ -333,7 +288,7 @@ class Watched(TokenStream):
         return super().batch(num_sequences, seq_len, document_tokens)
 
 
-def test_reading_ahead_changes_nothing_and_ends(folder: Path):
+def test_reading_ahead_changes_nothing_and_ends(folder):
     shards = make(folder, 30, 30)
     shapes = [(2, 3), (2, 3), (1, 8), (4, 5)]
     plain, stream = TokenStream(shards), Watched(shards)
@@ -348,7 +303,7 @@ def test_reading_ahead_changes_nothing_and_ends(folder: Path):
         assert (stream.reads, stream.cursor) == (4, plain.cursor), "nothing after the last one"
 
 
-def test_one_batch_ahead_and_none_while_the_clock_is_paused(folder: Path):
+def test_one_batch_ahead_and_none_while_the_clock_is_paused_and_draining_waits_for_the_read(folder):
     stream = Watched(make(folder, 30))
     with Prefetch(stream, repeat((2, 3))) as ahead:
         assert stream.reads == 0, "the clock has not started"
@@ -358,16 +313,6 @@ def test_one_batch_ahead_and_none_while_the_clock_is_paused(folder: Path):
         assert (ahead.cursor, stream.cursor) == (Cursor(0, 6), Cursor(0, 12))
         ahead.drain()
         assert stream.reads == 2
-        next(ahead)
-        ahead.drain()
-        assert stream.reads == 3
-
-
-def test_draining_waits_for_the_current_read(folder: Path):
-    stream = Watched(make(folder, 30))
-    with Prefetch(stream, repeat((2, 3))) as ahead:
-        next(ahead)
-        ahead.drain()
         stream.leave.clear()
         next(ahead)
         timer = threading.Timer(0.05, stream.leave.set)
@@ -379,7 +324,7 @@ def test_draining_waits_for_the_current_read(folder: Path):
         timer.join()
 
 
-def test_an_error_is_raised_with_its_batch(folder: Path):
+def test_an_error_is_raised_with_its_batch(folder):
     with Prefetch(TokenStream(make(folder, 14)), repeat((2, 3))) as ahead:
         next(ahead)
         next(ahead)  # the last one; the thread has already found no third
@@ -390,7 +335,7 @@ def test_an_error_is_raised_with_its_batch(folder: Path):
         assert ahead.cursor == Cursor(0, 12)
 
 
-def test_a_shard_that_shrinks_during_a_run_ends_it(folder: Path):
+def test_a_shard_that_shrinks_during_a_run_ends_it(folder):
     (shard,) = make(folder, 50)
     with Prefetch(TokenStream([shard]), repeat((2, 3))) as ahead:
         next(ahead)
@@ -404,7 +349,7 @@ def test_a_shard_that_shrinks_during_a_run_ends_it(folder: Path):
 # --- benchmark --------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_of_a_loader_with_known_speed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_benchmark_of_a_loader_with_known_speed(folder, monkeypatch):
     """Reads of 20 ms with steps of 10 ms: half of the time is spent waiting."""
     monkeypatch.setattr(timing, "_LOOPS_S", 0.1)
     real = Shard.read
@@ -422,11 +367,11 @@ def test_the_benchmark_of_a_loader_with_known_speed(folder: Path, monkeypatch: p
     assert measured.times_h100 == measured.tokens_per_s / 4e6
 
 
-def test_the_benchmark_removes_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_benchmark_removes_its_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(timing, "_SYNTHETIC_TOKENS", 5000)
     monkeypatch.setattr(timing, "loader", partial(timing.loader, shape=(8, 64), step_ms=1, num_steps=2))
     monkeypatch.setattr(timing, "_LOOPS_S", 0.01)
-    told = CliRunner().invoke(cli.command, ["bench", "loader", "--json"])
+    told = invoke("bench", "loader", "--json")
     assert (told.exit_code, msgspec.json.decode(told.stdout)["batch_tokens"]) == (0, 8 * 64)
     assert list(tmp_path.iterdir()) == []

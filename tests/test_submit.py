@@ -7,18 +7,19 @@ import shlex
 import subprocess
 import tarfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from forgeries import FORGERIES, preflight
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from record_forge import SOFTWARE, forge, rank
+from typed import invoke, program
 
-from speedrun import cli
 from speedrun.base.console import clean
 from speedrun.board import leaks, submission
 from speedrun.record.about import assemble
@@ -38,8 +39,7 @@ def record(forged, monkeypatch) -> Path:
     return forge(Path("runs/first"))
 
 
-def submit(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli.command, ["submit", *map(str, args)], prog_name="speedrun")
+submit = partial(invoke, "submit")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -126,21 +126,17 @@ def test_a_secret_in_any_file_is_refused_and_never_shown(record, path):
     assert files(Path("runs")) == before
 
 
-def test_values_of_secret_variables_are_refused(record, monkeypatch):
+def test_values_of_secret_variables_are_refused_names_hidden_and_traces_of_a_person_told(record, monkeypatch):
+    readme = record / "README.md"
+    before = readme.read_text()
     monkeypatch.setenv("MY_SECRET", "canary-of-mine")
-    edited_in_place(record / "README.md", "canary-of-mine")
+    edited_in_place(readme, "canary-of-mine")
     result = submit(record)
     assert (result.exit_code, "the value of $MY_SECRET" in result.stdout) == (1, True)
     assert "canary-of-mine" not in said(result)
-
-
-def test_a_name_that_is_a_secret_is_not_shown():
     (name,) = leaks.in_files({f"runs/{TOKEN}/log.txt": b""})
     assert (name.path, name.secret) == ("runs/(hidden)/log.txt", True)
-
-
-def test_a_trace_of_a_person_is_a_warning(record):
-    edited_in_place(record / "README.md", "\nread from /home/jane/data\n")
+    readme.write_text(f"{before}\nread from /home/jane/data\n")
     result = submit(record)
     assert result.exit_code == 0, said(result)
     assert "warning README.md:" in result.stdout
@@ -201,11 +197,9 @@ def test_the_printed_commands_run_and_put_the_record_in_place(record, monkeypatc
     out = Path("a folder; touch broken $(touch broken) 'x'")
     ready = json.loads(submit(record, "--out", out, "--json").stdout)
     assert not Path("records").exists(), "nothing was run"
-    Path("bin").mkdir()
     for name in ("git", "gh", "speedrun"):
-        script = Path("bin") / name
-        script.write_text(f'#!/bin/sh\necho {name} >>said; for word; do echo " $word" >>said; done\n')
-        script.chmod(0o755)
+        logs = f'#!/bin/sh\necho {name} >>said; for word; do echo " $word" >>said; done\n'
+        program(Path("bin") / name, logs)
     env = {**os.environ, "PATH": f"{Path.cwd() / 'bin'}:{os.environ['PATH']}"}
     script = "\n".join(ready["commands"])
     subprocess.run(["bash", "-eu", "-c", script], check=True, env=env)

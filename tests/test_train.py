@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +17,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 from small_run import SMALL, events, log_of, runs_of
-from typed import as_words
+from test_processes import ends, started
+from typed import as_words, invoke, speedrun
 
 from speedrun import recipes
 from speedrun.base import console, mesh, provenance, runlog, signals, sourcefile
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
-from speedrun.cli import command
 from speedrun.cli.options import parse_settings
 from speedrun.cli.train import following
 from speedrun.data import shards
@@ -59,18 +56,15 @@ def refused(smoke_data: Path, tmp_path: Path, **changes) -> pytest.ExceptionInfo
     with pytest.raises((UsageError, DataError)) as info:
         train(RunConfig(**given))
     assert "\n" not in str(info.value)
-    assert not (tmp_path / "out").exists() or changes.get("out")
+    assert not (tmp_path / "out").exists()
     return info
 
 
-def test_a_run_passes_every_check(record):
+def test_a_run_passes_every_check_and_says_which_code_packages_and_parameters_it_ran(record):
     report = validate(record)
     failed = {result.check.id: result.messages for result in report.having("failed")}
     assert not failed
     assert len(report.having("ok")) > 20
-
-
-def test_a_run_says_which_code_packages_and_parameters_it_ran(record):
     (hw,), (plan,) = (events(record, kind) for kind in (runlog.Preflight, runlog.Plan))
     assert (hw.commit, hw.dirty) == provenance.checkout()
     assert (hw.lock, hw.lock_sha256) == provenance.lock()
@@ -158,15 +152,14 @@ def test_the_run_reads_exactly_what_it_says(record):
 
 
 @pytest.mark.compile
-def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
+def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data, monkeypatch):
     """The second stage has other shapes, and goes on where the first one stopped."""
     recipe = recipes.load("smoke").override(SMALL)
     stages = (Stage(3, 8, 64), Stage(2, 16, 32), Stage(2, 8, 64))
     patched = dataclasses.replace(recipe, stages=stages)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes, "load", lambda name: patched)
-        out = tmp_path / "out"
-        train(RunConfig("smoke-cpu", out, data=smoke_data))
+    monkeypatch.setattr(recipes, "load", lambda name: patched)
+    out = tmp_path / "out"
+    train(RunConfig("smoke-cpu", out, data=smoke_data))
     assemble(out, title="stages")
     names = [event.name for event in events(out, runlog.Compile)]
     assert names == ["train/8x64", "train/16x32", "eval/128x64"]
@@ -175,15 +168,17 @@ def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
     assert not validate(out).having("failed")
 
 
-def test_a_run_of_the_closure_gives_identical_losses(record, smoke_data, tmp_path):
-    words = ["reproduce", record, "--same-seeds", "--data", smoke_data, "--out", tmp_path / "out"]
-    done = subprocess.run(
-        [sys.executable, "-m", "speedrun", *words],
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        check=False,
-    )
+def test_the_closure_holds_the_science_and_no_command_line_and_gives_identical_losses(
+    record, smoke_data, tmp_path
+):
+    files = split_source((record / "source.txt").read_text())
+    assert next(iter(files)) == "speedrun/recipes/smoke.py"
+    some = ("science/step.py", "science/models/record21_model.py", "tracks/smoke-cpu.toml")
+    assert {f"speedrun/{path}" for path in some} <= set(files)
+    assert not [path for path in files if path.startswith("speedrun/cli") or "webmini" in path]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    where = ["--data", smoke_data, "--out", tmp_path / "out"]
+    done = speedrun("reproduce", record, "--same-seeds", *where, env=env)
     assert "bits     1 of 1 run ended in exactly the state" in done.stdout, done.stderr
     assert "12 of 12 losses are equal, the largest difference is 0" in done.stdout
     # The unpacked source, asked for its own closure, gives the text it was unpacked from.
@@ -191,51 +186,35 @@ def test_a_run_of_the_closure_gives_identical_losses(record, smoke_data, tmp_pat
     assert again.read_text() == (record / "source.txt").read_text()
 
 
-def test_the_closure_holds_the_science_and_no_command_line(record):
-    files = split_source((record / "source.txt").read_text())
-    assert next(iter(files)) == "speedrun/recipes/smoke.py"
-    some = ("science/step.py", "science/models/record21_model.py", "tracks/smoke-cpu.toml")
-    assert {f"speedrun/{path}" for path in some} <= set(files)
-    assert not [path for path in files if path.startswith("speedrun/cli")]
-    assert not [path for path in files if "webmini" in path]
-
-
 def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
-    (tmp_path / "speedrun").mkdir()
-    (tmp_path / "speedrun/__init__.py").write_text("")
-    (tmp_path / "speedrun/a.py").write_text("def f():\n    from speedrun import b\n    return b\n")
-    (tmp_path / "speedrun/b.py").write_text("import speedrun.c.d\n")
-    (tmp_path / "speedrun/c").mkdir()
-    (tmp_path / "speedrun/c/__init__.py").write_text("")
-    (tmp_path / "speedrun/c/d.py").write_text("")
-    (tmp_path / "speedrun/unused.py").write_text("")
+    texts = {
+        "a.py": "def f():\n    from speedrun import b\n    return b\n",
+        "b.py": "import speedrun.c.d\n",
+        **dict.fromkeys(("__init__.py", "c/__init__.py", "c/d.py", "unused.py"), ""),
+    }
+    (tmp_path / "speedrun/c").mkdir(parents=True)
+    for name, text in texts.items():
+        (tmp_path / "speedrun" / name).write_text(text)
     for module in (provenance, sourcefile):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     files = split_source(provenance.closure(["speedrun.a"], []))
-    names = ("__init__.py", "a.py", "b.py", "c/__init__.py", "c/d.py")
-    assert set(files) == {f"speedrun/{name}" for name in names}
+    assert set(files) == {f"speedrun/{name}" for name in texts if name != "unused.py"}
 
 
-def assert_non_finite(out: Path) -> None:
-    """A record of a failure, as its log and its checks have it."""
-    assert events(out)[-1].status == "non-finite"
-    assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
-
-
-def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_path, smoke_data):
-    recipe = recipes.load("smoke").override(SMALL)
+def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_path, smoke_data, monkeypatch):
+    """With an exit code of its own, and a readable record of a failure."""
+    recipe, out = recipes.load("smoke").override(SMALL), tmp_path / "out"
 
     def forward(p, *args):
         nothing = 0 * jnp.sqrt(0 * jnp.sum(p["block.0.qkv"]))  # its derivative is zero times infinity
         return recipe.forward(p, *args) + nothing
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
-        said = r"step 0: loss is 5.5\d*; first non-finite gradient: block.0.qkv"
-        with pytest.raises(NonFiniteError, match=said):
-            train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
-    assemble(tmp_path / "out", title="broken")
-    assert_non_finite(tmp_path / "out")
+    monkeypatch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
+    result = invoke("run", "--data", smoke_data, "--out", out, *as_words(SMALL))
+    assert result.exit_code == NonFiniteError.exit_code == 5
+    assert re.search(r"step 0: loss is 5.5\d*; first non-finite gradient: block.0.qkv", result.stderr)
+    assert events(out)[-1].status == "non-finite"
+    assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
 
 
 def test_the_loop_refuses_a_transfer_that_nobody_asked_for(tmp_path, smoke_data, monkeypatch):
@@ -251,7 +230,7 @@ def test_the_loop_refuses_a_transfer_that_nobody_asked_for(tmp_path, smoke_data,
 def test_a_refused_run_leaves_the_record_that_is_there_alone(record):
     before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
     for extra in ([], ["--recipe", "nope"], ["--set", "a=1"]):
-        result = CliRunner().invoke(command, ["run", "--out", str(record), *extra])
+        result = invoke("run", "--out", record, *extra)
         assert result.exit_code == 2
     assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
 
@@ -281,17 +260,13 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
     """A process of its own, stopped when its log has its data: it compiles."""
     out = tmp_path / "out"
     settings = as_words(SMALL | {"stages.0.num_steps": "400"})
-    argv = [sys.executable, "-m", "speedrun", "run", "--data", str(smoke_data), "--out", str(out), *settings]
-    running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        while not any('"ev":"data"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl")):
-            assert running.poll() is None, running.communicate()
-            threading.Event().wait(0.05)
-        running.send_signal(signal.SIGINT)
-        _, stderr = running.communicate(timeout=600)
-    finally:
-        running.kill()
-    assert running.returncode == 75, stderr
+    running = started(["speedrun", "run", "--data", str(smoke_data), "--out", str(out), *settings])
+    while not any('"ev":"data"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl")):
+        assert running.poll() is None, running.communicate()
+        threading.Event().wait(0.05)
+    running.send_signal(signal.SIGINT)
+    ((code, _, stderr),) = ends([running])
+    assert code == 75, stderr
     assert stderr.count("Traceback") == 0
     *_, error, end = events(out)
     assert (error.message, end.status) == ("stopped by SIGINT", "aborted")
@@ -303,26 +278,21 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
 @pytest.mark.parametrize(("sent", "exit_code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 3, 130)])
 def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sent, exit_code):
     """While JAX is being imported: nothing is written yet. Whoever asks three times does not wait for the end."""
-    words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out")]
-    argv = [sys.executable, "-m", "speedrun", *words]
-    running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
-            assert running.poll() is None, running.communicate()
-            threading.Event().wait(0.02)
-        for number in sent:
-            running.send_signal(number)
-            threading.Event().wait(0.2)
-        _, stderr = running.communicate(timeout=600)
-    finally:
-        running.kill()
-    assert running.returncode in (75, exit_code), stderr
+    running = started(["speedrun", "run", "--data", str(smoke_data), "--out", str(tmp_path / "out")])
+    while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
+        assert running.poll() is None, running.communicate()
+        threading.Event().wait(0.02)
+    for number in sent:
+        running.send_signal(number)
+        threading.Event().wait(0.2)
+    ((code, _, stderr),) = ends([running])
+    assert code in (75, exit_code), stderr
     assert stderr.count("Traceback") == 0
     assert len(stderr.splitlines()) <= 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_signal_that_comes_while_python_collects_is_not_lost():
+def test_a_signal_that_comes_while_python_collects_is_not_lost_and_handlers_are_put_back():
     """What a callback of the collector raises is dropped. JAX has one, so that one run in some hundred went on."""
 
     def callback(_phase: str, _info: object) -> None:
@@ -337,6 +307,11 @@ def test_a_signal_that_comes_while_python_collects_is_not_lost():
 
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
         told_while_collecting()
+    both = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in both]  # under nohup, SIGINT is ignored
+    with signals.handled_by(signals.stop):
+        assert [signal.getsignal(number) for number in both] == [signals.stop] * 2
+    assert [signal.getsignal(number) for number in both] == before
 
 
 def test_a_signal_is_heeded_while_xla_compiles():
@@ -359,14 +334,6 @@ def test_a_signal_is_heeded_while_xla_compiles():
     compiled.set()
 
 
-def test_the_handlers_of_signals_are_put_back():
-    both = signal.SIGINT, signal.SIGTERM
-    before = [signal.getsignal(number) for number in both]  # under nohup, SIGINT is ignored
-    with signals.handled_by(signals.stop):
-        assert [signal.getsignal(number) for number in both] == [signals.stop] * 2
-    assert [signal.getsignal(number) for number in both] == before
-
-
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "JAX_PLATFORMS"])
 def test_no_other_variable_is_taken_from_a_record_than_runs_record(
     record, smoke_data, tmp_path, monkeypatch, name
@@ -387,7 +354,7 @@ def test_no_other_variable_is_taken_from_a_record_than_runs_record(
     monkeypatch.setattr(sandbox, "_Group", Child)
     monkeypatch.setattr(sandbox, "problem", lambda: None)
     monkeypatch.setenv("SECRET", "of this machine")
-    result = CliRunner().invoke(command, ["reproduce", str(copy), "--data", str(smoke_data)])
+    result = invoke("reproduce", copy, "--data", smoke_data)
     if name in provenance.VARIABLES:
         assert given[0][name] == "cpu"
         assert "SECRET" not in given[0]
@@ -405,21 +372,46 @@ def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, m
     log.write_bytes(log.read_bytes().rpartition(b'{"i":')[0])
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(copy)
-    result = CliRunner().invoke(command, ["run", "--resume", str(copy) if named == "whole" else named])
+    result = invoke("run", "--resume", str(copy) if named == "whole" else named)
     assert result.exit_code == UsageError.exit_code
     assert f"no checkpoints: {copy}.checkpoints/run.json is missing; start a new run" in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
-    assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
-
-
 def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
+    """And new."""
+    assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
     (tmp_path / "file").write_text("")
     said = str(refused(smoke_data, tmp_path, out=tmp_path / "file" / "out").value)
     assert "free or choose another folder" in said
+
+
+#: Settings that no run can have, and what is said of them.
+REFUSED = {
+    "config.model_dim=wide": "need a whole number",
+    "muon_lr=0.1": "unknown setting 'muon_lr'; did you mean 'optimizer.muon_lr'?",
+    "config.head_dim=6": "multiple of 4",
+    "config.vocab_size=200": "knows 200 ids",
+    "stages.0.num_sequences=12": "do not come out even",
+    "stages.0.num_steps=10000000000": "need `int` <= 1000000",
+    "stages.0.num_steps=9999": "last for",
+    "compute_dtype=banana": "compute_dtype is 'banana'; need Literal['float32', 'bfloat16']",
+    "config.mixing=('foo',)*4": "need a value like",
+    "config.mixing=('foo','long','long','long')": "need tuple[Literal['long', 'short', 'none']",
+    "schedule.cooldown_fraction=0": "cooldown_fraction is 0.0; need `float` >= 1e-37",
+    "schedule.final_window=1e300": "need `float` <= 1",
+    "optimizer.muon_lr=1e999": "need a number",
+    "name=../../x": "write a recipe file",
+    "config.document_token=3": "for the start of a document",
+    "eval_seq_len=100": "must divide",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, smoke_data, setting):
+    overrides = parse_settings((setting,))
+    assert REFUSED[setting] in str(refused(smoke_data, tmp_path, overrides=overrides).value)
 
 
 @pytest.mark.parametrize(
@@ -427,36 +419,11 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
     [
         ({"track": "smoke-gpu"}, "did you mean 'smoke-cpu'"),
         ({"recipe": "smok"}, "did you mean 'smoke'"),
-        ({"overrides": {"config.model_dim": "wide"}}, "need a whole number"),
-        ({"overrides": {"muon_lr": "0.1"}}, "unknown setting 'muon_lr'; did you mean 'optimizer.muon_lr'?"),
-        ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),
-        ({"overrides": {"config.vocab_size": "200"}}, "knows 200 ids"),
-        ({"overrides": {"stages.0.num_sequences": "12"}}, "do not come out even"),
-        ({"overrides": {"stages.0.num_steps": "10000000000"}}, "need `int` <= 1000000"),
-        (
-            {"overrides": {"compute_dtype": "banana"}},
-            "compute_dtype is 'banana'; need Literal['float32', 'bfloat16']",
-        ),
-        ({"overrides": {"config.mixing": "('foo',)*4"}}, "need a value like"),
-        (
-            {"overrides": {"config.mixing": "('foo','long','long','long')"}},
-            "need tuple[Literal['long', 'short', 'none']",
-        ),
-        (
-            {"overrides": {"schedule.cooldown_fraction": "0"}},
-            "cooldown_fraction is 0.0; need `float` >= 1e-37",
-        ),
-        ({"overrides": {"optimizer.muon_lr": "1e999"}}, "need a number"),
-        ({"overrides": {"schedule.final_window": "1e300"}}, "need `float` <= 1"),
-        ({"overrides": {"name": "../../x"}}, "write a recipe file"),
-        ({"overrides": {"config.document_token": "3"}}, "for the start of a document"),
         ({"num_devices": 3}, "divisor of 8"),
         ({"num_devices": 64}, "found 8 cpu devices, need 64"),
-        ({"overrides": {"stages.0.num_steps": "9999"}}, "last for"),
-        ({"overrides": {"eval_seq_len": "100"}}, "must divide"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, smoke_data, changes, words):
+def test_names_and_devices_that_are_not_there_are_refused(tmp_path, smoke_data, changes, words):
     assert words in str(refused(smoke_data, tmp_path, **changes).value)
 
 
@@ -508,12 +475,6 @@ def test_cuda_is_not_started_without_a_gpu(platform, nodes, monkeypatch):
     assert (updates.get("jax_platforms") == "cpu") == (platform == "cpu" or not nodes)
 
 
-def test_missing_data_names_the_command_that_gets_it(tmp_path):
-    info = refused(tmp_path / "nowhere", tmp_path)
-    assert info.type is DataError
-    assert "speedrun data synth" in str(info.value)
-
-
 def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
@@ -522,6 +483,9 @@ def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
     shards.write_shard(folder / "x_train_000001.bin", ids)
     info = refused(folder, tmp_path, track="webmini", overrides={})
     assert "validation needs" in str(info.value)
+    info = refused(tmp_path / "nowhere", tmp_path)
+    assert info.type is DataError
+    assert "speedrun data synth" in str(info.value), "the command that gets it"
 
 
 def test_settings_are_key_and_value_once():
@@ -533,8 +497,7 @@ def test_settings_are_key_and_value_once():
 
 def test_the_command_writes_a_record_and_says_no_when_the_target_is_missed(tmp_path, smoke_data):
     out = tmp_path / "out"
-    words = ["run", "--data", str(smoke_data), "--out", str(out), "--json"]
-    result = CliRunner().invoke(command, [*words, *as_words(SMALL)])
+    result = invoke("run", "--data", smoke_data, "--out", out, "--json", *as_words(SMALL))
     assert result.exit_code == 1
     facts = msgspec.json.decode(result.stdout)
     assert facts["summary"]["target_reached"] is False
@@ -549,15 +512,6 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
     assert following(plain, reached, report) == "speedrun reproduce runs/x --same-seeds"
     assert following(plain, summary, report) == "speedrun run --track smoke-cpu --seed 4"
-
-
-def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke_data):
-    out = tmp_path / "out"
-    settings = as_words(SMALL | {"optimizer.embed_lr": "1e38"})
-    result = CliRunner().invoke(command, ["run", "--data", str(smoke_data), "--out", str(out), *settings])
-    assert result.exit_code == NonFiniteError.exit_code == 5
-    assert re.search(r"step \d+: loss is .*; first non-finite gradient: embed", result.stderr)
-    assert_non_finite(out)
 
 
 @pytest.fixture

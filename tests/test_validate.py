@@ -15,17 +15,16 @@ from typing import Any
 import forgeries
 import pytest
 import record_forge
-from click.testing import CliRunner
 from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, write_run
 from test_provenance import git
+from typed import invoke
 
 from speedrun.base import console, runlog, track
 from speedrun.base.errors import UsageError
-from speedrun.cli.check import validate as command
 from speedrun.record import git_history as history_module
 from speedrun.record import reader as record_module
 from speedrun.record.about import HEAD_END, assemble, summarize
@@ -100,9 +99,8 @@ def test_the_validation_shard_is_known_under_another_name(folder):
 @pytest.mark.parametrize(("id", "how", "build"), FORGERIES, ids=[f"{id}-{how}" for id, how, _ in FORGERIES])
 def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     build(folder)
-    report = validate(folder)
     assert list(found(folder)) == [id], found(folder)
-    assert report.exit_code == (0 if find_check(id).severity == "warning" else 1)
+    assert validate(folder).exit_code == (0 if find_check(id).severity == "warning" else 1)
     assert validate(folder, strict=True).exit_code == 1
 
 
@@ -258,7 +256,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     summary = summarize(load(folder))
     assert summary.broke_off == ("tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",)
     assert "loss.png" not in readme
-    result = CliRunner().invoke(command, [str(folder), "-v"])
+    result = invoke("validate", folder, "-v")
     assert result.exit_code == 1
     shown = result.output.splitlines()
     place = shown.index("failed   V301  a run finished")
@@ -402,7 +400,7 @@ def test_the_lock_of_an_older_commit_is_known(folder, history):
     assert list(found(folder)) == ["V403"]
 
 
-def test_tracks_that_do_not_rank_skip_what_is_not_known(folder):
+def test_tracks_that_do_not_rank_skip_what_is_not_known_but_no_problem_of_another_run(folder):
     rank(False)
     unknown = change(runlog.Preflight, commit="", dirty=None, lock="", lock_sha256="")
     edit_log = record_forge.both(unknown, change(runlog.RunEnd, throttled_s=None))
@@ -410,10 +408,6 @@ def test_tracks_that_do_not_rank_skip_what_is_not_known(folder):
     assert found(folder) == {}
     skipped = {result.check.id for result in validate(folder).having("skipped")}
     assert {"V403", "V405", "V406", "V503"} <= skipped
-
-
-def test_one_run_that_knows_nothing_hides_no_problem_of_another(folder):
-    rank(False)
     hot = Spec(seed=3, edit_log=change(runlog.RunEnd, throttled_s=9.0))
     forge(folder, declared=(1, 2, 3), edit_log=change(runlog.RunEnd, throttled_s=None))
     write_run(folder, hot)
@@ -456,7 +450,7 @@ def test_assembling_again_changes_nothing_and_keeps_what_people_wrote(folder):
     assert found(folder) == {}
 
 
-def test_the_summary_is_arithmetic(folder):
+def test_the_summary_is_arithmetic_also_of_a_run_that_was_resumed_at_its_end(folder):
     forge(folder, val_losses=(5.5, 4.0, 3.4, 3.2))
     write_run(folder, Spec(seed=3, val_losses=(5.5, 4.0, 3.4, 3.3)))
     summary = assemble(folder)
@@ -466,8 +460,6 @@ def test_the_summary_is_arithmetic(folder):
     assert summary.step_p50_ms == pytest.approx(100)
     assert summary.num_tokens == 1000
 
-
-def test_a_run_that_was_resumed_at_its_end_saw_the_tokens_of_the_run_before(folder):
     def rest(log):
         resume = runlog.Resume("tiny-1-0000", 10, "e" * 16, 1.0, 1000, (1, 400))
         start, stop = (place_of(log, kind) for kind in (runlog.ClockStart, runlog.ClockStop))
@@ -518,38 +510,45 @@ def test_files_have_one_spelling():
 
 def test_the_command_prints_and_exits(folder):
     forge(folder)
-    good = CliRunner().invoke(command, [str(folder)])
+    good = invoke("validate", folder)
     assert good.exit_code == 0, good.output
     assert good.output.splitlines()[-1] == f"good: {len(CHECKS)} ok (-v shows all)"
     source = folder / "source.txt"
     source.write_text(source.read_text().replace("SIZE = 1", "SIZE = 2"))
-    bad = CliRunner().invoke(command, [str(folder)])
+    bad = invoke("validate", folder)
     assert bad.exit_code == 1
     assert "failed   V003" in bad.output
     assert "V005" not in bad.output
-    told = CliRunner().invoke(command, [str(folder), "-v"]).output
+    told = invoke("validate", folder, "-v").output
     assert told.index("ok       V005") < told.index("failed   V003"), "problems come last"
     assert "fix:" in bad.output
 
 
-def test_the_command_speaks_json(folder):
+def test_the_command_speaks_json_and_answers_each_record_by_itself(folder):
     forge(folder, edit_log=forgeries.went_on)
-    result = CliRunner().invoke(command, [str(folder), "--json", "--strict"])
+    result = invoke("validate", folder, "--json", "--strict")
     report = json.loads(result.output)
     assert report["exit_code"] == result.exit_code == 1
     assert [one["id"] for one in report["results"] if one["status"] == "warning"] == ["V311"]
+    good, bad = forge(folder), forge(folder.with_name("bad"))
+    (bad / "about.json").write_text("{}")
+    result = invoke("validate", good, bad, "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["exit_code"]) == (1, 1)
+    assert {path: one["exit_code"] for path, one in report["records"].items()} == {str(good): 0, str(bad): 1}
+    shown = invoke("validate", good, bad).stdout
+    assert shown.index(str(good)) < shown.index("good: ") < shown.index(str(bad)) < shown.index("refused: ")
 
 
 def test_the_command_explains(folder):
-    result = CliRunner().invoke(command, ["--explain", "v104"])
+    result = invoke("validate", "--explain", "v104")
     check = find_check("V104")
     assert result.exit_code == 0
     assert result.output == f"V104  {check.title} (error)\nwhy   {check.why}\nfix   {check.hint}\n"
-    spoken = json.loads(CliRunner().invoke(command, ["--explain", "V104", "--json"]).output)
+    spoken = json.loads(invoke("validate", "--explain", "V104", "--json").output)
     assert (spoken["why"], spoken["fix"]) == (check.why, check.hint)
-    assert isinstance(CliRunner().invoke(command, ["--explain", "V999"]).exception, UsageError)
-    assert isinstance(CliRunner().invoke(command, []).exception, UsageError)
-    assert isinstance(CliRunner().invoke(command, [str(folder)]).exception, UsageError)
+    for words in (["--explain", "V999"], [], [folder]):
+        assert invoke("validate", *words).exit_code == UsageError.exit_code
 
 
 def test_what_may_not_be_read_is_told_and_the_rest_is_judged(folder, monkeypatch):
@@ -586,17 +585,6 @@ print(*sys.modules)
     assert not {"jax", "numpy", "scipy", "matplotlib"}.intersection(done.stdout.split())
 
 
-def test_several_records_are_answered_each_by_itself(folder):
-    good, bad = forge(folder), forge(folder.with_name("bad"))
-    (bad / "about.json").write_text("{}")
-    result = CliRunner().invoke(command, [str(good), str(bad), "--json"])
-    report = json.loads(result.stdout)
-    assert (result.exit_code, report["exit_code"]) == (1, 1)
-    assert {path: one["exit_code"] for path, one in report["records"].items()} == {str(good): 0, str(bad): 1}
-    shown = CliRunner().invoke(command, [str(good), str(bad)]).stdout
-    assert shown.index(str(good)) < shown.index("good: ") < shown.index(str(bad)) < shown.index("refused: ")
-
-
 def attempts(text: str) -> list[Any]:
     """Runs in order: each its name, the run that it resumes, if any, and how it ended; "!": its result was known."""
     runs = []
@@ -622,3 +610,22 @@ def attempts(text: str) -> list[Any]:
 )
 def test_runs_that_go_on_from_one_checkpoint_are_one_until_a_result_is_known(runs, left):
     assert "".join(run.folder for run in unfollowed(attempts(runs))) == left
+
+
+# --- the records in this repository ------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/about.json"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_committed_record_is_valid(record):
+    report = validate(record, strict=True)
+    assert report.exit_code == 0, {r.check.id: r.messages for r in report.results if r.status == "failed"}
+
+
+def test_the_board_is_up_to_date_and_has_a_record_of_the_smoke_track(monkeypatch):
+    assert any(record.parent.name == "smoke-cpu" for record in RECORDS)
+    monkeypatch.chdir(ROOT)
+    result = invoke("leaderboard", "check")
+    assert result.exit_code == 0, result.output

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from browsers import chromium, tab
-from click.testing import CliRunner
 from scipy import stats
 from small_run import SMALL
+from test_processes import free_port
+from typed import as_words, invoke
 
-from speedrun import cli
 from speedrun.base import children, runlog
 from speedrun.base.errors import UsageError
 from speedrun.base.serving import HOST
@@ -77,7 +77,7 @@ def sample(step: int, text: str = "") -> str:
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_each_line_comes_once_and_whole(tmp_path, is_copied: bool) -> None:
+def test_each_line_comes_once_and_whole(tmp_path, is_copied):
     """However the log grew, and in order; also of copies, as rsync makes them: other files with the same beginning."""
     draw = random.Random(0)
     for _ in range(20):
@@ -91,7 +91,7 @@ def test_each_line_comes_once_and_whole(tmp_path, is_copied: bool) -> None:
         assert got == LINES
 
 
-def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
+def test_another_log_in_its_place_begins_anew(tmp_path):
     path, page = log_in(tmp_path, RAW), Feed([tmp_path])
     parsed(page.news())
     other = RAW.replace(LOG.parent.name.encode(), b"smoke-0-ffff")
@@ -102,7 +102,7 @@ def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
         assert all(data["anew"] for name, data in events if name == "lines")
 
 
-def test_runs_that_come_later_are_found(tmp_path) -> None:
+def test_runs_that_come_later_are_found(tmp_path):
     page = Feed([tmp_path / "later"])
     ((_, listing),) = parsed(page.news())
     assert listing == {"files": [], "folders": [{"name": str(tmp_path / "later"), "exists": False}]}
@@ -116,7 +116,7 @@ def test_runs_that_come_later_are_found(tmp_path) -> None:
     assert len(lines_of(rest)) == len(LINES) + 1
 
 
-def test_samples_belong_to_one_record(tmp_path) -> None:
+def test_samples_belong_to_one_record(tmp_path):
     """Also where two records have the same name."""
     folders = [tmp_path / parent / "docs" for parent in "ab"]
     for folder in folders:
@@ -128,7 +128,7 @@ def test_samples_belong_to_one_record(tmp_path) -> None:
     assert keys["log"] == keys["samples"]
 
 
-def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path) -> None:
+def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path):
     """As samples are written: the whole file again, with lines at its end."""
     log_in(tmp_path / "run", RAW)
     path, lines, page = children.samples_of(tmp_path / "run"), [], Feed([tmp_path / "run"])
@@ -141,7 +141,7 @@ def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path) -> None:
     assert got == [line.rstrip() for line in lines]
 
 
-def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
+def test_hostile_names_and_bytes_stay_one_event(tmp_path):
     run = os.fsdecode(b"\xff<b>\nid: 7\n\nevent: end")
     first, second, *_ = RAW.splitlines(keepends=True)
     log_in(tmp_path, first + b'\xff\r\n{"x": "a\rb"}\n' + second, run)
@@ -151,7 +151,7 @@ def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
     assert (name, data["lines"]) == ("lines", [LINES[0], None, None, LINES[1]])
 
 
-def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path) -> None:
+def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path):
     os.mkfifo(log_in(tmp_path, run="pipe").parent / "other")
     path = log_in(tmp_path, run="another")
     path.unlink()
@@ -163,7 +163,7 @@ def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path) -> None:
     assert {file["problem"] for file in listing["files"]} == {"", "it is no file"}
 
 
-def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path) -> None:
+def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path):
     long = [LINES[0], *(warning("x" * 999) for _ in range(3000)), warning("y" * 700_000), warning("z")]
     path, page = log_in(tmp_path, "\n".join([*long, ""]).encode()), Feed([tmp_path])
     events = parsed(page.news())
@@ -176,7 +176,7 @@ def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path) -> 
     assert "longer than" in events[0][1]["files"][0]["problem"]
 
 
-def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
+def test_only_samples_are_shown_of_a_file_of_samples(tmp_path):
     log_in(tmp_path / "run", RAW)
     children.samples_of(tmp_path / "run").write_text("root:x:0:0\n" + sample(1) + '{"step": 1}\n[]\n')
     page = Feed([tmp_path / "run"])
@@ -186,7 +186,7 @@ def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
     assert lines_of(parsed(Feed([tmp_path / "run"]).news())) == LINES
 
 
-def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
+def test_only_runs_and_what_may_become_one_are_watched(tmp_path):
     for good in (RECORD, LOG.parent, tmp_path / "later", tmp_path):
         watch_server.check(good)
     (tmp_path / "source.txt").touch()
@@ -199,7 +199,7 @@ def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
 # ---- the server and the command
 
 
-def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
+def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = rules(str(RECORD), "smoke-cpu@1")
     (run,) = load(RECORD).runs
@@ -223,7 +223,7 @@ def got(url: str) -> bytes:
         return reply.read()
 
 
-def test_the_feed_ends_with_the_server(tmp_path) -> None:
+def test_the_feed_ends_with_the_server(tmp_path):
     """With what was written last, also to a page that has been there for long."""
     path, whole = log_in(tmp_path, RAW[:30_000]), []
     with watch_server.watching([tmp_path], 0, None) as url:
@@ -242,13 +242,7 @@ def test_the_feed_ends_with_the_server(tmp_path) -> None:
     assert events[-1][0] == "end"
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return one.getsockname()[1]
-
-
-def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch) -> None:
+def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch):
     said, warnings = threading.Event(), []
     monkeypatch.setattr(children, "say", lambda line: (warnings.append(line), said.set()))
     with watch_server.watching([tmp_path], 0, None) as url:
@@ -260,7 +254,7 @@ def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch) -> N
     assert warnings == [f"warning: watch: {problem}; the run needs no page; for another: {again}"]
 
 
-def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
+def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch):
     """Not before: until then, it may be the page of another run."""
     port, said = free_port(), threading.Event()
     served: list[tuple[str, bool]] = []
@@ -275,14 +269,14 @@ def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
     assert served == [(f"watch   http://127.0.0.1:{port}/", True)]
 
 
-def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
+def test_mistakes_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "x").touch()
     with watch_server.watching([], 0, None) as url:
         port = url.rstrip("/").rpartition(":")[2]
         for words in (["foreign"], [], ["later", "--port", port]):
-            done = CliRunner().invoke(cli.command, ["watch", *words])
+            done = invoke("watch", *words)
             assert (done.exit_code, len(done.output.splitlines())) == (2, 1)
 
 
@@ -354,7 +348,7 @@ def check_numbers(page: Any, raw: bytes) -> None:
     assert found["memory per device"].startswith(f"{total / 2**20:#.3g} MiB")
 
 
-def test_a_run_is_watched_from_start_to_end(page, tmp_path) -> None:
+def test_a_run_is_watched_from_start_to_end(page, tmp_path):
     path = log_in(tmp_path / "run")
     path.unlink()
     with shown(page, tmp_path / "run", choice=str(RECORD)):
@@ -389,7 +383,7 @@ def test_a_run_is_watched_from_start_to_end(page, tmp_path) -> None:
         assert not [words for words in said if words not in events]
 
 
-def test_hostile_text_stays_text(page, tmp_path) -> None:
+def test_hostile_text_stays_text(page, tmp_path):
     start = json.loads(LINES[0])
     start["event"] |= {"run_id": HOSTILE, "recipe": HOSTILE}
     start["event"]["config"] = {HOSTILE: [HOSTILE]}
@@ -414,7 +408,7 @@ def test_hostile_text_stays_text(page, tmp_path) -> None:
     assert page.evaluate("[document.images.length, window.struck ?? null]") == [0, None]
 
 
-def test_several_runs_are_told_apart(page, tmp_path) -> None:
+def test_several_runs_are_told_apart(page, tmp_path):
     with shown(page, SIX_SEEDS, tmp_path / "later"):
         says(page, f"Waiting for {tmp_path}/later", "#trouble")
         page.wait_for_function("() => document.querySelectorAll('#legend li').length === 6")
@@ -438,7 +432,7 @@ def test_several_runs_are_told_apart(page, tmp_path) -> None:
         page.wait_for_function("() => document.querySelectorAll('#legend li').length === 7")
 
 
-def test_a_chart_is_read_by_keyboard(page) -> None:
+def test_a_chart_is_read_by_keyboard(page):
     with shown(page, RECORD, choice=str(RECORD)):
         says(page, "finished", "#status")
         page.focus("#loss")
@@ -456,7 +450,7 @@ def test_a_chart_is_read_by_keyboard(page) -> None:
         assert {"axis", "scale", "loss", "steps", "events", "SUMMARY"} <= reached
 
 
-def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path) -> None:
+def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path):
     """Of two records with one name; the newest step is not in the last line."""
     folders = [tmp_path / parent / "docs" for parent in "ab"]
     for folder, name in zip(folders, ("first", "second"), strict=True):
@@ -470,7 +464,7 @@ def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path) -> Non
         assert page.inner_text("#texts").count("step") == 1
 
 
-def test_the_page_keeps_what_it_has_and_continues(page, tmp_path) -> None:
+def test_the_page_keeps_what_it_has_and_continues(page, tmp_path):
     port = free_port()
     cut = RAW.index(LINES[150].encode())
     path = log_in(tmp_path, RAW[:cut])
@@ -519,7 +513,7 @@ def time_of(loss: float) -> float:
     return np.exp((8 - loss) / 0.35) / 1e4
 
 
-def test_the_estimate_is_fiellers(page) -> None:
+def test_the_estimate_is_fiellers(page):
     """On white noise: where the line of NumPy's least squares may be at the target, by the t test of that."""
     target, losses = 3.4, losses_on_a_line(20, 0.0)
     recent = slice(299, None)  # the last quarter
@@ -540,7 +534,7 @@ def test_the_estimate_is_fiellers(page) -> None:
 
 
 @pytest.mark.parametrize("correlation", [0.5, 0.9])
-def test_the_interval_has_the_true_time_as_often_as_it_says(page, correlation) -> None:
+def test_the_interval_has_the_true_time_as_often_as_it_says(page, correlation):
     """Of 500 runs, at most 6 % show an interval without it, and most show one unless neighbours are nearly equal."""
     with shown(page, RECORD):
         found = [one for one in arrivals(page, losses_on_a_line(500, correlation), 3.4) if "none" not in one]
@@ -549,7 +543,7 @@ def test_the_interval_has_the_true_time_as_often_as_it_says(page, correlation) -
     assert len(found) > 450 or correlation == 0.9
 
 
-def test_where_there_is_no_estimate_it_is_said(page) -> None:
+def test_where_there_is_no_estimate_it_is_said(page):
     rng = np.random.default_rng(0)
     flat = 4 + 0.05 * rng.standard_normal((1, 400))
     slow = 8 - 0.35 * np.log(TOKENS) + 0.1 * np.sin(np.arange(400) / 20)
@@ -561,7 +555,7 @@ def test_where_there_is_no_estimate_it_is_said(page) -> None:
             assert arrivals(page, below, 4.2) == [{"atTarget": True}]
 
 
-def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path) -> None:
+def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path):
     """The command itself; its page ends with it and has every line."""
     out, port, seen = tmp_path / "run", free_port(), {}
 
@@ -577,9 +571,8 @@ def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path) ->
 
     watcher = threading.Thread(target=spectate)
     watcher.start()
-    words = ["--data", str(smoke_data), "--out", str(out), "--watch", "--watch-port", str(port)]
-    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    done = CliRunner().invoke(cli.command, ["run", "--track", "smoke-cpu", *words, *settings])
+    words = ["--data", smoke_data, "--out", out, "--watch", "--watch-port", port]
+    done = invoke("run", "--track", "smoke-cpu", *words, *as_words(SMALL))
     watcher.join(60)
     assert done.exit_code == 1, done.output  # twelve steps miss the target
     assert f"watch   http://127.0.0.1:{port}/" in done.output

@@ -171,7 +171,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_operations_are_those_of_jax(name: str, page: Page) -> None:
+def test_operations_are_those_of_jax(name, page):
     function, *inputs = FUNCTIONS[name]
     expected = np.asarray(jax.jit(function)(*inputs))
     found = computed(page, function, *inputs)
@@ -192,7 +192,7 @@ TWO = frozenset(["add", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul"
 NAMES = {"and": "bitwise_and", "or": "bitwise_or", "not": "bitwise_not", "xor": "bitwise_xor"}
 
 
-def test_elementwise_operations_are_those_of_jax(page: Page) -> None:
+def test_elementwise_operations_are_those_of_jax(page):
     for name in sorted(ELEMENTWISE - {"select_n"}):
         function = getattr(jax.lax, NAMES.get(name, name))
         inputs = [np.ascontiguousarray(x) for x in GIVEN.get(name, (X, X[:, ::-1])[: 1 + (name in TWO)])]
@@ -200,7 +200,7 @@ def test_elementwise_operations_are_those_of_jax(page: Page) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_what_the_page_lacks_is_refused_at_the_export() -> None:
+def test_what_the_page_lacks_is_refused_at_the_export():
     cases: tuple[tuple[Any, Any, str], ...] = (
         (jnp.sort, jnp.float32, "the model uses sort of float32"),
         (lambda x: x.astype(jnp.bfloat16) * 2, jnp.float32, "the model computes with bfloat16"),
@@ -213,7 +213,7 @@ def test_what_the_page_lacks_is_refused_at_the_export() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_what_depends_on_no_token_is_computed_once() -> None:
+def test_what_depends_on_no_token_is_computed_once():
     """But not written out, if it is only large."""
     constants, x = Constants({"w": X}), jax.ShapeDtypeStruct((3, 4), jnp.float32)
     made = program(lambda p, x: x * jnp.sin(p["w"]).sum(0), {"w": X}, [x], constants)
@@ -244,7 +244,7 @@ async ([name, ids, how, numTokens]) => {
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("num_tokens", [40, 150])
-def test_logits_are_those_of_jax(name: str, num_tokens: int, page: Page, models: Models) -> None:
+def test_logits_are_those_of_jax(name, num_tokens, page, models):
     recipe, params, inputs = models[name]
     ids = np.random.default_rng(0).integers(0, 256, num_tokens)
     ids[[0, 17]] = 0  # two documents
@@ -255,7 +255,7 @@ def test_logits_are_those_of_jax(name: str, num_tokens: int, page: Page, models:
     assert np.abs(found - expected).max() < 1e-4
 
 
-def test_the_page_writes_what_sample_writes(page: Page, models: Models) -> None:
+def test_the_page_writes_what_sample_writes(page, models):
     recipe, params, inputs = models["smoke"]
     prompt = np.array([0, 17, 4], np.int32)
     decoder = Decoder(recipe, inputs, params, vocab_size=256, num_positions=64)
@@ -288,7 +288,7 @@ HARD = (
 )
 
 
-def test_the_tokenizer_is_that_of_the_data(page: Page, tmp_path: Path) -> None:
+def test_the_tokenizer_is_that_of_the_data(page, tmp_path):
     pytest.importorskip("tokenizers", reason="needs tokenizers")
     path = tmp_path / "tokenizer.json"
     tokenizer.train_bpe(iter(["the array of the output array " * 50, *HARD, *HARD]), 420, path)
@@ -308,14 +308,11 @@ def test_the_tokenizer_is_that_of_the_data(page: Page, tmp_path: Path) -> None:
     assert texts == shown
 
 
-def test_merges_are_recovered_from_ranks() -> None:
+def test_merges_are_recovered_from_ranks_and_other_tokenizers_refused():
     """As GPT-2's file gives them: bytes first, then the result of each merge."""
     tokens = {i: bytes([i]) for i in range(256)} | {256: b"th", 257: b"he", 258: b"the", 259: b"thethe"}
     merges = page_folder.described_tokenizer("gpt2", b"", tokens)["merges"]
     assert merges == [[116, 104, 256], [104, 101, 257], [256, 101, 258], [258, 258, 259]]
-
-
-def test_a_tokenizer_that_the_page_lacks_is_refused() -> None:
     other = {"model": {"type": "Unigram"}, "pre_tokenizer": {"type": "Metaspace"}}
     with pytest.raises(DataError, match="need byte-level BPE"):
         page_folder.described_tokenizer("spm.json", json.dumps(other).encode(), {0: b"a"})
@@ -344,7 +341,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_weights_are_refused(kind: str, page: Page, root: Path) -> None:
+def test_broken_weights_are_refused(kind, page, root):
     at = root / "models" / "smoke" / "weights.safetensors"
     raw = at.read_bytes()
     try:
@@ -355,7 +352,7 @@ def test_broken_weights_are_refused(kind: str, page: Page, root: Path) -> None:
     assert name == "Unusable"
 
 
-def test_half_precision_is_widened_exactly(page: Page) -> None:
+def test_half_precision_is_widened_exactly(page):
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     halves = halves[np.isfinite(halves) | (halves == -np.inf)]
     found = page.evaluate(
@@ -368,7 +365,7 @@ def test_half_precision_is_widened_exactly(page: Page) -> None:
     np.testing.assert_array_equal(_numbers(found), halves)
 
 
-def test_only_exported_files_are_served(tmp_path: Path) -> None:
+def test_only_exported_files_are_served(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "models" / "m").mkdir(parents=True)
         (tmp_path / name / "models.json").write_text('["m"]')
@@ -395,7 +392,7 @@ def test_only_exported_files_are_served(tmp_path: Path) -> None:
         page_server.answering([tmp_path])
 
 
-def test_jax_js_is_what_was_published() -> None:
+def test_jax_js_is_what_was_published():
     """On npm, the digest is `dist.integrity`."""
     raw = (Path(page_folder.__file__).parent / page_folder.JAX_JS).read_bytes()
     published = "g6PxWa6ZLjeQdDAM0ImBSqpdYnC6InCUTCCbMLxhMHMsMNu+JbHRjIQZ/anjBcP69of6hiqfGmTl+3gBn1qu/A=="
@@ -409,7 +406,7 @@ def test_jax_js_is_what_was_published() -> None:
 # --- the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_page_writes_and_says_what_is_wrong(page: Page, hand: Page) -> None:
+def test_the_page_writes_and_says_what_is_wrong(page, hand):
     """By hand: write, look at a token with the arrow keys, then a prompt that is no id, and one too long."""
     hand.goto(page.url.replace("blank", ""))
     hand.wait_for_selector("#write:not([disabled])")
@@ -438,7 +435,7 @@ def test_the_page_writes_and_says_what_is_wrong(page: Page, hand: Page) -> None:
         assert said in hand.inner_text("#error")
 
 
-def test_a_browser_without_webassembly_is_told(page: Page, hand: Page) -> None:
+def test_a_browser_without_webassembly_is_told(page, hand):
     hand.add_init_script("delete globalThis.WebAssembly")
     hand.goto(page.url.replace("blank", ""))
     hand.wait_for_selector("#error:not([hidden])")
@@ -466,7 +463,7 @@ async (numSteps) => {
 """
 
 
-def test_a_training_step_is_that_of_jax(page: Page) -> None:
+def test_a_training_step_is_that_of_jax(page):
     """From JAX's state of step 10; Muon's update magnifies the gradient's rounding."""
     found = page.evaluate(COMPARE, 1.0)
     packed = {"bank.64x128.0", "bank.64x64.0", "bank.64x64.1", "embed", "head", "scalars", "value_embed.0"}
@@ -479,7 +476,7 @@ def test_a_training_step_is_that_of_jax(page: Page) -> None:
     np.testing.assert_allclose(list(found["update"].values()), 0.01, rtol=0.01)
 
 
-def test_losses_of_a_recipe_follow_those_of_jax(page: Page) -> None:
+def test_losses_of_a_recipe_follow_those_of_jax(page):
     """As closely as JAX's own, from starting values that differ in the last bit."""
     losses, again, facts = page.evaluate(TRAIN, 10)
     expected, nudged = np.array(facts["losses"])[:10], np.array(facts["nudged"])[:10]
@@ -491,7 +488,7 @@ def test_losses_of_a_recipe_follow_those_of_jax(page: Page) -> None:
     assert expected[9] < expected[0] - 0.5
 
 
-def test_batches_of_the_page_are_the_first_of_the_track() -> None:
+def test_batches_of_the_page_are_the_first_of_the_track():
     whole = synthetic.generate(synthetic.Source(**(TRACK.synthetic or {})), 1, 200).reshape(-1)
     found = page_training.batches(9, 4, 64)
     assert len(found) == 9
@@ -501,12 +498,12 @@ def test_batches_of_the_page_are_the_first_of_the_track() -> None:
 
 
 @pytest.mark.parametrize("name", ["docs", "record89"])
-def test_a_recipe_that_does_not_fit_is_refused(name: str) -> None:
+def test_a_recipe_that_does_not_fit_is_refused(name):
     with pytest.raises(UsageError):
         page_training.tiny(recipes.load(name))
 
 
-def test_the_page_trains_and_stops(page: Page, hand: Page) -> None:
+def test_the_page_trains_and_stops(page, hand):
     """By hand: start with the keyboard, stop, go on to the end, begin anew."""
     hand.goto(page.url.replace("blank", "train.html"))
     hand.wait_for_selector("#start:not([disabled])")

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 from small_run import SMALL
+from typed import as_words
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,7 +72,7 @@ def install(installer: str, wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
-def test_the_wheel_is_the_package(sources: Path, tmp_path: Path) -> None:
+def test_the_wheel_is_the_package(sources, tmp_path):
     """Every file of it, tracks and types included; nothing else but metadata."""
     with ZipFile(build("pip", sources, tmp_path)) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -80,15 +81,15 @@ def test_the_wheel_is_the_package(sources: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.compile
-def test_an_installed_wheel_trains_and_validates(installer: str, sources: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains_and_validates(installer, sources, tmp_path):
     """From an empty folder: no checkout, no git, no lock files."""
     bin_dir = install(installer, build(installer, sources, tmp_path / "wheel"), tmp_path / "venv")
     folder = tmp_path / "empty"
     folder.mkdir()
     where = [bin_dir / "python", "-c", "import speedrun; print(speedrun.__file__)"]
     assert Path(run(where, folder).strip()).is_relative_to(tmp_path)
-    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    said = run([bin_dir / "speedrun", "run", "--track", "smoke-cpu", "--out", "mine", *settings], folder, 1)
+    words = ["run", "--track", "smoke-cpu", "--out", "mine", *as_words(SMALL)]
+    said = run([bin_dir / "speedrun", *words], folder, 1)
     assert "target 3.28 NOT reached" in said, said
     assert "good: " in run([bin_dir / "speedrun", "validate", "--strict", "mine"], folder)
     assert {path.name for path in folder.iterdir()} - {"uv-cache"} == {"data", "mine"}

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
-
-from speedrun import cli
+from test_provenance import git
+from typed import invoke
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*"))}
@@ -31,7 +30,7 @@ def steps(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_workflow_may_only_read(name: str) -> None:
+def test_a_workflow_may_only_read(name):
     workflow = parsed(name)
     triggers = workflow[True]  # what YAML makes of "on"
     if name == "nightly.yml":
@@ -73,13 +72,8 @@ def clone(first: Path, tmp_path: Path) -> Path:
 
 
 def build_board(clone: Path) -> None:
-    found = CliRunner().invoke(cli.command, ["leaderboard", "build", "--records", str(clone / "records")])
+    found = invoke("leaderboard", "build", "--records", clone / "records")
     assert found.exit_code == 0, found.output
-
-
-def git(clone: Path, *args: str) -> None:
-    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", "-C", str(clone), *who, *args], check=True, capture_output=True)
 
 
 def commit(clone: Path) -> None:
@@ -116,7 +110,7 @@ def obeyed(output: str) -> list[str]:
     return found
 
 
-def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
+def test_good_records_pass_and_others_are_not_asked(clone):
     shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
     build_board(clone)
     code, output = check(clone)
@@ -128,7 +122,7 @@ def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a record", "the board"])
-def test_a_branch_neither_removes_a_record_nor_writes_the_board(clone: Path, what: str) -> None:
+def test_a_branch_neither_removes_a_record_nor_writes_the_board(clone, what):
     if what == "a record":
         shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
         build_board(clone)
@@ -142,7 +136,7 @@ def test_a_branch_neither_removes_a_record_nor_writes_the_board(clone: Path, wha
     assert (code, "0 records added or changed\n" in output) == (1, True), output
 
 
-def test_a_changed_record_is_validated_again(clone: Path) -> None:
+def test_a_changed_record_is_validated_again(clone):
     (log,) = clone.glob("records/smoke-cpu/old/runs/*/metrics.jsonl")
     log.write_text(log.read_text().replace('"loss":5.', '"loss":4.', 1))
     shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
@@ -152,7 +146,7 @@ def test_a_changed_record_is_validated_again(clone: Path) -> None:
     assert "good: " in output, "the other one is not kept from its answer"
 
 
-def test_a_record_without_its_log_is_refused(clone: Path) -> None:
+def test_a_record_without_its_log_is_refused(clone):
     next(clone.glob("records/smoke-cpu/old/runs/*/metrics.jsonl")).unlink()
     code, output = check(clone)
     assert (code, "refused: " in output) == (1, True), output
@@ -161,7 +155,7 @@ def test_a_record_without_its_log_is_refused(clone: Path) -> None:
 @pytest.mark.parametrize(
     "form", ["link", "linked track", "linked records", "file", "empty", "name", "no commit"]
 )
-def test_what_is_no_record_is_refused(clone: Path, form: str) -> None:
+def test_what_is_no_record_is_refused(clone, form):
     place = clone / "records" / "smoke-cpu" / "new"
     match form:
         case "link":
@@ -183,7 +177,7 @@ def test_what_is_no_record_is_refused(clone: Path, form: str) -> None:
     assert code != 0, output
 
 
-def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone: Path) -> None:
+def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone):
     canary = clone.parent / "ran"
     code = f"open({str(canary)!r}, 'w')\n"
     hostile = clone / "records" / "smoke-cpu" / "::error::boo"
@@ -210,7 +204,7 @@ SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.name != "
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_says_what_it_does_before_anything_is_installed(tmp_path: Path, path: Path) -> None:
+def test_a_script_says_what_it_does_before_anything_is_installed(tmp_path, path):
     """With a bare shell and a bare Python on the PATH."""
     for tool in ("bash", "dirname"):
         (tmp_path / tool).symlink_to(shutil.which(tool) or "")

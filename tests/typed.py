@@ -11,12 +11,12 @@ from click.testing import CliRunner, Result
 from speedrun import cli
 
 
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(cli.command, words, prog_name="speedrun")
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(cli.command, [*map(str, words)], prog_name="speedrun")
 
 
-def speedrun(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "speedrun", *words]
+def speedrun(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "speedrun", *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, check=False, **more)
 
 
