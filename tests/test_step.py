@@ -21,7 +21,7 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import logits
 from speedrun.science.params import Dtype, Layout, Params, ParamSpec, Table, constant
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
-from speedrun.science.step import StepMetrics, TrainState
+from speedrun.science.step import TrainState
 from speedrun.train.checkpoint import fingerprint, state_hash
 from speedrun.train.program import Program, recomputed
 
@@ -408,5 +408,5 @@ def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf, 
     program, state, _ = on_eight
     named = jax.tree.map(jnp.zeros_like, on_host(program, state))
     bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(value)})
-    flags = {name: program.step._nonfinite(name, grad) for name, grad in bad.items()}
-    assert program.step.first_nonfinite(StepMetrics(jnp.float32(0), jnp.float32(1), flags)) == leaf
+    flags = {name: program.layout.flags(name, ~jnp.isfinite(grad)) for name, grad in bad.items()}
+    assert program.layout.first_flagged(jax.device_get(flags)) == leaf

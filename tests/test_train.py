@@ -34,12 +34,11 @@ from speedrun.record.source import split_source
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Stage
 from speedrun.train import watchdog
-from speedrun.train.loop import _compilations
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
 from speedrun.train.request import RunConfig
 from speedrun.train.run import _announce, train
-from speedrun.train.warmup import compile_all
+from speedrun.train.warmup import compilations, compile_all
 
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -137,7 +136,7 @@ def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smok
 
 
 def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):
-    with runlog.RunLog(tmp_path / "log") as log, _compilations(log):
+    with runlog.RunLog(tmp_path / "log") as log, compilations(log):
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
     assert [type(line.event) for line in runlog.read(tmp_path / "log")] == [runlog.Compile]
 

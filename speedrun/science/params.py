@@ -217,6 +217,24 @@ class Layout:
         named = zip(self.vectors[vector], specs, ends, strict=True)
         return {name: values[end - spec.size : end].reshape(spec.shape) for name, spec, end in named}
 
+    def flags(self, name: str, bad: jax.Array) -> jax.Array:
+        """Join the flags of a packed array: per matrix of a bank, per device for a table; a vector keeps its own."""
+        if name in self.vectors:
+            return bad
+        return jnp.any(bad, axis=(1, 2)) if name in self.banks else jnp.any(bad)[None]
+
+    def first_flagged(self, flags: Mapping[str, Any]) -> str | None:
+        """Return the name of the first parameter in the table with a flag, of those on the host by packed name."""
+        bad: set[str] = set()
+        for packed, found in flags.items():
+            if packed in self.banks:
+                bad |= {m.name for m, flag in zip(self.banks[packed], found, strict=False) if flag}
+            elif packed in self.vectors:
+                bad |= {name for name, part in self.split(packed, found).items() if part.any()}
+            else:
+                bad |= {packed} if found.any() else set()
+        return next((name for name in self.table if name in bad), None)
+
     def init(self, key: jax.Array) -> Params:
         """Return packed initial values. A parameter's key depends on its name, or on `like`, not on its position."""
 

@@ -73,6 +73,13 @@ class Loss(NamedTuple):
     carry: Params = NOTHING  #: [B, ...], for the next step
 
 
+def check_carry(new: Params, old: Params) -> None:
+    """Raise UsageError if the next step could not take the new carry."""
+    got, need = ({name: f"{x.dtype}{[*x.shape]}" for name, x in carry.items()} for carry in (new, old))
+    if got != need:
+        raise UsageError(f"its loss carries {got}, its carry begins as {need}; need the same")
+
+
 class OptimizerLike(Protocol):
     """The optimiser of a recipe."""
 

@@ -23,12 +23,11 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from speedrun.base.errors import UsageError
-from speedrun.base.mesh import DATA, fetch
+from speedrun.base.mesh import DATA
 from speedrun.science.inputs import Arrays, Inputs, Plan, Static
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
-from speedrun.science.recipe import Batch, Loss, Recipe
+from speedrun.science.recipe import Batch, Loss, Recipe, check_carry
 
 #: XLA options by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready; a
 #: combined one would start at the end, with no computation left to overlap. 16-bit activations stay in 16 bits.
@@ -126,10 +125,10 @@ class Step:
         index_B = num_sequences * jax.lax.axis_index(self.mesh.axis_names) + jnp.arange(num_sequences)
         batch = Batch(tokens_BT, targets_BT, state.carry, index_B)
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
-        _check_carry(loss.carry, state.carry)
+        check_carry(loss.carry, state.carry)
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
         new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), state.params, updates)
-        flags = {k: self._nonfinite(k, g) for k, g in grads.items()}
+        flags = {k: self.layout.flags(k, ~jnp.isfinite(g)) for k, g in grads.items()}
         # Do not sum over devices: no computation is left to overlap the sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
         metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), jnp.asarray(bad)[None], flags)
@@ -191,29 +190,3 @@ class Step:
     def _repeated_over(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes over which a packed array is replicated: the nodes, or all axes for vectors."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.layout.specs[name])
-
-    def first_nonfinite(self, metrics: StepMetrics) -> str | None:
-        """Return the name of the first parameter in the table with a non-finite gradient."""
-        bad: set[str] = set()
-        for packed, flags in fetch(metrics.nonfinite).items():
-            if packed in self.layout.banks:
-                bad |= {m.name for m, flag in zip(self.layout.banks[packed], flags, strict=False) if flag}
-            elif packed in self.layout.vectors:
-                bad |= {name for name, part in self.layout.split(packed, flags).items() if part.any()}
-            else:
-                bad |= {packed} if flags.any() else set()
-        return next((name for name in self.layout.table if name in bad), None)
-
-    def _nonfinite(self, name: str, grad: jax.Array) -> jax.Array:
-        """Flag non-finite gradients: per matrix of a bank, per device for a table, per scalar."""
-        bad = ~jnp.isfinite(grad)
-        if name in self.layout.vectors:
-            return bad
-        return jnp.any(bad, axis=(1, 2)) if name in self.layout.banks else jnp.any(bad)[None]
-
-
-def _check_carry(new: Params, old: Params) -> None:
-    """Raise UsageError if the next step could not take the new carry."""
-    got, need = ({name: f"{x.dtype}{[*x.shape]}" for name, x in carry.items()} for carry in (new, old))
-    if got != need:
-        raise UsageError(f"its loss carries {got}, its carry begins as {need}; need the same")

@@ -16,8 +16,12 @@ from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from speedrun.base import runlog
+from speedrun.base.clock import Stopwatch
 from speedrun.base.mesh import setting
 from speedrun.base.track import Track
+from speedrun.base.wholefile import write_whole
+from speedrun.record import archive, layout
 from speedrun.record.archive import Archive, Lowered
 from speedrun.science.inputs import Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS
@@ -31,6 +35,18 @@ _CHUNK_TOKENS = 1024  #: rows of logits
 
 #: JAX cannot vouch for custom calls of kernels; the examiner has its own list.
 _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
+
+
+def export_to_record(ready: Ready, log: runlog.RunLog) -> None:
+    """Write the programs of a run into its record; those of a batch are the same file."""
+    watch, raw = Stopwatch(), archive.pack(exported(ready))
+    if len(raw) > archive.MOST_BYTES:
+        problem = f"programs of {len(raw):,} bytes, above {archive.MOST_BYTES:,}: it cannot be examined"
+        log.emit(runlog.Warning(f"{problem}; compute tables from formulas"))
+        return
+    sha256 = layout.sha256(raw)
+    write_whole(ready.config.out / archive.name_of(sha256), raw)
+    log.emit(runlog.Exported(sha256, len(raw), watch.seconds))
 
 
 def exported(ready: Ready) -> Archive:

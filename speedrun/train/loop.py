@@ -4,8 +4,8 @@ Programs are compiled and warmed up on random ids, and the state is built again.
 is the first token read. A loss is fetched while the next step runs.
 """
 
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,18 +17,15 @@ from speedrun.base import faults, processes, runlog, signals
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Clock, Phases, Stopwatch, cold_wall_s
 from speedrun.base.errors import NonFiniteError, SpeedrunError, Terminated
-from speedrun.base.output import text_of
 from speedrun.base.signals import Deferred
-from speedrun.base.wholefile import write_whole
 from speedrun.data import stream
-from speedrun.record import archive, layout
+from speedrun.record import layout
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.train import health
 from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
-from speedrun.train.export_programs import exported
 from speedrun.train.preflight import Ready
-from speedrun.train.program import evaluate, inspect
-from speedrun.train.warmup import Executables, compile_all, resume, warm_up
+from speedrun.train.program import evaluate
+from speedrun.train.warmup import Executables, compilations, start
 
 
 class Pending(NamedTuple):
@@ -55,11 +52,9 @@ class Training:
     # For the end of the log.
     final_hash: str = ""
     first_batch_sha256: str = ""
-    compile_s: float = 0.0
-    warmup_s: float = 0.0
+    untimed_s: Sequence[float] = (0.0, 0.0, 0.0)  #: to compile, to warm up, and lost by earlier processes
     val_s: float = 0.0
     data_wait_s: float = 0.0
-    lost_s: float = 0.0
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     throttled_s: float | None = None
     matmul_gflops: float = 0.0  #: measured after the run
@@ -67,14 +62,16 @@ class Training:
     read: runlog.DataRead | None = None  #: with the digests of the shards, which take seconds
 
     def __post_init__(self) -> None:
-        self.state: TrainState  # from `_set_up` on
+        self.state: TrainState  # from its start on
         self.executables: Executables
         digest = layout.config_sha256(self.ready.described)
         self.place = Facts(0, self.run_id, digest, stream.START, tokens_seen=0, train_time_s=0.0, arrays={})
 
     def run(self) -> None:
         """Compile, warm up, train and score."""
-        self._set_up()
+        given = self.ready, self.checkpoints, self.place, self.log, self.phases, self.stopping
+        self.state, self.executables, self.place, *self.untimed_s = start(*given)
+        self.clock.resume_at(self.place.train_time_s)
         mesh, schedule = self.ready.program.mesh, self.ready.program.schedule
         throttled_s = health.throttled_s(mesh)
         with closing(self._feed()) as feed, self._clocked():
@@ -96,17 +93,18 @@ class Training:
                 otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",
                 refuse=SpeedrunError,
             )
-            self._measure_again()
+            self.matmul_gflops = health.matmul_gflops_again(mesh, self.log)
 
     def end(self, outcome: runlog.Outcome) -> runlog.RunEnd:
         """Return the last line of the log, however the run ended."""
+        compile_s, warmup_s, lost_s = self.untimed_s
         return runlog.RunEnd(
             status=outcome,
             val_loss=self.val_loss if outcome == "finished" else None,
             train_time_s=self.clock.seconds,
             cold_wall_s=self.cold_wall_s or cold_wall_s(),
-            compile_s=self.compile_s,
-            warmup_s=self.warmup_s,
+            compile_s=compile_s,
+            warmup_s=warmup_s,
             val_s=self.val_s,
             data_wait_s=self.data_wait_s,
             peak_bytes=meshes.peak_bytes(self.ready.program.mesh),
@@ -115,49 +113,14 @@ class Training:
             first_batch_sha256=self.first_batch_sha256,
             throttled_s=self.throttled_s,
             phases={**self.phases.seconds()},
-            lost_s=self.lost_s,
+            lost_s=lost_s,
             matmul_gflops=self.matmul_gflops,
         )
-
-    def _set_up(self) -> None:
-        """Compile, warm up and, for a resumed run, restore a checkpoint."""
-        program, seed = self.ready.program, self.ready.config.seed
-        inspect(program.init.lower(jax.random.key(0)).as_text())
-        self.state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
-        self.phases.enter("compile")
-        if processes.is_first():
-            self._export()
-        self.executables = compile_all(self.ready, self.state, self.log)
-        self.compile_s = self.executables.compile_s
-        self.stopping.check()
-        self.phases.enter("warm-up")
-        watch = Stopwatch()
-        self.state = warm_up(self.ready, self.executables, self.state, self.log)
-        self.warmup_s = watch.seconds
-        self.stopping.check()
-        if self.checkpoints is not None:
-            self.phases.enter("checkpoint")
-            if self.ready.config.resume:
-                given = self.ready, self.checkpoints, self.place, self.state, self.log
-                self.state, self.place, self.lost_s = resume(*given)
-                self.clock.resume_at(self.place.train_time_s)
-            self.checkpoints.rehearse(self.state)
-
-    def _export(self) -> None:
-        """Write the programs of this run into its record; those of a batch are the same file."""
-        watch, raw = Stopwatch(), archive.pack(exported(self.ready))
-        if len(raw) > archive.MOST_BYTES:
-            problem = f"programs of {len(raw):,} bytes, above {archive.MOST_BYTES:,}: it cannot be examined"
-            self.log.emit(runlog.Warning(f"{problem}; compute tables from formulas"))
-            return
-        sha256 = layout.sha256(raw)
-        write_whole(self.ready.config.out / archive.name_of(sha256), raw)
-        self.log.emit(runlog.Exported(sha256, len(raw), watch.seconds))
 
     @contextmanager
     def _clocked(self) -> Iterator[None]:
         """Run the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
-        with jax.transfer_guard("disallow"), _compilations(self.log), processes.handled_by(self.stopping):
+        with jax.transfer_guard("disallow"), compilations(self.log), processes.handled_by(self.stopping):
             try:
                 self.phases.enter("step")
                 self.clock.start(self._sync)
@@ -227,9 +190,9 @@ class Training:
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
         if bad or not np.isfinite(loss):
-            leaf = self.ready.program.step.first_nonfinite(metrics)
-            found = f"loss is {loss}; first non-finite gradient: {leaf}"
-            raise NonFiniteError(f"step {step}: {found}; lower the learning rate")
+            leaf = self.ready.program.layout.first_flagged(meshes.fetch(metrics.nonfinite))
+            found = f"step {step}: loss is {loss}; first non-finite gradient: {leaf}"
+            raise NonFiniteError(f"{found}; lower the learning rate")
         place = batch_tokens, self.place.tokens_seen, cursor
         self.log.emit(runlog.Step(step, self.clock.seconds, loss, *place, inputs=planned.inputs))
 
@@ -283,13 +246,6 @@ class Training:
         self.cold_wall_s = cold_wall_s()
         self._save(wait=True)
 
-    def _measure_again(self) -> None:
-        """Repeat the bench of the preflight: other programs may have come or gone since. It may fail."""
-        try:
-            self.matmul_gflops = health.matmul_gflops(self.ready.program.mesh)
-        except jax.errors.JaxRuntimeError as error:
-            self.log.emit(runlog.Warning(f"no bench after the run: {text_of(error)}"), hold=True)
-
 
 def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -> None:
     """Log a change of stage, or of an input that is an integer, such as a window."""
@@ -297,16 +253,3 @@ def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -
     changed = {k: int(v) for k, v in now.inputs.items() if type(v) is int and v != before.inputs[k]}
     if before.stage != now.stage or changed:
         log.emit(runlog.StageChange(step, now.stage, changed))
-
-
-def _compilations(log: runlog.RunLog) -> ExitStack:
-    """Log every compilation inside the block. There should be none."""
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            log.emit(runlog.Compile("inside the clock", duration_secs))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    stack = ExitStack()
-    stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
-    return stack

@@ -1,7 +1,7 @@
 """Before the clock: compile all executables, run them on random ids, build the state again, or restore it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,17 +10,19 @@ import jax
 import numpy as np
 from msgspec.structs import replace
 
-from speedrun.base import faults, runlog
+from speedrun.base import faults, processes, runlog, signals
 from speedrun.base import mesh as meshes
-from speedrun.base.clock import Stopwatch
+from speedrun.base.clock import Phases, Stopwatch
+from speedrun.base.signals import Deferred
 from speedrun.data import stream
 from speedrun.science.params import count
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.checkpoint import Checkpoints, Facts, state_hash
+from speedrun.train.export_programs import export_to_record
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
-from speedrun.train.program import StepShape
+from speedrun.train.program import StepShape, inspect
 
 _STEPS = 2  #: of each executable
 
@@ -41,6 +43,47 @@ class Executables(NamedTuple):
     scores: dict[StepShape, Any]
     planned: tuple[Planned, ...]  #: each step
     compile_s: float
+
+
+class Start(NamedTuple):
+    """What a run has when its clock starts."""
+
+    state: TrainState
+    executables: Executables
+    place: Facts
+    compile_s: float
+    warmup_s: float
+    lost_s: float  #: of earlier processes, after the checkpoint
+
+
+def start(
+    ready: Ready,
+    checkpoints: Checkpoints | None,
+    place: Facts,
+    log: runlog.RunLog,
+    phases: Phases,
+    stopping: Deferred,
+) -> Start:
+    """Make the state, export, compile and warm up, and, for a resumed run, restore a checkpoint."""
+    program, seed, lost_s = ready.program, ready.config.seed, 0.0
+    inspect(program.init.lower(jax.random.key(0)).as_text())
+    state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
+    phases.enter("compile")
+    if processes.is_first():
+        export_to_record(ready, log)
+    executables = compile_all(ready, state, log)
+    stopping.check()
+    phases.enter("warm-up")
+    watch = Stopwatch()
+    state = warm_up(ready, executables, state, log)
+    warmup_s = watch.seconds
+    stopping.check()
+    if checkpoints is not None:
+        phases.enter("checkpoint")
+        if ready.config.resume:
+            state, place, lost_s = resume(ready, checkpoints, place, state, log)
+        checkpoints.rehearse(state)
+    return Start(state, executables, place, executables.compile_s, warmup_s, lost_s)
 
 
 def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executables:
@@ -106,6 +149,19 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
         yield answers
     finally:
         jax.monitoring.unregister_event_listener(listen)
+
+
+def compilations(log: runlog.RunLog) -> ExitStack:
+    """Log every compilation inside the block. There should be none."""
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            log.emit(runlog.Compile("inside the clock", duration_secs))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    stack = ExitStack()
+    stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
+    return stack
 
 
 def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runlog.RunLog) -> TrainState:
