@@ -17,7 +17,7 @@ from speedrun.base import errors, track
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import train
-from speedrun.cli.options import Command
+from speedrun.cli.options import command as cli_command
 
 RECORD = "records/smoke-cpu/2026-11-25-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
@@ -206,7 +206,7 @@ def raiser(monkeypatch):
     """Makes `speedrun run` raise what the test wants."""
 
     def install(error: BaseException) -> None:
-        @click.command(cls=Command)
+        @cli_command()
         def command() -> None:
             raise error
 

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 import click
 
 from speedrun import __version__
-from speedrun.base.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
+from speedrun.base.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
 from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
-from speedrun.cli.options import Group
 
 #: Of each command, its module and what it does.
 GROUPS = {
@@ -50,10 +49,7 @@ GROUPS = {
     },
     "Machine": {
         "doctor": ("machine", "Report what this machine can run, and what to type next."),
-        "plan": (
-            "plan",
-            "Estimate memory, time and cost of a recipe without its devices, on one node or many.",
-        ),
+        "plan": ("plan", "Estimate memory, time and cost without the devices, on one node or many."),
         "bench": ("machine", "Time operations against their bounds."),
         "profile": ("machine", "Report where the time of a training step goes."),
     },
@@ -63,13 +59,13 @@ COMMANDS = {name: told for group in GROUPS.values() for name, told in group.item
 _VARIABLES = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
-class _Commands(Group):
+class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)
+            return None
         module = importlib.import_module(f"speedrun.cli.{COMMANDS[cmd_name][0]}")
         return getattr(module, cmd_name.replace("-", "_"))
 
@@ -85,33 +81,30 @@ class _Commands(Group):
         with formatter.section("Example"):
             formatter.write_text("speedrun doctor")
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; make one of ours of what it raises, before click could: a recipe may raise what click does."""
-        try:
-            return super().invoke(ctx)
-        except BaseException as error:
-            if (known := expected(error)) is None or known is error:
-                raise
-            raise known from error
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
         """Run a command and exit. An expected error is one line; others keep their traceback."""
         words = list(sys.argv[1:] if args is None else args)
-        named["standalone_mode"] = False  # raises click's own errors
         try:
             _check_words(words)
-            sys.exit(super().main(words, *rest, **named))
-        except click.exceptions.NoArgsIsHelpError as error:
-            error.show()
-            sys.exit(error.exit_code)
-        except click.UsageError as error:
+            with self.make_context("speedrun", words[:]) as ctx:
+                self.invoke(ctx)
+        except BaseException as error:
+            if known := expected(error):  # asked first: a recipe may raise what click does
+                show_traceback(error)
+                _fail(text_of(known), known.exit_code, words)
+            if isinstance(error, KeyboardInterrupt):
+                click.echo(err=True)  # the line of the ^C
+                _fail("interrupted", INTERRUPTED, words)
+            if isinstance(error, click.exceptions.Exit):
+                sys.exit(error.exit_code)
+            if not isinstance(error, click.UsageError):
+                raise
             show_traceback(error)
+            if isinstance(error, click.exceptions.NoArgsIsHelpError):
+                error.show()
+                sys.exit(error.exit_code)
             _fail(_usage(error), UsageError.exit_code, words)
-        except click.Abort:  # what click makes of KeyboardInterrupt
-            _fail("interrupted", INTERRUPTED, words)
-        except (SpeedrunError, Terminated) as error:
-            show_traceback(error)
-            _fail(text_of(error), error.exit_code, words)
+        sys.exit()
 
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
@@ -143,6 +136,8 @@ def _usage(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption) and ctx is not None:
         options = [name for param in ctx.command.get_params(ctx) for name in param.opts if name[0] == "-"]
         return str(unknown("option", error.option_name, options))
+    if isinstance(error, click.NoSuchCommand) and ctx is not None and isinstance(ctx.command, click.Group):
+        return str(unknown("command", error.command_name, ctx.command.list_commands(ctx)))
     said = " ".join(error.format_message().split()).rstrip(".")
     help_option = f"'{ctx.command_path} --help'" if ctx is not None else "--help"
     return f"{said[:1].lower()}{said[1:]}; {help_option} shows what is needed"
@@ -164,7 +159,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     own_process()
     try:
-        command(prog_name="speedrun")
+        command()
     except SystemExit as end:
         if end.code in (Terminated.exit_code, INTERRUPTED):
             leave(end.code)

@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
@@ -24,73 +23,50 @@ from speedrun.record.validate import Report, find_check
 from speedrun.record.validate import validate as checked
 
 if TYPE_CHECKING:
-    from speedrun.record.examine.replay import Which
     from speedrun.record.examine.reproduce import Result
 
 
 _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
 
 
-class _WithReplay(cli.Command):
-    """Reads a bare `--replay` as `--replay=some`; click would take the record for its value."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Spell the option out."""
-        if any(pair == ("--replay", "all") for pair in pairwise(args)) and not Path("all").exists():
-            raise UsageError("--replay all; write --replay=all")
-        return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
-
-
-@cli.new_command(
-    "speedrun validate records/smoke-cpu/2026-11-25-first",
-    "speedrun validate --explain V104",
-    cls=_WithReplay,
-)
-@click.argument("records", metavar="RECORD...", type=cli.PATH, nargs=-1)
-@cli.flag("--strict", "Treat warnings as failures.")
-@cli.option("--explain ID", str, "Say what one check demands, why, and what to do; then stop.")
-@cli.option(
-    "--replay [=all]",
-    click.Choice(["some", "all"]),
-    "Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
-)
-@cli.flag("--relower", "Also check V610: run its source in a sandbox, and see whether it makes its programs.")
-@cli.option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
-@cli.option(
-    "--checkpoints DIR",
-    cli.PATH,
-    "With --replay: checkpoints of one run. A run without them is trained again in full.",
-    multiple=True,
-)
-@cli.flag("-v/--verbose", "Also show checks that passed or were skipped.")
-@cli.unsafe_option
-@cli.data_option
-@click.pass_context
+@cli.command("speedrun validate records/smoke-cpu/2026-11-25-first", "speedrun validate --explain V104")
 def validate(
     ctx: click.Context,
+    records: Annotated[tuple[Path, ...], "RECORD..."] = (),
     *,
-    records: tuple[Path, ...],
-    strict: bool,
-    explain: str | None,
-    replay: "Which | None",
-    relower: bool,
-    verbose: bool,
-    **given: Any,
+    strict: Annotated[bool, "Treat warnings as failures."] = False,
+    explain: Annotated[str | None, "--explain ID"] = None,
+    replay: Annotated[Literal["some", "all"] | None, "--replay [=all]"] = None,
+    relower: bool = False,
+    nonce: Annotated[str | None, "--nonce HEX"] = None,
+    checkpoints: Annotated[tuple[Path, ...], "--checkpoints DIR"] = (),
+    verbose: Annotated[bool, "-v,--verbose", "Also show checks that passed or were skipped."] = False,
+    unsafe: cli.Unsafe = False,
+    data: cli.Data = None,
 ) -> cli.Answer:
     """Check every claim of the records in the folders RECORD.
 
     Reads only: no network, no accelerator, and nothing of a record's source is executed without --relower. Exits
     with 0 if all records are good, else with 1.
+
+    Options:
+        explain: Say what one check demands, why, and what to do; then stop.
+        replay: Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.
+        relower: Also check V610: run its source in a sandbox, and see whether it makes its programs.
+        nonce: With --replay: seed of what is drawn. Default: random.
+        checkpoints: With --replay: checkpoints of one run. A run without them is trained again in full.
     """
     if explain is not None:
         return _explain(explain)
+    if replay and Path("all") in records and not Path("all").exists():
+        raise UsageError("--replay all; write --replay=all")
     if not records:
         raise UsageError("no record given; name the folder that holds its source.txt")
     reports = {str(need_record(record)): checked(record, strict=strict) for record in records}
     if replay or relower:
         from speedrun.record.examine.replay import Options, checked_nonce, examined, relowered
 
-        options = Options(replay or "some", **{**given, "nonce": checked_nonce(given["nonce"])})
+        options = Options(replay or "some", checked_nonce(nonce), checkpoints, data, unsafe)
         echo = sys.stderr if ctx.params["as_json"] else sys.stdout
         for asked, judge in ((replay, examined), (relower, relowered)):
             if asked:
@@ -138,40 +114,25 @@ _NOISE: dict[NoiseFrom, str] = {
 }
 
 
-@cli.new_command(
+@cli.command(
     f"speedrun reproduce {_RECORD} --runs 1",
     f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
     f"speedrun reproduce {_RECORD} --against runs/mine",
 )
-@click.argument("record", type=cli.PATH)
-@cli.option(
-    "--runs N",
-    cli.COUNT,
-    f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
-)
-@cli.option(
-    "--against RECORD",
-    cli.PATH,
-    "Run this one in turns with it, with the same fresh seeds, and report which is faster.",
-    name="rival",
-)
-@cli.flag("--same-seeds", "Use the record's seeds, to compare bits. Default: fresh ones.")
-@cli.option("--by NAME", str, "Your name, for the result.", "")
-@cli.data_option
-@cli.out_option("For runs and reproduction.json; the same command continues there. Default: below runs/.")
-@cli.flag("--into-record", "Also put reproduction.json into the record.")
-@cli.unsafe_option
 def reproduce(
-    *,
     record: Path,
-    runs: int | None,
-    rival: Path | None,
-    same_seeds: bool,
-    by: str,
-    data: Path | None,
-    out: Path | None,
-    into_record: bool,
-    unsafe: bool,
+    *,
+    runs: Annotated[
+        cli.Count | None,
+        f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
+    ] = None,
+    rival: Annotated[Path | None, "--against RECORD"] = None,
+    same_seeds: Annotated[bool, "Use the record's seeds, to compare bits. Default: fresh ones."] = False,
+    by: Annotated[str, "--by NAME", "Your name, for the result."] = "",
+    data: cli.Data = None,
+    out: Annotated[Path | None, "--out DIR"] = None,
+    into_record: Annotated[bool, "Also put reproduction.json into the record."] = False,
+    unsafe: cli.Unsafe = False,
 ) -> cli.Answer:
     """Run RECORD again from its own source, and say whether its result holds. EXECUTES CODE FROM THE RECORD.
 
@@ -180,6 +141,10 @@ def reproduce(
     is within or faster, else with 1; with 2 or 3, before anything runs, if the record or the data cannot be used.
 
     With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
+
+    Options:
+        rival: Run this one in turns with it, with the same fresh seeds, and report which is faster.
+        out: For runs and reproduction.json; the same command continues there. Default: below runs/.
     """
     # NumPy comes with it.
     from speedrun.record.examine import reproduce as again

@@ -5,13 +5,13 @@
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
 import msgspec
 
 from speedrun.base import track as tracks
+from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
@@ -25,17 +25,14 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
-@cli.new_command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
-@cli.option(
-    "--track NAME",
-    str,
-    "Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.",
-)
-@click.pass_context
-def doctor(ctx: click.Context, *, track: str | None) -> cli.Answer:
+@cli.command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
+def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] = None) -> cli.Answer:
     """Check what this machine can run, and print the next command.
 
     Exits with 0 if the track can run here (its data may be missing), else with 1.
+
+    Options:
+        track: Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.
     """
     from speedrun.machine import checkup
 
@@ -64,7 +61,7 @@ def _print(check: "Check") -> None:
     click.echo(f"{mark}  {clean(f'{check.name}: {check.found}')}")
 
 
-@cli.new_command("speedrun bench head", "speedrun bench attention", cls=cli.Group)
+@click.group(epilog=cli.epilog("speedrun bench head", "speedrun bench attention"))
 def bench() -> None:
     """Time operations side by side, in one run."""
 
@@ -77,75 +74,85 @@ def _answer(found: Any) -> cli.Answer:
 # --- operations ------------------------------------------------------------------------------------------------
 
 
-@cli.new_command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=bench)
-@cli.option("--tokens N", cli.COUNT, "Rows of the logits.", 1024, name="num_tokens")
-@cli.option("--dim N", cli.COUNT, "Width of the model.", 128, name="model_dim")
-@cli.option("--vocab N", cli.COUNT, "Columns of the logits.", 50304, name="vocab_size")
-def head(**sizes: int) -> cli.Answer:
+@cli.command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=bench)
+def head(
+    *,
+    tokens: Annotated[cli.Count, "Rows of the logits."] = 1024,
+    dim: Annotated[cli.Count, "Width of the model."] = 128,
+    vocab: Annotated[cli.Count, "Columns of the logits."] = 50304,
+) -> cli.Answer:
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""
     from speedrun.machine import bench_kernels
 
-    return _answer(bench_kernels.head(**sizes))
+    return _answer(bench_kernels.head(num_tokens=tokens, model_dim=dim, vocab_size=vocab))
 
 
-@cli.new_command(
+class AttentionSizes(NamedTuple):
+    """Options of `bench attention`."""
+
+    num_tokens: Annotated[cli.Count, "--tokens N", "Sequence length."] = 2048
+    num_heads: Annotated[cli.Count, "--heads N", "Number of heads."] = 4
+    head_dim: Annotated[cli.Count, "--dim N", "Width of a head."] = 32
+    window_blocks: Annotated[cli.Count, "--window N", "Blocks that a query sees."] = 4
+    block_tokens: Annotated[cli.Count, "--block N", "Tokens of a block."] = 64
+    document_tokens: Annotated[cli.Count, "--document N", "Tokens of a document."] = 600
+
+
+@cli.command(
     "speedrun bench attention",
     "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
     of=bench,
 )
-@cli.option("--tokens N", cli.COUNT, "Sequence length.", 2048, name="num_tokens")
-@cli.option("--heads N", cli.COUNT, "Number of heads.", 4, name="num_heads")
-@cli.option("--dim N", cli.COUNT, "Width of a head.", 32, name="head_dim")
-@cli.option("--window N", cli.COUNT, "Blocks that a query sees.", 4, name="window_blocks")
-@cli.option("--block N", cli.COUNT, "Tokens of a block.", 64, name="block_tokens")
-@cli.option("--document N", cli.COUNT, "Tokens of a document.", 600, name="document_tokens")
-def attention(**sizes: int) -> cli.Answer:
+def attention(sizes: AttentionSizes) -> cli.Answer:
     """Attention and its gradients, in every form that runs here, against the definition."""
     from speedrun.machine import bench_kernels
 
-    return _answer(bench_kernels.attention(**sizes))
+    return _answer(bench_kernels.attention(**sizes._asdict()))
 
 
-@cli.new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=bench)
-@cli.option("--tokens N", cli.COUNT, "Sequence length.", 2048, name="num_tokens")
-@cli.option("--heads N", cli.COUNT, "Number of heads.", 4, name="num_heads")
-@cli.option("--dim N", cli.Integer(4), "Width of a head.", 32, name="head_dim")
-def norm(**sizes: int) -> cli.Answer:
+@cli.command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=bench)
+def norm(
+    *,
+    tokens: Annotated[cli.Count, "Sequence length."] = 2048,
+    heads: Annotated[cli.Count, "Number of heads."] = 4,
+    dim: Annotated[int, cli.Integer(4), "Width of a head."] = 32,
+) -> cli.Answer:
     """QK-norm and rotary with their gradients, in every form that runs here, against the definition."""
     from speedrun.machine import bench_kernels
 
-    return _answer(bench_kernels.norm(**sizes))
+    return _answer(bench_kernels.norm(num_tokens=tokens, num_heads=heads, head_dim=dim))
 
 
-@cli.new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=bench)
-@cli.recipe_option("smoke", "Whose matrices.")
-@cli.option("--devices N", click.Choice(["1", "2", "4", "8"]), "Time the share of one of N.", "1")
-@cli.settings_option
-def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> cli.Answer:
+@cli.command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=bench)
+def muon(
+    *,
+    recipe: Annotated[cli.Recipe, "Whose matrices."] = "smoke",
+    devices: Annotated[Literal[1, 2, 4, 8], "--devices N", "Time the share of one of N."] = 1,
+    settings: cli.Settings = (),
+) -> cli.Answer:
     """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
-    one = _program(recipe, settings)
+    one = ProgramOptions(recipe, devices=1, settings=settings).program()
     from speedrun.machine import bench_kernels
 
-    return _answer(bench_kernels.muon(one, int(devices)))
+    return _answer(bench_kernels.muon(one, devices))
 
 
-@cli.new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=bench)
-@cli.option(
-    "--data DIR",
-    cli.FOLDER,
-    "Folder of shards. Default: two of 100 million tokens, made for this and removed.",
-)
-def loader(*, data: Path | None) -> cli.Answer:
-    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
+@cli.command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=bench)
+def loader(*, data: Annotated[cli.Folder | None, "--data DIR"] = None) -> cli.Answer:
+    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch.
+
+    Options:
+        data: Folder of shards. Default: two of 100 million tokens, made for this and removed.
+    """
     from speedrun.machine import bench_step as timing
 
     if data is None:
-        click.echo("writes two shards of 100 million tokens, and removes them", err=True)
+        say("writes two shards of 100 million tokens, and removes them")
     with nullcontext(timing.folder_shards(data)) if data else timing.synthetic_shards() as shards:
         return _answer(timing.loader(shards))
 
 
-@cli.new_command("speedrun bench target", of=bench)
+@cli.command("speedrun bench target", of=bench)
 def target() -> cli.Answer:
     """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
     from speedrun.machine.rates import described
@@ -156,77 +163,71 @@ def target() -> cli.Answer:
 
 # --- steps of a recipe -----------------------------------------------------------------------------------------
 
-#: The options whose values `asked_program` takes.
-program_options = cli.combined(
-    cli.recipe_option("smoke", "What to train."),
-    cli.option("--devices N", cli.COUNT, "Default: all there are."),
-    cli.option("--microbatches N", cli.COUNT, "Parts of a step's batch.", 8),
-    cli.attention_option,
-    cli.first_step_option,
-    cli.settings_option,
-)
+
+class ProgramOptions(NamedTuple):
+    """Options of a program to time."""
+
+    recipe: Annotated[cli.Recipe, "What to train."] = "smoke"
+    devices: Annotated[cli.Count | None, "Default: all there are."] = None
+    microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 8
+    attention: cli.Attention = "auto"
+    first_step: cli.FirstStep = 0
+    settings: cli.Settings = ()
+
+    def program(self) -> "Program":
+        """Return the program; raise UsageError for a step past the end, and what recipe, devices and kernels refuse."""
+        overrides = cli.parse_settings(self.settings)
+        import jax
+
+        from speedrun import recipes
+        from speedrun.base import mesh
+        from speedrun.train.program import Program
+
+        chosen = recipes.load(self.recipe).override(overrides)
+        if self.first_step >= chosen.num_steps:
+            raise UsageError(
+                f"--first-step {self.first_step}: {self.recipe} has {chosen.num_steps} steps; need less"
+            )
+        mesh.prepare("any")
+        devices = mesh.make_mesh(self.devices or len(jax.devices()))
+        return Program(chosen, devices, self.microbatches, self.attention)
 
 
-def asked_program(*, first_step: int, **asked: Any) -> "Program":
-    """Return the program that the options ask for.
+@cli.command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=bench)
+def step(
+    asked: ProgramOptions,
+    *,
+    steps: Annotated[cli.Count, "Number of timed steps."] = 10,
+    data: Annotated[cli.Folder | None, "--data DIR"] = None,
+    one_by_one: Annotated[bool, "--no-command-buffers", "XLA launches kernels one by one."] = False,
+) -> cli.Answer:
+    """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory.
 
-    Raises:
-        UsageError: for a step past the end; what recipe, devices and kernels refuse; too little memory.
+    Options:
+        data: Shards. Default: synthetic ids with the document lengths of FineWeb.
     """
-    program = _program(**asked)
-    from speedrun.train import footprint
-
-    num_steps = program.recipe.num_steps
-    if first_step >= num_steps:
-        raise UsageError(f"--first-step {first_step}: {asked['recipe']} has {num_steps} steps; need less")
-    return footprint.fitted_here(program)
-
-
-def _program(
-    recipe: str,
-    settings: tuple[str, ...],
-    devices: int | None = 1,
-    microbatches: int = 8,
-    attention: str = "auto",
-) -> "Program":
-    overrides = cli.parse_settings(settings)
-    import jax
-
-    from speedrun import recipes
-    from speedrun.base import mesh
-    from speedrun.train.program import Program
-
-    chosen = recipes.load(recipe).override(overrides)
-    mesh.prepare("any")
-    return Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
-
-
-@cli.new_command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=bench)
-@program_options
-@cli.option("--steps N", cli.COUNT, "Number of timed steps.", 10)
-@cli.option("--data DIR", cli.FOLDER, "Shards. Default: synthetic ids with the document lengths of FineWeb.")
-@cli.flag("--no-command-buffers", "XLA launches kernels one by one.", "one_by_one")
-def step(*, steps: int, data: Path | None, first_step: int, one_by_one: bool, **asked: Any) -> cli.Answer:
-    """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
-    program = asked_program(first_step=first_step, **asked)
+    program = asked.program()
     from speedrun.machine import bench_step as timing
+    from speedrun.train.footprint import fitted_here
 
     shards = timing.folder_shards(data, None) if data else ()
-    when = {"num_steps": steps, "first_step": first_step}
-    return _answer(timing.step(program, **when, shards=shards, command_buffers=not one_by_one))
+    when = {"num_steps": steps, "first_step": asked.first_step}
+    return _answer(timing.step(fitted_here(program), **when, shards=shards, command_buffers=not one_by_one))
 
 
-@cli.new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=bench)
-@click.argument("folder", type=cli.FOLDER)
-@cli.option("--data DIR", cli.FOLDER, "Shards that both read.", required=True)
-@cli.recipe_option("record21", "Ours.")
-@cli.option("--steps N", cli.COUNT, "Of each run.", 60)
-@cli.first_step_option
-@cli.option("--devices N", cli.COUNT, "Of each program.", 1)
-@cli.option("--microbatches N", cli.COUNT, "Parts of a step's batch.", 1)
-@cli.attention_option
-@cli.settings_option
-def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...], **same: Any) -> cli.Answer:
+@cli.command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=bench)
+def rival(
+    folder: cli.Folder,
+    *,
+    data: Annotated[cli.Folder, "--data DIR", "Shards that both read."],
+    recipe: Annotated[cli.Recipe, "Ours."] = "record21",
+    steps: Annotated[cli.Count, "Of each run."] = 60,
+    first_step: cli.FirstStep = 0,
+    devices: Annotated[cli.Count, "Of each program."] = 1,
+    microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 1,
+    attention: cli.Attention = "auto",
+    settings: cli.Settings = (),
+) -> cli.Answer:
     """Time our step and another program's in turns, ABBA, on the same tokens; FOLDER/run is that program.
 
     It is called with --shards DIR --steps N --first-step I --sequences N --seq-len N, and writes a line of JSON for
@@ -236,38 +237,42 @@ def rival(*, folder: Path, steps: int, first_step: int, settings: tuple[str, ...
     from speedrun.machine import bench_step as timing
 
     program = timing.executable(folder)
-    chosen = recipes.load(same["recipe"]).override(cli.parse_settings(settings))
+    chosen = recipes.load(recipe).override(cli.parse_settings(settings))
     stage = chosen.stages[chosen.stage_of(first_step)]
     which = ["--steps", str(steps), "--first-step", str(first_step)]
     ours = [sys.executable, "-m", "speedrun", "bench", "step", "--json", *which]
-    ours += [word for name, value in same.items() for word in (f"--{name}", str(value))]
+    ours += ["--data", str(data), "--recipe", recipe, "--attention", attention]
+    ours += ["--devices", str(devices), "--microbatches", str(microbatches)]
     ours += [word for text in settings for word in ("--set", text)]
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
-    theirs = [str(program), "--shards", str(same["data"]), *which, *shape]
-    return _answer(timing.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))
+    theirs = [str(program), "--shards", str(data), *which, *shape]
+    return _answer(timing.compare(ours, theirs, steps, say))
 
 
 _GAPS = 3  #: shown of each device
 _SHOWN_SHARE = 0.01
 
 
-@cli.new_command(
+@cli.command(
     "speedrun profile --recipe smoke",
     "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
 )
-@program_options
-@cli.option("--steps N", cli.COUNT, "Number of traced steps.", 3)
-@cli.option("--top N", cli.COUNT, "Rows of the table.", 20)
-@cli.option("--out DIR", cli.FOLDER, "Keep the trace, for XProf or Perfetto.")
-def profile(*, steps: int, first_step: int, top: int, out: Path | None, **asked: Any) -> cli.Answer:
+def profile(
+    asked: ProgramOptions,
+    *,
+    steps: Annotated[cli.Count, "Number of traced steps."] = 3,
+    top: Annotated[cli.Count, "Rows of the table."] = 20,
+    out: Annotated[cli.Folder | None, "--out DIR", "Keep the trace, for XProf or Perfetto."] = None,
+) -> cli.Answer:
     """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives.
 
     Bytes are those of the compiled program, without caching.
     """
-    program = asked_program(first_step=first_step, **asked)
+    program = asked.program()
     from speedrun.machine import profile as profiles
+    from speedrun.train.footprint import fitted_here
 
-    found = profiles.profile(program, num_steps=steps, first_step=first_step, folder=out)
+    found = profiles.profile(fitted_here(program), num_steps=steps, first_step=asked.first_step, folder=out)
     rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
     facts = {**found._asdict(), "rows": rows, "devices": usage, "shares": found.shares}
     device = f"{program.num_devices} x {program.mesh.devices.flat[0].device_kind}"

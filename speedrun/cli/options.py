@@ -1,34 +1,29 @@
-"""What commands are made of: options, examples and answers, so that one name means one thing everywhere.
+"""What commands are made of: functions whose parameters are options, kinds of options, and answers.
 
-No heavy imports.
+An option is a keyword with a type. `Annotated` adds a kind of click's, a usage such as "--steps N" where name or value
+differ, and its help; a longer help is in the docstring. No heavy imports.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from inspect import Parameter, cleandoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import click
 
 from speedrun.base import clock
-from speedrun.base.errors import SpeedrunError, UsageError, unknown
+from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.recipe_files import resolve
 
 if TYPE_CHECKING:
     from speedrun.train.request import RunConfig
 
-Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
-
-class Group(click.Group):
-    """A group of commands that suggests the nearest name for an unknown one."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name; raise UsageError if there is none."""
-        if cmd_name not in self.list_commands(ctx):
-            raise unknown("command", cmd_name, self.list_commands(ctx))
-        return super().get_command(ctx, cmd_name)
+_TEXTS = "\n\nOptions:\n"  #: heads the longer texts in a docstring
 
 
 class Answer(NamedTuple):
@@ -40,32 +35,115 @@ class Answer(NamedTuple):
     error: str | None = None  #: with exit code 1; for people, after the lines, as facts tell it themselves
 
 
+_Function = Callable[..., Answer | None]
+
+
 class Command(click.Command):
     """A command with `--json`, which prints what its function answers, if anything."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        """Make a command as click does; `ctx.params["as_json"]` tells whether it was given."""
-        super().__init__(*args, **more)
-        text = "Print one JSON object on stdout, also for an error."
-        self.params.append(click.Option(["--json", "as_json"], is_flag=True, help=text))
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read a bare `--replay` as `--replay=some`; click would take the record for its value."""
+        return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the command and exit with the code of its answer."""
         assert self.callback is not None
-        given = {name: value for name, value in ctx.params.items() if name != "as_json"}
+        hints = get_type_hints(self.callback)
+        given = {name: _given(ctx, name, kind) for name, kind in hints.items() if name != "return"}
         if isinstance(answer := ctx.invoke(self.callback, **given), Answer):
-            show(answer.facts, answer.lines, as_json=ctx.params["as_json"])
-            if answer.error and not ctx.params["as_json"]:
+            as_json = ctx.params["as_json"]
+            show(answer.facts, answer.lines, as_json=as_json)
+            if answer.error and not as_json:
                 raise SpeedrunError(answer.error)
             ctx.exit(SpeedrunError.exit_code if answer.error else answer.exit_code)
 
 
-def new_command(
-    *examples: str, of: click.Group | None = None, cls: type[click.Command] = Command, **more: Any
-) -> Callable[[Callable[..., object]], Any]:
-    """Return a decorator that makes a command, of a group; its help ends with the examples. Every command has some."""
-    epilog = "\n".join(["\b", "Example:", *(f"  {line}" for line in examples)])
-    return (click.command if of is None else of.command)(cls=cls, epilog=epilog, **more)
+def _given(ctx: click.Context, name: str, kind: Any) -> Any:
+    """Return the value of a parameter of a command: the context, several options, or one."""
+    if kind is click.Context:
+        return ctx
+    if hasattr(kind, "_fields"):
+        return kind(**{field: ctx.params[field] for field in kind._fields})
+    return ctx.params[name]
+
+
+def command(*examples: str, of: click.Group | None = None) -> Callable[[_Function], Command]:
+    """Return a decorator that makes a command of a function; its help ends with the examples. Every command has some.
+
+    Positional parameters are arguments. A parameter whose type is a NamedTuple stands for several options, its fields.
+    """
+
+    def made(function: _Function) -> Command:
+        text = "Print one JSON object on stdout, also for an error."
+        found = Command(
+            function.__name__.strip("_").replace("_", "-"),
+            callback=function,
+            params=[*_parameters(function), click.Option(["--json", "as_json"], is_flag=True, help=text)],
+            help=cleandoc(function.__doc__ or "").partition(_TEXTS)[0],
+            epilog=epilog(*examples),
+        )
+        if of is not None:
+            of.add_command(found)
+        return found
+
+    return made
+
+
+def epilog(*examples: str) -> str:
+    """Return the end of a help."""
+    return "\n".join(["\b", "Example:", *(f"  {line}" for line in examples)])
+
+
+def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
+    """Yield the arguments and options that the signature of a function, or the fields of a NamedTuple, declare."""
+    hints = get_type_hints(function, include_extras=True)
+    told = cleandoc(function.__doc__ or "").partition(_TEXTS)[2]
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE))
+    for name, parameter in signature(function).parameters.items():
+        if hasattr(hints[name], "_fields"):
+            yield from _parameters(hints[name])
+        elif hints[name] is not click.Context:
+            is_option = isinstance(function, type) or parameter.kind is Parameter.KEYWORD_ONLY
+            text = " ".join(texts.get(name, "").split())
+            yield _parameter(name, Annotated[hints[name], text], parameter.default, is_option=is_option)
+
+
+def _parameter(name: str, hint: Any, default: Any, *, is_option: bool) -> click.Parameter:
+    """Return the argument or option that a parameter declares."""
+    kind, notes = _unwrapped(hint)
+    is_several = get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
+    if is_several:
+        kind, more = _unwrapped(get_args(kind)[0])
+        notes += more
+    types = [note for note in notes if not isinstance(note, str)]
+    texts = [note for note in notes if isinstance(note, str) and note]
+    if get_origin(kind) is Literal:
+        types.append(click.Choice(get_args(kind)))
+    given: dict[str, Any] = {"type": [*types, _KINDS.get(kind) or get_args(kind) or kind][0]}
+    given |= {"required": True} if default is Parameter.empty else {"required": False, "default": default}
+    if not is_option:
+        return click.Argument([name], nargs=-1 if is_several else 1, metavar=[*texts, None][0], **given)
+    usage = next((text for text in texts if text[0] == "-"), f"--{name.replace('_', '-')}")
+    flags, _, metavar = usage.partition(" ")
+    return click.Option(
+        [*flags.split(","), name],
+        help=next((text for text in texts if text[0] != "-"), "") + " Repeatable." * is_several,
+        metavar=metavar or _METAVARS.get(kind),
+        multiple=is_several,
+        is_flag=kind is bool,
+        show_default=kind is not bool,
+        **given,
+    )
+
+
+def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
+    """Return the type of a value, without None, and the notes that `Annotated` adds, the outermost first."""
+    if get_origin(hint) is Annotated:
+        kind, notes = _unwrapped(hint.__origin__)
+        return kind, [*reversed(hint.__metadata__), *notes]
+    if NoneType in get_args(hint):
+        return _unwrapped(next(kind for kind in get_args(hint) if kind is not NoneType))
+    return hint, []
 
 
 class Integer(click.IntRange):
@@ -87,43 +165,81 @@ class Number(click.FloatRange):
         return number
 
 
-PATH = click.Path(path_type=Path)
-FOLDER = click.Path(path_type=Path, file_okay=False)
-COUNT = Integer(1)
-NATURAL = Integer(0)
-SEED = Integer(0, 2**31 - 1)
+_KINDS = {Path: click.Path(path_type=Path)}
+_METAVARS = {int: "N", float: "X", Path: "PATH"}
+
+Count = Annotated[int, Integer(1)]
+Natural = Annotated[int, Integer(0)]
+Seed = Annotated[int, Integer(0, 2**31 - 1)]
+Amount = Annotated[float, Number(0)]
+Folder = Annotated[Path, click.Path(path_type=Path, file_okay=False)]
+Track = Annotated[str, "--track NAME", "Rules of the run."]
+Recipe = Annotated[str, click.types.FuncParamType(resolve), "--recipe NAME|FILE"]
+#: For `parse_settings`.
+Settings = Annotated[tuple[str, ...], "--set KEY=VALUE", "Change a recipe's number."]
+Attention = Annotated[str, "--attention FORM", "Attention kernels."]
+FirstStep = Annotated[Natural, "--first-step I", "Of the schedule."]
+#: None means the track's own folder.
+Data = Annotated[
+    Path | None, "--data DIR", "Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data."
+]
+#: Of every command that executes a record's source.
+Unsafe = Annotated[
+    bool,
+    "--unsafe-here",
+    "Run the record's code even where it cannot be isolated from your network, files and processes.",
+]
+#: For `ghost.chosen`.
+Ghost = Annotated[
+    str | None,
+    "--ghost RECORD|best",
+    "Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the fastest "
+    "qualified record of the track in records/.",
+]
+#: For `exports.relayed`.
+Wandb = Annotated[str | None, "--wandb PROJECT", "Send the log to wandb. This cannot stop the run."]
+#: None means the recipe's own.
+Dtype = Annotated[
+    Literal["float32", "bfloat16"] | None, "Of the computation. Default: as the recipe computes."
+]
+Port = Annotated[int, Integer(0, 65_535), "Of the page, on this machine only; 0: any that is free."]
 WATCH_PORT = 3280  #: default of the page of `watch`
 
 
-def option(
-    usage: str, kind: Any, text: str, default: Any = None, *, name: str = "", **more: Any
-) -> Decorator:
-    """Add an option to a command.
+class RunOptions(NamedTuple):
+    """Options of a run.
 
-    Args:
-        usage: as in its help, for example "--steps N".
-        kind: of its value, as click takes it.
-        text: what it means. That it is repeatable, if `multiple`, is added.
-        default: shown in the help, unless None.
-        name: of the argument, if it differs.
-        more: for `click.option`.
+    Options:
+        recipe: What to train: a name, or your own file, path/to/mine.py. Default: the track's own recipe.
+        microbatches: Parts of a step's batch. Default: 8, or one for each device if there are more.
+        out: A new folder. Default: below runs/, with date, track and a number.
     """
-    flags, _, metavar = usage.partition(" ")
-    if more.get("multiple"):
-        text += " Repeatable."
-    shown = {"show_default": True, "default": default} if default is not None else {}
-    names = [flags, name] if name else [flags]
-    return click.option(*names, type=kind, metavar=metavar or None, help=text, **shown, **more)
+
+    track: Track = "smoke-cpu"
+    recipe: Recipe | None = None
+    num_devices: Annotated[
+        Count | None, "--devices N", "Default: what the track asks for, or all there are."
+    ] = None
+    attention: Attention = "auto"
+    microbatches: Count | None = None
+    data: Data = None
+    out: Annotated[Path | None, "--out DIR"] = None
+    settings: Settings = ()
+
+    def request(self, out: Path, overrides: dict[str, str], **more: Any) -> "RunConfig":
+        """Return the request for such a run, with `more` of its fields."""
+        from speedrun.train.request import RunConfig
+
+        same = {name: value for name, value in self._asdict().items() if name not in ("out", "settings")}
+        return RunConfig(**same, out=out, overrides=overrides, **more)
 
 
-def flag(name: str, text: str, argument: str = "") -> Decorator:
-    """Add an option without a value, as `argument` if its name differs."""
-    return click.option(*name.split("/"), *([argument] if argument else []), is_flag=True, help=text)
+class Weights(NamedTuple):
+    """Options that choose the weights of a trained model: for `model.weight_sources`."""
 
-
-def combined(*options: Decorator) -> Decorator:
-    """Return a decorator that adds all options."""
-    return lambda command: functools.reduce(lambda made, add: add(made), reversed(options), command)
+    step: Annotated[Natural | None, "Of the checkpoint. Default: the newest."] = None
+    recipe: Annotated[Recipe | None, "The model's recipe, if it is in a file of your own."] = None
+    data: Data = None
 
 
 def show(facts: Any, lines: Iterable[object], *, as_json: bool) -> None:
@@ -134,98 +250,18 @@ def show(facts: Any, lines: Iterable[object], *, as_json: bool) -> None:
         click.echo(line)
 
 
-#: `--data DIR`, as the argument `data`; None means the track's own folder.
-data_option = option(
-    "--data DIR", PATH, "Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data."
-)
-
-#: `--unsafe-here`, as the argument `unsafe`, of every command that executes a record's source.
-unsafe_option = flag(
-    "--unsafe-here",
-    "Run the record's code even where it cannot be isolated from your network, files and processes.",
-    "unsafe",
-)
-
-#: `--set KEY=VALUE`, as the argument `settings` for `parse_settings`.
-settings_option = option("--set KEY=VALUE", str, "Change a recipe's number.", name="settings", multiple=True)
-
-#: `--attention FORM`, as the argument `attention`.
-attention_option = option("--attention FORM", str, "Attention kernels.", "auto")
-
-#: `--first-step I`, as the argument `first_step`.
-first_step_option = option("--first-step I", NATURAL, "Of the schedule.", 0)
-
-_OWN_RECIPE = "What to train: a name, or your own file, path/to/mine.py. Default: the track's own recipe."
-
-
-def track_option(default: str = "smoke-cpu") -> Decorator:
-    """`--track NAME`, as the argument `track`."""
-    return option("--track NAME", str, "Rules of the run.", default)
-
-
-def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decorator:
-    """`--recipe NAME|FILE`, as the argument `recipe`; None means the track's own."""
-    return option("--recipe NAME|FILE", resolve, text, default)
-
-
-def out_option(text: str) -> Decorator:
-    """`--out DIR`, as the argument `out`."""
-    return option("--out DIR", PATH, text)
-
-
-def port_option(default: int) -> Decorator:
-    """`--port N`, as the argument `port`."""
-    text = "Of the page, on this machine only; 0: any that is free."
-    return option("--port N", Integer(0, 65_535), text, default)
-
-
-#: `--ghost RECORD`, as the argument `ghost` for `ghost.chosen`.
-ghost_option = option(
-    "--ghost RECORD|best",
-    str,
-    "Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the fastest "
-    "qualified record of the track in records/.",
-)
-
-#: `--wandb PROJECT`, as the argument `wandb` for `exports.relayed`.
-wandb_option = option("--wandb PROJECT", str, "Send the log to wandb. This cannot stop the run.")
-
-#: The options that `request_of` reads.
-config_options = combined(
-    track_option(),
-    recipe_option(),
-    option("--devices N", COUNT, "Default: what the track asks for, or all there are."),
-    attention_option,
-    option(
-        "--microbatches N",
-        COUNT,
-        "Parts of a step's batch. Default: 8, or one for each device if there are more.",
-    ),
-    data_option,
-    out_option("A new folder. Default: below runs/, with date, track and a number."),
-)
-
-#: The options that choose the weights of a trained model: for `model.weight_sources`.
-weights_options = combined(
-    option("--step N", NATURAL, "Of the checkpoint. Default: the newest."),
-    recipe_option(text="The model's recipe, if it is in a file of your own."),
-    data_option,
-)
-#: `--dtype NAME`, as the argument `dtype`; None means the recipe's own.
-dtype_option = option(
-    "--dtype", click.Choice(["float32", "bfloat16"]), "Of the computation. Default: as the recipe computes."
-)
-
-
 def only_with_resume(ctx: click.Context, *others: str) -> None:
     """Raise UsageError for an option that `--resume` does not take; it takes `--json` and the `others`."""
-    for name in ctx.params:
-        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and name not in ("resume", "as_json", *others):
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"--resume keeps the settings of the run, got --{option} as well; leave it out, or start a new run"
-            )
+    for param in typed(ctx):
+        if param.name not in ("resume", "as_json", *others):
+            got = f"--resume keeps the settings of the run, got {param.opts[-1]} as well"
+            raise UsageError(f"{got}; leave it out, or start a new run")
+
+
+def typed(ctx: click.Context) -> list[click.Parameter]:
+    """Return the options that were typed."""
+    source = click.core.ParameterSource.COMMANDLINE
+    return [param for param in ctx.command.params if ctx.get_parameter_source(str(param.name)) is source]
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
@@ -254,7 +290,7 @@ def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: s
 
     request = asked()
     config = request.config
-    generated.ensure(track.load(config.track), config.data, functools.partial(click.echo, err=True))
+    generated.ensure(track.load(config.track), config.data, partial(click.echo, err=True))
     if code := children.run_module(module, request):
         ctx.exit(children.shell_code(code))
     return config.out
@@ -267,14 +303,6 @@ def numbers(option: str, text: str) -> list[int]:
     except ValueError:
         need = f"need whole numbers with commas between them: {option} 1,2,3"
         raise UsageError(f"{option} {text!r}; {need}") from None
-
-
-def request_of(given: dict[str, Any], overrides: dict[str, str], out: Path, **more: Any) -> "RunConfig":
-    """Return the request that the options of a command say, with `more` of its fields."""
-    from speedrun.train.request import RunConfig
-
-    same = {key: given[key] for key in ("track", "recipe", "data", "microbatches", "attention")}
-    return RunConfig(**same, out=out, overrides=overrides, num_devices=given["devices"], **more)
 
 
 def new_folder(name: str) -> Path:

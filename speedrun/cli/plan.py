@@ -1,24 +1,21 @@
 """What recipes are, and what they need: the commands `recipes` and `plan`, on devices that need not be here."""
 
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 
 from speedrun.base import accelerators as kinds
 from speedrun.base import track as tracks
-from speedrun.base.console import clean
+from speedrun.base.children import say
 from speedrun.base.errors import UsageError
 from speedrun.base.output import expected
-from speedrun.base.recipe_files import resolve
 from speedrun.cli import options as cli
 
 
-@cli.new_command("speedrun recipes", "speedrun recipes smoke")
-@click.argument("name", type=resolve, required=False)
-def recipes(*, name: str | None) -> cli.Answer:
+@cli.command("speedrun recipes", "speedrun recipes smoke")
+def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
     """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
 
     A recipe that cannot be loaded is left out, with a warning.
@@ -38,7 +35,7 @@ def recipes(*, name: str | None) -> cli.Answer:
         except BaseException as error:
             if (known := expected(error)) is None:
                 raise
-            click.echo(clean(f"warning: recipe {each} cannot be loaded: {known}"), err=True)
+            say(f"warning: recipe {each} cannot be loaded: {known}")
             continue
         num_params = params.count(one.table(one.config))
         found[each] = {
@@ -53,51 +50,40 @@ def recipes(*, name: str | None) -> cli.Answer:
     return cli.Answer(found, lines)
 
 
-@cli.new_command(
+@cli.command(
     "speedrun plan --recipe record21 --device-kind h100 --devices 8",
     "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
     "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     "speedrun plan --recipe record21 --nodes 1,2,8,32",
 )
-@cli.recipe_option(text="What to train. Default: the track's, or smoke.")
-@cli.option("--track NAME", str, "Add data, time and cost of a batch on this track.")
-@cli.option("--runs N", cli.COUNT, "Runs of that batch. Default: as many as a rank needs.")
-@cli.option("--device-kind KIND", str, ", ".join(kinds.DEVICES), "h100", name="kind")
-@cli.option("--devices N", cli.COUNT, "In one machine. Default: the track's, or 8.")
-@cli.option("--microbatches N", cli.COUNT, "Per step and node.", 8)
-@cli.settings_option
-@click.option(
-    "--compile/--arithmetic",
-    "compiled",
-    default=None,
-    help="Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.",
-)
-@cli.option("--dollars X", cli.Number(0), "Price of one device for an hour.")
-@cli.option("--nodes N,N", str, "Instead: how the step scales over so many machines.")
-@cli.option("--network GBIT", cli.Number(0, min_open=True), "With --nodes: the rate of a device.")
 def plan(
+    ctx: click.Context,
     *,
-    recipe: str | None,
-    track: str | None,
-    runs: int | None,
-    kind: str,
-    devices: int | None,
-    microbatches: int,
-    settings: tuple[str, ...],
-    compiled: bool | None,
-    dollars: float | None,
-    nodes: str | None,
-    network: float | None,
+    recipe: Annotated[cli.Recipe | None, "What to train. Default: the track's, or smoke."] = None,
+    track: Annotated[str | None, "--track NAME", "Add data, time and cost of a batch on this track."] = None,
+    runs: Annotated[cli.Count | None, "Runs of that batch. Default: as many as a rank needs."] = None,
+    kind: Annotated[str, "--device-kind KIND", ", ".join(kinds.DEVICES)] = "h100",
+    devices: Annotated[cli.Count | None, "In one machine. Default: the track's, or 8."] = None,
+    microbatches: Annotated[cli.Count, "Per step and node."] = 8,
+    settings: cli.Settings = (),
+    compiled: Annotated[bool | None, "--compile/--arithmetic"] = None,
+    dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
+    nodes: Annotated[str | None, "--nodes N,N", "Instead: how the step scales over so many machines."] = None,
+    network: Annotated[float | None, cli.Number(0, min_open=True), "--network GBIT"] = None,
 ) -> cli.Answer:
     """Predict what a recipe needs on devices that need not be here: memory, floors, time, cost.
 
     Exits with 1 if it does not fit into memory, and says what would. With --nodes the step is compiled for all the
     nodes, each with tokens of its own; docs/scaling.md has the model.
+
+    Options:
+        compiled: Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
+        network: With --nodes: the rate of a device.
     """
     kinds.load(kind)
     rules = None if track is None else tracks.load(track)
     on_gpu = rules is None or rules.rules.platform == "gpu"
-    _check(click.get_current_context().params, on_gpu=on_gpu)
+    _check(ctx.params, on_gpu=on_gpu)
     overrides = cli.parse_settings(settings)
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
     from speedrun import recipes
@@ -108,13 +94,12 @@ def plan(
     chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
     error, facts, lines, planned = None, {}, [], None
     if nodes:
-        say = partial(click.echo, err=True)
         scaled = scaling.scaled(chosen, kind, devices or 8, nodes, microbatches, network, say)
         facts, lines = {"scaling": scaled.facts()}, scaled.lines()
     elif on_gpu:
         missing = deviceless.missing_wheels() if compiled is None else []
         if missing:
-            click.echo(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic", err=True)
+            say(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic")
         basis = "arithmetic" if missing or compiled is False else "compiled program"
         num_devices = devices or (rules.rules.num_devices if rules else 8)
         planned = planning.plan(chosen, kind, num_devices, microbatches, basis)

@@ -3,9 +3,8 @@
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Self
 
 import click
 
@@ -31,7 +30,7 @@ def resumable(what: str, folder: Path) -> Iterator["Progress"]:
         raise
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Shows how much is done, the rate and the time left. Use as a context manager."""
 
     def __init__(self, what: str, unit: str = "B") -> None:
@@ -63,9 +62,6 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line of its own."""
         click.echo(self._erase + clean(line), err=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         click.echo(self._erase, err=True, nl=False)

@@ -3,12 +3,13 @@
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import click
 import msgspec
 from msgspec.structs import replace
 
+from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
@@ -23,17 +24,18 @@ from speedrun.record.reader import load, need_record
 from speedrun.record.validate import examine
 
 
-@cli.new_command(
+@cli.command(
     "speedrun describe RECORD --title 'smoke in 380 steps' --author ada --change 'twenty steps fewer'",
     "speedrun describe RECORD --parent records/smoke-cpu/2026-11-25-first",
-    cls=click.Command,
 )
-@click.argument("record", type=cli.PATH)
-@cli.option("--title TEXT", str, "What it is, in a few words.")
-@cli.option("--author NAME", str, "A name or handle.", name="authors", multiple=True)
-@cli.option("--change TEXT", str, "A change from the parent, in one sentence.", name="changes", multiple=True)
-@cli.option("--parent RECORD", cli.PATH, "The record it was made from.")
-def describe(*, record: Path, parent: Path | None, **given: Any) -> None:
+def describe(
+    record: Path,
+    *,
+    title: Annotated[str | None, "What it is, in a few words."] = None,
+    authors: Annotated[tuple[str, ...], "--author NAME", "A name or handle."] = (),
+    changes: Annotated[tuple[str, ...], "--change TEXT", "A change from the parent, in one sentence."] = (),
+    parent: Annotated[Path | None, "--parent RECORD", "The record it was made from."] = None,
+) -> cli.Answer:
     """Write title, authors, changes and parent of RECORD into its about.json and the head of its README.
 
     Fields that are not given stay as they are. README.md below its head is yours to write.
@@ -43,26 +45,33 @@ def describe(*, record: Path, parent: Path | None, **given: Any) -> None:
         raise UsageError(f"{parent} is not a record; give --parent a folder that holds source.txt")
     if parent is not None and parent.resolve() == record.resolve():
         raise UsageError(f"{parent} is the record itself; give --parent the record that it was made from")
-    if parent is None and not any(given.values()):
+    if not (parent or title or authors or changes):
         raise UsageError("nothing to change; give --title, --author, --change or --parent")
     place = None if parent is None else "/".join(parent.resolve().parts[-2:])
-    told: dict[str, Any] = {name: value or None for name, value in given.items()}
-    assemble(record, **told, parent_record=place)
-    click.echo(f"record  {record}")
+    assemble(
+        record, title=title or None, authors=authors or None, changes=changes or None, parent_record=place
+    )
+    return cli.Answer({"record": str(record)}, [f"record  {record}"])
 
 
-@cli.new_command("speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head")
-@click.argument("record", type=cli.PATH)
-@cli.out_option("Where to write. Default: the folder that holds the record.")
-@cli.option("--name WORDS", str, "What changed, in a few words, for the folder's name. Default: the title.")
-@cli.flag("--dry-run", "Show everything and write nothing.")
-@cli.flag("--missed", "Submit a record that missed its target.")
-def submit(*, record: Path, out: Path | None, name: str | None, dry_run: bool, missed: bool) -> cli.Answer:
+@cli.command("speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head")
+def submit(
+    record: Path,
+    *,
+    out: Annotated[Path | None, "--out DIR"] = None,
+    name: Annotated[str | None, "--name WORDS"] = None,
+    dry_run: Annotated[bool, "Show everything and write nothing."] = False,
+    missed: Annotated[bool, "Submit a record that missed its target."] = False,
+) -> cli.Answer:
     """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
 
     Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 and writes
     nothing if a check fails or warns, if the record missed its target and --missed is not given, or if a file seems to
     hold a secret.
+
+    Options:
+        out: Where to write. Default: the folder that holds the record.
+        name: What changed, in a few words, for the folder's name. Default: the title.
     """
     need_record(record)
     loaded = load(record)
@@ -101,20 +110,17 @@ def _line(finding: Leak) -> str:
     return f"{status} {clean(finding.path)}:{finding.line}  {clean(finding.kind)}"
 
 
-_records_option = cli.option("--records DIR", cli.PATH, "Folder of <track>/<record>/.", Path("records"))
+_Records = Annotated[Path, "--records DIR", "Folder of <track>/<record>/."]
 _OTHERS = "What others published or claim is in italics: unranked, not verified by us."
 
 
-@cli.new_command("speedrun leaderboard build", "speedrun leaderboard check", cls=cli.Group)
+@click.group(epilog=cli.epilog("speedrun leaderboard build", "speedrun leaderboard check"))
 def leaderboard() -> None:
     """Build the board from records, or check that it is up to date."""
 
 
-@cli.new_command(
-    "speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=leaderboard
-)
-@_records_option
-def build(*, records: Path) -> cli.Answer:
+@cli.command("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=leaderboard)
+def build(*, records: _Records = Path("records")) -> cli.Answer:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
     They go into the folder of records. If it is called records, README.md beside it gets the board between its marks. A
@@ -128,20 +134,19 @@ def build(*, records: Path) -> cli.Answer:
     rows = [f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}" for row in board.rows]
     places = [f"board   {records / 'LEADERBOARD.md'}", f"page    {records / 'leaderboard.html'}"]
     for one in board.left_out:
-        click.echo(clean(f"left out {one.path}: {one.why}"), err=True)
+        say(f"left out {one.path}: {one.why}")
     error = f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"
     return cli.Answer(board, [*rows, *places], error=error if board.left_out else None)
 
 
-@cli.new_command("speedrun leaderboard check", of=leaderboard, cls=click.Command)
-@_records_option
-def check(*, records: Path) -> None:
+@cli.command("speedrun leaderboard check", of=leaderboard)
+def check(*, records: _Records = Path("records")) -> cli.Answer:
     """Exit with 1 if the board is out of date."""
     files = _files(read(records), records).items()
     stale = [path for path, content in files if not path.is_file() or path.read_bytes() != content]
     if stale:
         raise SpeedrunError(f"{', '.join(map(str, stale))}: out of date; run 'speedrun leaderboard build'")
-    click.echo("board   up to date")
+    return cli.Answer({"stale": []}, ["board   up to date"])
 
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
@@ -172,32 +177,32 @@ MODEL_FORMS = {
 }
 
 
-@cli.new_command(
+@cli.command(
     "speedrun export records/smoke-cpu/2026-11-25-first --to classic",
     "speedrun export RECORD --to wandb --out curves",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",
 )
-@click.argument("record", type=cli.PATH)
-@cli.option(
-    "--to",
-    click.Choice([*exports.FORMS, *MODEL_FORMS]),
-    f"The format: {', '.join(exports.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
-    name="form",
-    required=True,
-)
-@cli.out_option("New folder. Default: RECORD's name and the format.")
-@cli.weights_options
-@cli.option(
-    "--dtype",
-    click.Choice(["float32", "float16"]),
-    "How web stores large arrays; the page computes in float32. Default: float32.",
-)
-def export(*, record: Path, form: str, out: Path | None, dtype: str | None, **given: Any) -> cli.Answer:
+def export(
+    record: Path,
+    weights: cli.Weights,
+    *,
+    form: Annotated[
+        str,
+        "--to",
+        click.Choice([*exports.FORMS, *MODEL_FORMS]),
+        f"The format: {', '.join(exports.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
+    ],
+    out: Annotated[Path | None, "--out DIR", "New folder. Default: RECORD's name and the format."] = None,
+    dtype: Literal["float32", "float16"] | None = None,
+) -> cli.Answer:
     """Write the curves of RECORD as text logs, CSV or offline wandb runs, or its model.
 
     A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
     nothing is sent. The record is not changed.
+
+    Options:
+        dtype: How web stores large arrays; the page computes in float32. Default: float32.
     """
     folder = out or Path(f"{record.resolve().name}-{form}")
     folder = folder if folder.name else folder.resolve()
@@ -206,11 +211,12 @@ def export(*, record: Path, form: str, out: Path | None, dtype: str | None, **gi
     if form in MODEL_FORMS:
         from speedrun.model import exported, weight_sources
 
-        stored, trained = {} if dtype is None else {"dtype": dtype}, weight_sources.load(record, **given)
+        trained = weight_sources.load(record, **weights._asdict())
         exported.check_out(trained, folder)
+        stored = {} if dtype is None else {"dtype": dtype}
         paths = importlib.import_module(MODEL_FORMS[form]).write(trained, folder, **stored)
     else:
-        for name, value in given.items():
+        for name, value in weights._asdict().items():
             if value is not None:
                 raise UsageError(f"--{name} has no effect on curves; leave it out, or choose a model's form")
         paths = exports.export(load(record), form, folder)

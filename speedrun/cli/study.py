@@ -1,12 +1,12 @@
 """What runs show: pictures (`plot`), proofs (`stats`), comparisons of variants (`sweep`), other people's logs."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, NamedTuple
 
 import click
 
+from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs, plots
@@ -19,26 +19,24 @@ from speedrun.record.reader import load
 from speedrun.record.statistics import Interval
 
 
-@cli.new_command(
+@cli.command(
     "speedrun plot records/smoke-cpu/2026-11-25-first",
     "speedrun plot runs/first --kind all",
     "speedrun plot runs/first runs/second --kind pareto --out runs",
 )
-@click.argument("records", type=cli.PATH, metavar="RECORD...", nargs=-1, required=True)
-@cli.option(
-    "--kind",
-    click.Choice([*plots.KINDS, "all", "pareto"]),
-    "Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against mean "
-    "train time of several records in one picture.",
-    "loss",
-)
-@cli.option(
-    "--out DIR",
-    cli.PATH,
-    "Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
-)
-def plot(*, records: tuple[Path, ...], kind: str, out: Path | None) -> cli.Answer:
-    """Draw records as PNG."""
+def plot(
+    records: Annotated[tuple[Path, ...], "RECORD..."],
+    *,
+    kind: Literal[plots.Kind, "all", "pareto"] = "loss",
+    out: Annotated[Path | None, "--out DIR"] = None,
+) -> cli.Answer:
+    """Draw records as PNG.
+
+    Options:
+        kind: Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss
+            against mean train time of several records in one picture.
+        out: Where to write one picture of several records; others go into RECORD/plots. Default: this folder.
+    """
     if kind == "pareto":
         found = plots.pareto(_rows(records), out or Path())
     else:
@@ -55,7 +53,7 @@ def _rows(records: Sequence[Path]) -> list[Row]:
     for record, row in rows.items():
         if row not in shown:
             why = row.why if isinstance(row, LeftOut) else f"{row.standing}: {', '.join(row.failed)}"
-            click.echo(clean(f"warning: {record} is left out, {why}"), err=True)
+            say(f"warning: {record} is left out, {why}")
     if not shown:
         raise UsageError("no record with a result; 'speedrun validate RECORD' says why")
     return shown
@@ -64,11 +62,13 @@ def _rows(records: Sequence[Path]) -> list[Row]:
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 
 
-@cli.new_command("speedrun stats runs/first", "speedrun stats RECORD --against PARENT --json")
-@click.argument("record", type=cli.PATH)
-@cli.option("--target LOSS", cli.Number(0), "Instead of the track's.")
-@cli.option("--against RECORD", cli.PATH, "Test whether its loss is the same.")
-def stats(*, record: Path, target: float | None, against: Path | None) -> cli.Answer:
+@cli.command("speedrun stats runs/first", "speedrun stats RECORD --against PARENT --json")
+def stats(
+    record: Path,
+    *,
+    target: Annotated[cli.Amount | None, "--target LOSS", "Instead of the track's."] = None,
+    against: Annotated[Path | None, "--against RECORD", "Test whether its loss is the same."] = None,
+) -> cli.Answer:
     """Test the mean loss of the finished runs of RECORD against the target.
 
     A declared batch is tested at its declared looks. Other runs are tested as well, but prove nothing for the board.
@@ -116,7 +116,23 @@ def _number(number: float | None) -> str:
     return "none" if number is None else f"{number:.5g}"
 
 
-@cli.new_command(
+class Variants(NamedTuple):
+    """Options that say which variants of a recipe to compare, and how often.
+
+    Options:
+        features: Instead, switch off one feature at a time: 'all', or names in speedrun/lab/design.py.
+        confirm: Fresh seeds for the best arm and the one it is compared with. Default: as many as --runs.
+    """
+
+    trials: Annotated[cli.Count | None, "--trials K", "K random combinations instead of the grid."] = None
+    seed: Annotated[cli.Natural, "Of the random combinations."] = 0
+    features: Annotated[str | None, "--features NAME,..."] = None
+    ladder: Annotated[bool, "Instead, compare the recipe and its ancestors, each with its parent."] = False
+    runs: Annotated[cli.Count | None, "Runs of each arm, all with the same N seeds."] = None
+    confirm: cli.Natural | None = None
+
+
+@cli.command(
     "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
     "speedrun sweep --set optimizer.muon_lr=0.01..0.2 --trials 8 --runs 2 --confirm 6",
     "speedrun sweep --features all --runs 4",
@@ -124,69 +140,52 @@ def _number(number: float | None) -> str:
     "speedrun sweep --track docs-cpu --ladder --runs 3 --set config.vocab_size=4096 --set config.head_size=4096",
     "speedrun sweep --resume runs/2026-11-21-smoke-cpu-sweep-1",
 )
-@cli.option(
-    "--set KEY=VALUE,...",
-    str,
-    "Values to try; LOW..HIGH with --trials. A single value holds for every arm.",
-    name="settings",
-    multiple=True,
-)
-@cli.option("--trials K", cli.COUNT, "K random combinations instead of the grid.")
-@cli.option("--seed N", cli.NATURAL, "Of the random combinations.", 0)
-@cli.option(
-    "--features NAME,...",
-    str,
-    "Instead, switch off one feature at a time: 'all', or names in speedrun/lab/design.py.",
-)
-@cli.flag("--ladder", "Instead, compare the recipe and its ancestors, each with its parent.")
-@cli.option("--runs N", cli.COUNT, "Runs of each arm, all with the same N seeds.")
-@cli.option(
-    "--confirm N",
-    cli.NATURAL,
-    "Fresh seeds for the best arm and the one it is compared with. Default: as many as --runs.",
-)
-@cli.config_options
-@cli.option("--resume DIR", cli.PATH, "Run what is missing.")
-@click.pass_context
-def sweep(ctx: click.Context, **given: Any) -> cli.Answer:
+def sweep(
+    ctx: click.Context,
+    variants: Variants,
+    config: cli.RunOptions,
+    *,
+    resume: Annotated[Path | None, "--resume DIR", "Run what is missing."] = None,
+) -> cli.Answer:
     """Run a recipe as it is and in other variants, all with the same seeds; report which are better.
 
-    The variants have other settings (--set), lack a feature (--features), or are ancestors (--ladder). Loss and time
-    are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again with fresh
-    seeds. This is research: nothing of it is ranked.
+    The variants have other settings, lack a feature (--features), or are ancestors (--ladder). For the first, --set
+    takes values to try with commas between them, or LOW..HIGH with --trials; a single one holds for every arm.
+
+    Loss and time are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again
+    with fresh seeds. This is research: nothing of it is ranked.
     """
     from speedrun.lab.several_runs import Sweep  # NumPy comes with it
 
-    folder = cli.begun(ctx, "speedrun.lab.design", partial(_request, given), "data")
-    found, plots = Sweep(folder, given["data"], lambda line: click.echo(clean(line), err=True)).run()
+    folder = cli.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data")
+    found, plots = Sweep(folder, config.data, say).run()
     paths = [str(path) for path in plots]
     facts = {"experiment": str(folder), "summary": found, "plots": paths}
     return cli.Answer(facts, map(clean, [*table(found), *(f"plot    {path}" for path in paths[-1:])]))
 
 
-def _request(given: dict[str, Any]) -> Request:
+def _request(asked: Variants, config: cli.RunOptions) -> Request:
     """Return the experiment that the options say."""
-    features, ladder, draws = given["features"], given["ladder"], given["trials"]
-    settings = {key: trials.parse(key, text) for key, text in cli.parse_settings(given["settings"]).items()}
+    settings = {key: trials.parse(key, text) for key, text in cli.parse_settings(config.settings).items()}
     fixed = {key: one[0] for key, one in settings.items() if isinstance(one, tuple) and len(one) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
-    if (features is not None) + ladder + bool(free or draws) > 1:
+    if (asked.features is not None) + asked.ladder + bool(free or asked.trials) > 1:
         raise UsageError("--features, --ladder and several values in --set exclude each other; keep one")
-    if given["runs"] is None:
+    if asked.runs is None:
         raise UsageError("number of runs missing; pass --runs N; noise needs at least two runs")
-    kind: Kind = "ladder" if ladder else "features"
+    kind: Kind = "ladder" if asked.ladder else "features"
     variants: list[dict[str, str]] = []
-    if features is None and not ladder:
+    if asked.features is None and not asked.ladder:
         if not free:
             raise UsageError("nothing to sweep; pass --features, --ladder or --set optimizer.muon_lr=0.1,0.2")
         kind = "sweep"
-        variants = trials.grid(free) if draws is None else trials.draw(free, draws, given["seed"])
+        variants = trials.grid(free) if asked.trials is None else trials.draw(free, asked.trials, asked.seed)
     return Request(
-        config=cli.request_of(given, fixed, given["out"] or cli.new_folder(f"{given['track']}-sweep")),
+        config=config.request(config.out or cli.new_folder(f"{config.track}-sweep"), fixed),
         kind=kind,
-        num_runs=given["runs"],
-        num_confirming=given["runs"] if given["confirm"] is None else given["confirm"],
-        features=tuple(name for name in (features or "").split(",") if name not in ("", "all")),
+        num_runs=asked.runs,
+        num_confirming=asked.runs if asked.confirm is None else asked.confirm,
+        features=tuple(name for name in (asked.features or "").split(",") if name not in ("", "all")),
         variants=tuple(variants),
     )
 
@@ -194,17 +193,17 @@ def _request(given: dict[str, Any]) -> Request:
 _MOST_SHOWN = 5  #: problems of a file
 
 
-@cli.new_command(
+@cli.command(
     "speedrun import-log logs/*.txt --json",
     "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
     "speedrun import-log runs.csv.gz --steps 1770",
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=cli.PATH)
-@cli.option("--match TEXT", str, "Only runs with TEXT in their name.", name="texts", multiple=True)
-@cli.option("--steps N", cli.COUNT, "Only runs that planned this number of steps.")
-@cli.option("--mean LOW HIGH", (float, float), "Only groups with a mean loss in this range.")
 def import_log(
-    *, files: tuple[Path, ...], texts: tuple[str, ...], steps: int | None, mean: tuple[float, float] | None
+    files: Annotated[tuple[Path, ...], "FILE..."],
+    *,
+    match: Annotated[tuple[str, ...], "Only runs with TEXT in their name."] = (),
+    steps: Annotated[cli.Count | None, "Only runs that planned this number of steps."] = None,
+    mean: Annotated[tuple[float, float] | None, "--mean LOW HIGH"] = None,
 ) -> cli.Answer:
     """Read the logs of other people's runs, and show how much equal runs differ.
 
@@ -212,11 +211,14 @@ def import_log(
     log,step,num_steps,val_loss,train_time_ms; either may be compressed by gzip. Runs of one folder that end at the
     same step form a group; copies of a run count once. Imported runs have no seed and no chain of hashes, so they are
     never ranked. Nothing in a FILE is executed.
+
+    Options:
+        mean: Only groups with a mean loss in this range.
     """
     names = foreign_logs.names(files)
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
     runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
-    chosen = proof.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
+    chosen = proof.distinct(run for run in runs if not match or any(text in run.name for text in match))
     groups = tuple(proof.groups(chosen))
     if mean is not None:
         groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])

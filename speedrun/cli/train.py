@@ -5,7 +5,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import click
 
@@ -18,7 +18,8 @@ from speedrun.cli import options as cli
 from speedrun.record import reader
 from speedrun.record.about import Summary
 from speedrun.record.validate import Report, Status, validate
-from speedrun.train import connect, local_processes, watchdog
+from speedrun.train import connect, watchdog
+from speedrun.train import local_processes as local
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -39,143 +40,117 @@ def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-#: The options of a run that keeps checkpoints, resumes, or must not hang.
-checkpoint_options = cli.combined(
-    cli.option(
-        "--checkpoint-every N",
-        cli.COUNT,
-        "Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
-    ),
-    cli.option("--keep-checkpoints N", cli.NATURAL, "How many of the newest to keep; 0: all.", 2),
-    cli.option(
-        "--resume DIR",
-        cli.PATH,
-        "Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
-    ),
-    cli.option(
+class Single(NamedTuple):
+    """Options of a single run: how it starts, keeps checkpoints, resumes, and does not hang.
+
+    Options:
+        replicas: Copies of the state, each sharded over as many devices. Default: one for each node.
+        init_from: Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.
+        checkpoint_every: Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default:
+            none.
+        resume: Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.
+    """
+
+    seed: Annotated[cli.Seed, "Of the initial weights."] = 0
+    replicas: cli.Count | None = None
+    init_from: Annotated[Path | None, "--init-from SOURCE"] = None
+    checkpoint_every: cli.Count | None = None
+    keep_checkpoints: Annotated[cli.Natural, "How many of the newest to keep; 0: all."] = 2
+    resume: Annotated[Path | None, "--resume DIR"] = None
+    deadlines: Annotated[
+        tuple[str, ...],
         "--deadline PHASE=SECONDS",
-        str,
         f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
-        name="deadlines",
-        multiple=True,
-    ),
-)
-#: The options of a run in several processes.
-process_options = cli.combined(
-    cli.option(
-        "--local-processes N",
-        cli.COUNT,
-        "Start N processes on this machine that share its devices, to try out what a cluster does.",
-    ),
-    cli.option(
-        "--coordinator HOST:PORT",
-        str,
-        "Of process 0, if several share the run. SLURM and Open MPI need no such options.",
-    ),
-    cli.option("--processes N", cli.COUNT, "How many share the run."),
-    cli.option("--process I", cli.NATURAL, "The number of this process."),
-    cli.option(
-        "--heartbeat SECONDS",
-        cli.Integer(5),
-        "A process that is silent for so long is lost, and the run ends.",
-        connect.HEARTBEAT_S,
-    ),
-    cli.option("--meet-within SECONDS", cli.COUNT, "Time for all processes to connect.", connect.MEET_S),
-)
-#: The arguments of `process_options`.
-PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
-
-#: The options of what a single run does beside training, or starts from.
-extra_options = cli.combined(
-    cli.flag("--watch", "Serve a page of the run from a child process. It cannot stop the run."),
-    cli.option(
-        "--watch-port N", cli.Integer(1, 65_535), f"Serve it at this port. Default: {cli.WATCH_PORT}."
-    ),
-    cli.option(
-        "--sample-every N",
-        cli.COUNT,
-        "Let the checkpoints of each N steps write a text, beside the record; a child process does it. Without "
-        "--checkpoint-every, it makes them.",
-    ),
-    cli.option(
-        "--sample-prompt TEXT",
-        str,
-        "What these texts begin with. Default: the start of a document.",
-        name="sample_prompts",
-        multiple=True,
-    ),
-    cli.option(
-        "--init-from SOURCE",
-        cli.PATH,
-        "Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
-    ),
-)
-#: Those that a resumed run takes, too.
-EXTRA_ARGUMENTS = ("ghost", "wandb", "watch", "watch_port", "sample_every", "sample_prompts")
+    ] = ()
 
 
-@cli.new_command(
+class Processes(NamedTuple):
+    """Options of a run in several processes: the first one, and what `connect.find_group` takes.
+
+    Options:
+        local_processes: Start N processes on this machine that share its devices, to try out what a cluster does.
+        coordinator: Of process 0, if several share the run. SLURM and Open MPI need no such options.
+        heartbeat: A process that is silent for so long is lost, and the run ends.
+    """
+
+    local_processes: cli.Count | None = None
+    coordinator: Annotated[str | None, "--coordinator HOST:PORT"] = None
+    processes: Annotated[cli.Count | None, "How many share the run."] = None
+    process: Annotated[cli.Natural | None, "--process I", "The number of this process."] = None
+    heartbeat: Annotated[int, cli.Integer(5), "--heartbeat SECONDS"] = connect.HEARTBEAT_S
+    meet_within: Annotated[cli.Count, "--meet-within SECONDS", "Time for all processes to connect."] = (
+        connect.MEET_S
+    )
+
+
+class Extras(NamedTuple):
+    """Options of what a single run does beside training. A resumed run takes them, too.
+
+    Options:
+        sample_every: Let the checkpoints of each N steps write a text, beside the record; a child process does it.
+            Without --checkpoint-every, it makes them.
+        sample_prompts: What these texts begin with. Default: the start of a document.
+        verbose: Print the kernel of each operation, and why. The log has both.
+    """
+
+    ghost: cli.Ghost = None
+    wandb: cli.Wandb = None
+    watch: Annotated[bool, "Serve a page of the run from a child process. It cannot stop the run."] = False
+    watch_port: Annotated[
+        int | None, cli.Integer(1, 65_535), f"Serve it at this port. Default: {cli.WATCH_PORT}."
+    ] = None
+    sample_every: cli.Count | None = None
+    sample_prompts: Annotated[tuple[str, ...], "--sample-prompt TEXT"] = ()
+    verbose: Annotated[bool, "-v,--verbose"] = False
+
+
+@cli.command(
     "speedrun run --track smoke-cpu",
     "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
     "speedrun run --track webmini --data DIR --checkpoint-every 50",
     "speedrun run --resume runs/2026-11-21-webmini-1",
     "speedrun run --local-processes 2",
 )
-@cli.config_options
-@cli.settings_option
-@cli.option("--seed N", cli.SEED, "Of the initial weights.", 0)
-@cli.option(
-    "--replicas N",
-    cli.COUNT,
-    "Copies of the state, each sharded over as many devices. Default: one for each node.",
-)
-@checkpoint_options
-@process_options
-@cli.ghost_option
-@cli.wandb_option
-@extra_options
-@cli.flag("-v/--verbose", "Print the kernel of each operation, and why. The log has both.")
-@click.pass_context
 def run(
-    ctx: click.Context, *, track: str, out: Path | None, resume: Path | None, **given: Any
+    ctx: click.Context, options: cli.RunOptions, single: Single, processes: Processes, extras: Extras
 ) -> cli.Answer | None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
-    tracks.load(track)
+    tracks.load(options.track)
     # Before JAX, whose import is slow.
-    overrides, limits_s = cli.parse_settings(given["settings"]), deadlines_s(given["deadlines"])
-    folder = resume or out or cli.new_folder(track)
-    if given["local_processes"] is not None:
-        if given["coordinator"]:
+    overrides, limits_s = cli.parse_settings(options.settings), deadlines_s(single.deadlines)
+    resume = single.resume
+    folder = resume or options.out or cli.new_folder(options.track)
+    if processes.local_processes is not None:
+        if processes.coordinator:
             raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-        if not (code := local_processes.run(given["local_processes"], _child_words(ctx, folder))):
+        if not (code := local.run(processes.local_processes, _child_words(ctx, folder))):
             reader.need_finished(folder)
         ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.lab import single_run
 
-    config = cli.request_of(
-        ctx.params,
-        overrides,
+    config = options.request(
         folder,
-        seed=given["seed"],
-        replicas=given["replicas"],
-        checkpoint_every=0 if resume else given["checkpoint_every"] or given["sample_every"] or 0,
-        keep_checkpoints=given["keep_checkpoints"],
+        overrides,
+        seed=single.seed,
+        replicas=single.replicas,
+        checkpoint_every=0 if resume else single.checkpoint_every or extras.sample_every or 0,
+        keep_checkpoints=single.keep_checkpoints,
         deadlines_s=limits_s,
         resume=resume is not None,
     )
     if resume is not None:
-        cli.only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
-    group = connect.find_group(given["coordinator"], given["processes"], given["process"])
-    joined = connect.joined(group, given["heartbeat"], given["meet_within"])
-    page = given["watch_port"] or (cli.WATCH_PORT if given["watch"] else None)
-    same = ("ghost", "wandb", "sample_every", "sample_prompts", "init_from", "verbose")
-    extras = {name: given[name] for name in same} | {"watch_port": page, "to_stderr": ctx.params["as_json"]}
-    done = single_run.run(config, joined, single_run.Extras(**extras))
+        cli.only_with_resume(ctx, *Extras._fields, *Processes._fields)
+    group = connect.find_group(processes.coordinator, processes.processes, processes.process)
+    joined = connect.joined(group, processes.heartbeat, processes.meet_within)
+    same = {name: value for name, value in extras._asdict().items() if name != "watch"}
+    same["watch_port"] = extras.watch_port or (cli.WATCH_PORT if extras.watch else None)
+    beside = single_run.Extras(**same, init_from=single.init_from, to_stderr=ctx.params["as_json"])
+    done = single_run.run(config, joined, beside)
     if done is None:
         return None
     lines = [card(done.rules, done.summary, done.report)]
@@ -199,33 +174,43 @@ def _import_jax() -> None:
 def _child_words(ctx: click.Context, out: Path) -> list[str]:
     """Return the arguments of this command for a process that shares the run. All but paths are as they were typed."""
     words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
-    for param in ctx.command.params:
-        name = param.name or ""
-        is_given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if is_given and name not in ("resume", "out", "local_processes"):
-            value = ctx.params[name]
+    for param in cli.typed(ctx):
+        if param.name not in ("resume", "out", "local_processes"):
+            value = ctx.params[str(param.name)]
             for one in value if isinstance(value, tuple) else [value]:
                 words += [param.opts[0]] if one is True else [param.opts[0], str(one)]
     return words
 
 
-@cli.new_command(
+class Size(NamedTuple):
+    """Options that say how many runs a batch has.
+
+    Options:
+        expect: Expected mean loss, for as many runs as prove it 9 of 10 times.
+        seeds: Choose them. Default: derived from source and config.
+    """
+
+    runs: Annotated[int | None, cli.Integer(2), "How many."] = None
+    then: Annotated[int | None, cli.Integer(3), "Total, if the first look proves nothing."] = None
+    expect: Annotated[cli.Amount | None, "--expect LOSS"] = None
+    seeds: Annotated[str | None, "--seeds N,N,..."] = None
+
+
+@cli.command(
     "speedrun batch --track smoke-cpu --runs 6",
     "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
     "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
 )
-@cli.config_options
-@cli.settings_option
-@cli.option("--runs N", cli.Integer(2), "How many.")
-@cli.option("--then N", cli.Integer(3), "Total, if the first look proves nothing.")
-@cli.option("--expect LOSS", cli.Number(0), "Expected mean loss, for as many runs as prove it 9 of 10 times.")
-@cli.option("--seeds N,N,...", str, "Choose them. Default: derived from source and config.")
-@cli.option("--title TEXT", str, "What the record is, in a few words.")
-@cli.option("--resume DIR", cli.PATH, "Resume a declared batch.")
-@cli.ghost_option
-@cli.wandb_option
-@click.pass_context
-def batch(ctx: click.Context, **given: Any) -> cli.Answer:
+def batch(
+    ctx: click.Context,
+    options: cli.RunOptions,
+    size: Size,
+    *,
+    title: Annotated[str | None, "What the record is, in a few words."] = None,
+    resume: Annotated[Path | None, "--resume DIR", "Resume a declared batch."] = None,
+    ghost: cli.Ghost = None,
+    wandb: cli.Wandb = None,
+) -> cli.Answer:
     """Declare a batch, run it, and test its mean loss. The record holds all runs, also failed ones.
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
@@ -234,26 +219,26 @@ def batch(ctx: click.Context, **given: Any) -> cli.Answer:
 
     ctx.with_resource(children.stoppable())
     allowed = ("data", "title", "ghost", "wandb")
-    folder = cli.begun(ctx, "speedrun.lab.design", partial(_promise, given), *allowed)
-    with relayed(folder, given["wandb"]):
-        as_json, chosen = ctx.params["as_json"], {name: given[name] for name in ("data", "title", "ghost")}
+    folder = cli.begun(ctx, "speedrun.lab.design", lambda: _promise(options, size), *allowed)
+    with relayed(folder, wandb):
+        as_json, chosen = ctx.params["as_json"], {"data": options.data, "title": title, "ghost": ghost}
         done = run_batch(folder, **chosen, say=partial(click.echo, err=as_json), to_stderr=as_json)
         return _answer(folder, done)
 
 
-def _promise(given: dict[str, Any]) -> "Promise":
+def _promise(options: cli.RunOptions, size: Size) -> "Promise":
     """Return the batch that the options say."""
     from speedrun.lab.several_runs import num_runs
     from speedrun.lab.trials import Promise
 
-    rules, then, expect = tracks.load(given["track"]), given["then"], given["expect"]
-    folder = given["out"] or cli.new_folder(rules.name)
+    rules = tracks.load(options.track)
+    folder = options.out or cli.new_folder(rules.name)
     return Promise(
-        config=cli.request_of(given, cli.parse_settings(given["settings"]), folder),
-        num_runs=given["runs"] or num_runs(rules, expect, num_looks=1 if then is None else 2),
-        then=then,
-        seeds=tuple(cli.numbers("--seeds", given["seeds"] or "")),
-        expected_loss=expect,
+        config=options.request(folder, cli.parse_settings(options.settings)),
+        num_runs=size.runs or num_runs(rules, size.expect, num_looks=1 if size.then is None else 2),
+        then=size.then,
+        seeds=tuple(cli.numbers("--seeds", size.seeds or "")),
+        expected_loss=size.expect,
     )
 
 

@@ -5,11 +5,12 @@ import socket
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from speedrun.base import signals
+from speedrun.base.children import say
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
@@ -25,23 +26,24 @@ if TYPE_CHECKING:
 _RUNS = Path("runs")
 
 
-@cli.new_command(
+@cli.command(
     "speedrun watch",
     "speedrun watch runs/first runs/second --ghost best",
     "speedrun run --track smoke-cpu --watch",
-    cls=click.Command,
 )
-@click.argument("runs", nargs=-1, type=cli.PATH, metavar="[RUN]...")
-@cli.port_option(cli.WATCH_PORT)
-@cli.option(
-    "--ghost RECORD|best",
-    str,
-    "Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
-)
-def watch(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
+def watch(
+    ctx: click.Context,
+    runs: Annotated[tuple[Path, ...], "[RUN]..."] = (),
+    *,
+    port: cli.Port = cli.WATCH_PORT,
+    ghost: Annotated[str | None, "--ghost RECORD|best"] = None,
+) -> None:
     """Show runs on a page until Ctrl-C or SIGTERM: loss, step times, memory, events.
 
     Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
+
+    Options:
+        ghost: Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.
     """
     from speedrun.model import watch_server
 
@@ -51,9 +53,12 @@ def watch(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
     # Outside: pages still get the last lines.
     with stoppable() as stopped, watch_server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
-        click.echo(clean(f"watch   {shlex.join(map(str, folders))}"))
-        click.echo(f"page    {url}   Ctrl-C ends it")
-        click.echo(f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open it there")
+        lines = [
+            clean(f"watch   {shlex.join(map(str, folders))}"),
+            f"page    {url}   Ctrl-C ends it",
+            f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open it there",
+        ]
+        cli.show({"url": url}, lines, as_json=ctx.params["as_json"])
         stopped()
 
 
@@ -65,60 +70,55 @@ def _newest() -> Path:
     return max(folders, key=lambda path: path.stat().st_mtime_ns)
 
 
-@cli.new_command(
+@cli.command(
     "speedrun sample runs/docs --prompt 'Return the'",
     'speedrun sample runs/docs --prompt "$(cat prompt.txt)" --tokens 200 --temperature 0.5 --top-k 40',
     "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
     "speedrun sample runs/first --ids 0,17,4",
     "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
 )
-@click.argument("source", type=cli.PATH, metavar="RUN")
-@cli.option(
-    "--prompt TEXT",
-    str,
-    "What the text begins with. Default: the start of a document.",
-    name="prompts",
-    multiple=True,
-)
-@cli.option("--ids I,J,...", str, "A prompt as ids, taken as they are.", multiple=True)
-@cli.option("--tokens N", cli.COUNT, "How many to write.", 100)
-@cli.option("--samples N", cli.COUNT, "Texts of each prompt.", 1)
-@cli.option("--temperature X", cli.Number(0), "Of the softmax; 0: always the most probable token.", 0.8)
-@cli.option("--top-k K", cli.NATURAL, "Only the K most probable tokens; 0: all.", 0)
-@cli.option("--top-p P", cli.Number(0, 1), "Only the most probable tokens with probability P together.", 1.0)
-@cli.option("--seed N", cli.SEED, "Of the draws.", 0)
-@cli.weights_options
-@cli.dtype_option
-@click.pass_context
 def sample(
-    ctx: click.Context, *, source: Path, prompts: tuple[str, ...], ids: tuple[str, ...], **given: Any
+    ctx: click.Context,
+    source: Annotated[Path, "RUN"],
+    weights: cli.Weights,
+    *,
+    prompts: Annotated[tuple[str, ...], "--prompt TEXT"] = (),
+    ids: Annotated[tuple[str, ...], "--ids I,J,...", "A prompt as ids, taken as they are."] = (),
+    tokens: Annotated[cli.Count, "How many to write."] = 100,
+    samples: Annotated[cli.Count, "Texts of each prompt."] = 1,
+    temperature: Annotated[cli.Amount, "Of the softmax; 0: always the most probable token."] = 0.8,
+    top_k: Annotated[cli.Natural, "--top-k K", "Only the K most probable tokens; 0: all."] = 0,
+    top_p: Annotated[float, cli.Number(0, 1), "--top-p P"] = 1.0,
+    seed: Annotated[cli.Seed, "Of the draws."] = 0,
+    dtype: cli.Dtype = None,
 ) -> cli.Answer:
     """Continue prompts with the weights of RUN, which it keeps with --checkpoint-every.
 
     Or with those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large
     or gpt2-xl on the hub. A text ends where the model ends the document. The same seed gives the same text.
+
+    Options:
+        prompts: What the text begins with. Default: the start of a document.
+        top_p: Only the most probable tokens with probability P together.
     """
     from speedrun.model import decode, weight_sources
 
-    chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
-    trained = weight_sources.load(source, **chosen)
+    trained = weight_sources.load(source, **weights._asdict(), dtype=dtype)
     spoken = trained.words
     texts = prompts if prompts or ids else ("",)
     starts = [*map(spoken.encode, texts), *(spoken.checked(cli.numbers("--ids", text)) for text in ids)]
-    starts = [start for start in starts for _ in range(given["samples"])]
-    decoder = decode.decoder_of(trained, max(map(len, starts)) + given["tokens"])
-    click.echo(str(trained), err=True)
-    how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
+    starts = [start for start in starts for _ in range(samples)]
+    decoder = decode.decoder_of(trained, max(map(len, starts)) + tokens)
+    say(str(trained))
+    how = decode.Draw(temperature, top_k, top_p, seed)
     found = [decode.Text(spoken, start) for start in starts]
-    num_written, seconds = _write(
-        decoder, starts, found, given["tokens"], how, is_shown=not ctx.params["as_json"]
-    )
+    num_written, seconds = _write(decoder, starts, found, tokens, how, is_shown=not ctx.params["as_json"])
     rate = num_written / seconds if seconds else None
     if rate is not None:
         rates = f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s"
-        click.echo(f"{rates} after the first {decode.CHUNK} of each text", err=True)
-    samples = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
-    return cli.Answer({**trained.facts, **how._asdict(), "tokens_per_s": rate, "samples": samples}, ())
+        say(f"{rates} after the first {decode.CHUNK} of each text")
+    written = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
+    return cli.Answer({**trained.facts, **how._asdict(), "tokens_per_s": rate, "samples": written}, ())
 
 
 def _write(
@@ -160,16 +160,21 @@ def _write(
     return num_timed, seconds if num_timed else 0.0
 
 
-@cli.new_command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
-@click.argument("folders", nargs=-1, metavar="[DIR...]", type=cli.PATH)
-@cli.recipe_option(text="Also a page that trains this recipe, made tiny, beside what JAX computed.")
-@cli.port_option(3281)
-@click.pass_context
-def play(ctx: click.Context, *, folders: tuple[Path, ...], recipe: str | None, port: int) -> None:
+@cli.command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
+def play(
+    ctx: click.Context,
+    folders: Annotated[tuple[Path, ...], "[DIR...]"] = (),
+    *,
+    recipe: cli.Recipe | None = None,
+    port: cli.Port = 3281,
+) -> None:
     """Serve the page of DIR, which 'speedrun export RUN --to web' made, on this machine only.
 
     The browser computes. With several folders, two models write beside each other, with one seed. With --recipe, JAX
     first trains a tiny preset on the CPU, for some seconds. Ctrl-C or SIGTERM ends it.
+
+    Options:
+        recipe: Also a page that trains this recipe, made tiny, beside what JAX computed.
     """
     from speedrun.model.page_server import answering
 
@@ -194,7 +199,7 @@ def _trainable(recipe: str, out: Path) -> Path:
     return out
 
 
-@cli.new_command(
+@cli.command(
     "speedrun eval runs/docs",
     "speedrun eval runs/docs --context 128 --tokens 65536",
     "speedrun eval runs/record21 --shard data/fineweb10B/fineweb_train_000103.bin",
@@ -202,62 +207,59 @@ def _trainable(recipe: str, out: Path) -> Path:
     "speedrun eval runs/record21 --tasks lambada_openai,piqa",
     "speedrun eval gpt2 --data data/fineweb10B --dtype float32",
 )
-@click.argument("source", type=cli.PATH, metavar="RUN")
-@cli.option(
-    "--shard FILE",
-    cli.PATH,
-    "Shard to score. Default: the official slice of the track, and the one after it.",
-    name="shards",
-    multiple=True,
-)
-@cli.option("--context N", cli.Integer(2), "Tokens of a sequence. Default: as the run scored.")
-@cli.option("--tokens N", cli.COUNT, "At most so many of each. Default: as the track.")
-@cli.option("--hellaswag FILE", cli.PATH, "Its questions, as lines of JSON.")
-@cli.option("--tasks A,B,...", str, "Tasks of lm-evaluation-harness, by name or file; pip install lm-eval.")
-@cli.option("--limit N", cli.COUNT, "Only the first N questions.")
-@cli.weights_options
-@cli.dtype_option
-def eval(*, source: Path, shards: tuple[Path, ...], **given: Any) -> cli.Answer:
+def eval(
+    source: Annotated[Path, "RUN"],
+    weights: cli.Weights,
+    *,
+    shards: Annotated[tuple[Path, ...], "--shard FILE"] = (),
+    context: Annotated[int | None, cli.Integer(2)] = None,
+    tokens: Annotated[cli.Count | None, "At most so many of each. Default: as the track."] = None,
+    hellaswag: Annotated[Path | None, "--hellaswag FILE", "Its questions, as lines of JSON."] = None,
+    tasks: Annotated[str | None, "--tasks A,B,..."] = None,
+    limit: Annotated[cli.Count | None, "Only the first N questions."] = None,
+    dtype: cli.Dtype = None,
+) -> cli.Answer:
     """Score the weights of RUN, which it keeps with --checkpoint-every. Nothing of it is ranked.
 
     Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
     gpt2-xl on the hub.
+
+    Options:
+        shards: Shard to score. Default: the official slice of the track, and the one after it.
+        context: Tokens of a sequence. Default: as the run scored.
+        tasks: Tasks of lm-evaluation-harness, by name or file; pip install lm-eval.
     """
     from speedrun.model import eval_tasks, weight_sources
 
-    named = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
-    asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or named)
-    _refuse_what_has_no_effect(given, asks=asks or bool(named), scores=scores)
-    questions = eval_tasks.read(given["hellaswag"], given["limit"]) if asks else []
-    chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
-    trained = weight_sources.load(source, **chosen)
+    named = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+    asks, scores = hellaswag is not None, bool(shards) or not (hellaswag or named)
+    if limit is not None and not (asks or named):
+        raise UsageError("--limit has no effect; it needs --hellaswag or --tasks; leave it out, or add that")
+    for name, value in {"context": context, "tokens": tokens}.items():
+        if value is not None and not scores:
+            needs = "--shard, beside --hellaswag or --tasks"
+            raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
+    questions = eval_tasks.read(hellaswag, limit) if hellaswag is not None else []
+    trained = weight_sources.load(source, **weights._asdict(), dtype=dtype)
     found: dict[str, Any] = trained.facts
-    context = given["context"] or trained.program.recipe.eval_seq_len
-    parts = eval_tasks.slices(trained, shards, context, given["tokens"]) if scores else []
-    click.echo(str(trained), err=True)
+    context = context or trained.program.recipe.eval_seq_len
+    parts = eval_tasks.slices(trained, shards, context, tokens) if scores else []
+    say(str(trained))
     if parts:
-        score = eval_tasks.scorer(trained, context, partial(click.echo, err=True))
+        score = eval_tasks.scorer(trained, context, say)
         found["scores"] = []
         for part in parts:
             with Progress(part.name, "tokens") as progress:
                 found["scores"].append(score(part, partial(progress.update, total=part.tokens)))
     if asks:
         with Progress("hellaswag", "questions") as progress:
-            say = partial(progress.update, total=len(questions))
-            found["hellaswag"] = eval_tasks.ask(trained, questions, say)
+            done = partial(progress.update, total=len(questions))
+            found["hellaswag"] = eval_tasks.ask(trained, questions, done)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
     if named:
-        found["tasks"] = eval_tasks.scores(trained, named, given["limit"], partial(click.echo, err=True))
+        found["tasks"] = eval_tasks.scores(trained, named, limit, say)
         lines += [
             f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             for task, metrics in found["tasks"].items()
         ]
     return cli.Answer(found, lines)
-
-
-def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: bool) -> None:
-    idle = [*([] if asks else ["limit"]), *([] if scores else ["context", "tokens"])]
-    for name in idle:
-        if given[name] is not None:
-            needs = "--hellaswag or --tasks" if name == "limit" else "--shard, beside --hellaswag or --tasks"
-            raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
