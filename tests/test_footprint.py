@@ -69,7 +69,7 @@ def test_a_run_that_does_not_fit_is_refused_with_advice_that_helps(a_device_of, 
 def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
     a_device_of, monkeypatch, smoke_data, tmp_path, spare_bytes, memory
 ):
-    monkeypatch.setattr(programs, "accelerator", lambda _: ("gpu", "8.9"))
+    monkeypatch.setattr(programs.meshes, "accelerator", lambda _: ("gpu", "8.9"))
     a_device_of(footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8))) + spare_bytes)
     ready = prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=smoke_data))
     assert ready.described["memory"] == memory
