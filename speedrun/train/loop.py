@@ -17,7 +17,6 @@ from speedrun.base import faults, processes, runlog, signals
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Clock, Phases, Stopwatch, cold_wall_s
 from speedrun.base.errors import NonFiniteError, SpeedrunError, Terminated
-from speedrun.base.signals import Deferred
 from speedrun.data import stream
 from speedrun.record import layout
 from speedrun.science.step import StepMetrics, TrainState
@@ -46,7 +45,7 @@ class Training:
     checkpoints: Checkpoints | None
     phases: Phases = field(default_factory=Phases)
     clock: Clock = field(default_factory=Clock)
-    stopping: Deferred = field(default_factory=processes.deferred_stop)
+    stopping: signals.Deferred = field(default_factory=processes.deferred_stop)
     pending: Pending | None = None
     val_loss: float | None = None
     # For the end of the log.
@@ -204,14 +203,11 @@ class Training:
             shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
             score = self.executables.scores[ready.program.eval_shape_at(step)]
             val = evaluate(ready.program, score, state, shard, num_tokens, self.stopping.check)
-            self.val_s += val.seconds
+            self.val_s, where = self.val_s + val.seconds, f"validation at step {val.step}"
             if (after := state_hash(state)) != before:
-                changed = f"the state was {before} before and is {after} now"
-                raise SpeedrunError(f"validation at step {val.step}: {changed}")
+                raise SpeedrunError(f"{where}: the state was {before} before and is {after} now")
             if not np.isfinite(val.loss):
-                raise NonFiniteError(
-                    f"validation at step {val.step}: loss is {val.loss}; lower the learning rate"
-                )
+                raise NonFiniteError(f"{where}: loss is {val.loss}; lower the learning rate")
             is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
             self.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
             self.val_loss = val.loss
