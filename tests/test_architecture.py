@@ -261,6 +261,16 @@ def test_a_record_can_be_read_in_one_sitting(recipe):
     assert sum(lines.values()) <= CLOSURE_LINES + more, f"{sum(lines.values()):,} lines in {lines}"
 
 
+def test_the_four_files_to_read_first_are_as_short_as_the_readme_says():
+    said = re.search(
+        r"read \[the recipe\].*?fewer than (\d+) non-blank", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert said is not None
+    files = re.findall(r"\((speedrun/.*?\.py)\)", said[0])
+    assert len(files) == 4
+    assert sum(bool(line) for file in files for line in (ROOT / file).read_text().split("\n")) < int(said[1])
+
+
 def test_files_and_functions_are_short():
     sizes = {module: len(path.read_text().splitlines()) for module, path in PATHS.items()}
     assert not [module for module, lines in sizes.items() if lines > FILE_LINES]
