@@ -1044,7 +1044,6 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     assert statuses(done)["V603"] == "ok"
 
 
-@pytest.mark.compile
 def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
     done = validated(trained.out, smoke_data, "--relower")
     assert done.returncode == 0, done.stdout + done.stderr

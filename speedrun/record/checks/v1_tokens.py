@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 from speedrun.base import runlog
 from speedrun.record.checks.table import Skip, check, check_run
@@ -40,9 +40,10 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     if listed != sorted(set(listed)):
         yield "the list of training shards is not sorted by name"
     known = sorted(name for name in rules.sha256 if fnmatchcase(name, rules.train))
-    pairs = zip_longest(listed, known[: len(listed)], fillvalue="nothing")
-    if known and (wrong := next((pair for pair in pairs if pair[0] != pair[1]), None)):
+    if wrong := next((pair for pair in zip(listed, known, strict=False) if pair[0] != pair[1]), None):
         yield "{} is in the place of {}, which the track begins with".format(*wrong)
+    elif known and (more := listed[len(known) :]):
+        yield f"{more[0]} is none of the track's shards"
     names = [shard.name for shard in run.data.shards if not _is_scored(shard, run)]
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:

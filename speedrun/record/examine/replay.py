@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
-from msgspec import to_builtins
+import msgspec
 
 from speedrun.base import provenance, runlog
 from speedrun.base.errors import UsageError
@@ -144,7 +144,7 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
             ours, theirs = leaves(facts.config), leaves(run.start.config)
             names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
             yield f"{run.folder}: its source makes another config: {', '.join(names[:5])}"
-        plan = to_builtins(run.of(runlog.Plan)[0])
+        plan = json.loads(msgspec.json.encode(run.of(runlog.Plan)[0]))
         for name in (name for name, value in facts.plan.items() if plan.get(name, {}) != value):
             yield f"{run.folder}: its source makes {name} {facts.plan[name]}, the log says {plan.get(name)}"
         for step in run.steps:
