@@ -38,6 +38,7 @@ TESTS = {
     "science/kernels/choose.py": ["test_qk_norm.py", "test_cross_entropy.py", "test_attention.py"],
     "science/optim/groups.py": ["test_muon.py"],
     "science/optim/orthogonal.py": ["test_muon.py"],
+    "science/optim/normuon_and_adam.py": ["test_muon.py"],
     "science/optim/banks.py": ["test_muon.py"],
     "science/optim/schedules.py": [],
     "science/params.py": ["test_params.py"],

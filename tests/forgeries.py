@@ -483,7 +483,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "a seed beyond those that follow from a source", edited(LOG, b'"seed":1,', b'"seed":2147483648,')),
     ("V001", "a sum in another form", edited(LOG, b'"nll_sum":"0x', b'"nll_sum":"0X')),
     ("V001", "the plan comes after the clock", planned_late),
-    ("V001", "a line of megabytes", edited(LOG, b'"width":8', b'"width":[%s8]' % (b"8," * 2**19))),
+    ("V001", "a line of megabytes", edited(LOG, b'"width":8', b'"width":[%s8]' % (b"8," * 2**21))),
     ("V001", "a config nested too deep", edited(LOG, b'"width":8', b'"width":' + b"[" * 70 + b"]" * 70)),
     ("V001", "a hash that is none", edited(LOG, b'"state_hash":"', b'"state_hash":"the first, ')),
     ("V001", "a digest that is none", edited(LOG, b'"first_batch_sha256":"bb', b'"first_batch_sha256":"BB')),

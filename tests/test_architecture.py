@@ -49,7 +49,7 @@ CLOSURE_LINES = 5_040
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
-HOUSE_LINES = 34918
+HOUSE_LINES = 34917
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60
@@ -223,7 +223,11 @@ print(*{{name.partition(".")[0] for name, module in [*sys.modules.items()]
 
 def test_no_model_config_holds_a_boolean():
     """A variant is another function, or another entry in a tuple with one entry a layer. Never a flag."""
-    models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
+    models = [
+        tree
+        for module, tree in TREES.items()
+        if module.startswith(("speedrun.science.models.", "speedrun.recipes."))
+    ]
     fields = [
         (f"{node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation))
         for node in (node for tree in models for node in ast.walk(tree))
@@ -269,6 +273,12 @@ def test_the_four_files_to_read_first_are_as_short_as_the_readme_says():
     files = re.findall(r"\((speedrun/.*?\.py)\)", said[0])
     assert len(files) == 4
     assert sum(bool(line) for file in files for line in (ROOT / file).read_text().split("\n")) < int(said[1])
+
+
+def test_the_rules_name_the_budgets():
+    budgets = (SCIENCE_LINES, CLOSURE_LINES, KERNEL_LINES, *MORE_SCIENCE.values())
+    stated = set(re.findall(r"[\d,]*\d", (ROOT / "RULES.md").read_text()))
+    assert {f"{number:,}" for number in budgets} <= stated
 
 
 def test_files_and_functions_are_short():

@@ -87,6 +87,15 @@ def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_block
     assert [*found] == [2 * pairs(attention_triton.FORWARD), 7 * pairs(attention_triton.BACKWARD)]
 
 
+def test_a_model_without_attention_is_counted_too(monkeypatch):
+    mesh.prepare("cpu")
+    program = Program(recipes.load("smoke"), mesh.make_mesh(8))
+    monkeypatch.setattr(cost, "_calls", lambda *_: [])
+    assert {tuple(each) for _, each in cost.attention_by_window(program, program.recipe.stages[0])} == {
+        (0.0, 0.0)
+    }
+
+
 def test_attention_is_counted_for_every_window_of_the_schedule():
     """Record 21: three layers with the whole window, eight with half of it, rounded down to at least one block."""
     recipe = recipes.load("record21")

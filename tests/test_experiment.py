@@ -205,7 +205,7 @@ def test_a_setting_has_one_value_several_or_a_range(text, values):
 
 
 def test_a_grid_is_every_combination_of_values_and_no_range():
-    for text in ("0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf"):
+    for text in ("0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf", "0..+5", "-0..5"):
         with pytest.raises(UsageError, match=r"need LOW\.\.HIGH"):
             trials.parse("key", text)
     every = [{"a": a, "b": b} for a in "12" for b in "xyz"]

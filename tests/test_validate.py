@@ -31,7 +31,7 @@ from speedrun.record.about import HEAD_END, assemble, summarize
 from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import nowhere_else, unfollowed
 from speedrun.record.checks.v3_claims import CURVES, hardware
-from speedrun.record.checks.v5_source import _inputs
+from speedrun.record.checks.v5_source import _inputs, leaves
 from speedrun.record.layout import About, Look, encode
 from speedrun.record.logged_run import FormatError
 from speedrun.record.reader import decode, load
@@ -215,6 +215,11 @@ def test_losses_far_closer_than_seeds_are_are_refused(folder, spread, status):
 def test_looks_that_fit_nothing_end_in_a_report(folder, looks):
     forge(folder, declared=(1, 2, 3), promise=promised(looks=tuple(Look(*look) for look in looks)))
     assert "V306" in found(folder)
+
+
+def test_no_key_of_a_config_hides_another():
+    hidden = {"": {"a": {"b": 1}}, "a": {"b": 2}, "a.b": 3, "a%2Eb": 4, "a%b": 5}
+    assert sorted(leaves(hidden).values()) == [1, 2, 3, 4, 5]
 
 
 def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):

@@ -51,7 +51,7 @@ class DataRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     """First line: the run. `config` is the resolved recipe with the split over devices."""
 
-    format: Literal[2]  #: of a record, raised when an older one can no longer be read
+    format: Literal[2]  #: of the log, raised when an older one can no longer be read
     run_id: str  #: also the name of its folder
     track: str  #: name and version, as `smoke-cpu@1`
     track_sha256: Sha256
@@ -239,9 +239,7 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     data: DataRead
     first_batch_sha256: Sha256 = ""  #: empty if the run ended before its first step
     throttled_s: Seconds | None = None  #: by heat or power supply; None if not counted
-    phases: dict[
-        str, Seconds
-    ] = {}  #: seconds in each of `clock.Phases`; their sum is the wall time up to here
+    phases: dict[str, Seconds] = {}  #: of `clock.Phases`; their sum is the wall time up to here
     lost_s: Seconds = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed
     matmul_gflops: float = 0.0  #: as in `Preflight`, but after the last validation; 0: not measured
 

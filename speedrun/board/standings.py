@@ -20,12 +20,12 @@ from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
 from speedrun.record.validate import Report, examine
 
+_PATH = re.compile(r"[A-Za-z0-9._/-]+")  #: of a record
 BOARD, CONTEXT = "leaderboard.json", "context.toml"
 #: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
 STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
-_PATH = re.compile(r"[A-Za-z0-9._/-]+")
 _UNPROVEN = frozenset({"V302", "V308", "V311"})
 
 

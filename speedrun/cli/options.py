@@ -43,7 +43,10 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read a bare `--replay` as `--replay=some`; click would take the record for its value."""
-        return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
+        has = any(parameter.name == "replay" for parameter in self.params)
+        return super().parse_args(
+            ctx, ["--replay=some" if has and word == "--replay" else word for word in args]
+        )
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the command and exit with the code of its answer."""

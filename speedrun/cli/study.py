@@ -161,7 +161,7 @@ def sweep(
     found, plots = Sweep(folder, config.data, say).run()
     paths = [str(path) for path in plots]
     facts = {"experiment": str(folder), "summary": found, "plots": paths}
-    return cli.Answer(facts, map(clean, [*table(found), *(f"plot    {path}" for path in paths[-1:])]))
+    return cli.Answer(facts, map(clean, [*table(found), *(f"plot    {path}" for path in paths)]))
 
 
 def _request(asked: Variants, config: cli.RunOptions) -> Request:

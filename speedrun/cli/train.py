@@ -248,7 +248,7 @@ def _answer(folder: Path, done: "Outcome") -> cli.Answer:
     facts = {"record": str(folder), "summary": done.summary}
     facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
     lines = [card(done.rules, done.summary, report), f"record  {folder}"]
-    for picture in done.plots[-1:]:  # the PNG
+    for picture in done.plots:
         lines += [f"plot    {picture}", f"next    {shlex.join(['speedrun', 'stats', str(folder)])}"]
     return cli.Answer(facts, lines, 0 if done.standing.passed and report.exit_code == 0 else 1)
 

@@ -105,7 +105,8 @@ class TokenStream:
         Raises:
             DataError: if no remaining shard is long enough.
         """
-        rows = num_sequences // self._num_processes
+        rows, rest = divmod(num_sequences, self._num_processes)
+        assert not rest, "a program shares its sequences among devices, so among processes"
         if document_tokens:
             ids_BT = self._packed(Shape(num_sequences, seq_len, document_tokens)).astype(np.int32)
             own_BT = ids_BT[self._process * rows : (self._process + 1) * rows]

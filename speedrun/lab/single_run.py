@@ -117,7 +117,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
     if not processes.is_first():
         return None
     summary = assemble(config.out, default_title=_title(config))
-    picture = next(path for path in plot(config.out) if path.suffix == ".png")
+    (picture,) = plot(config.out)
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 

@@ -202,7 +202,7 @@ def parse(key: str, text: str) -> tuple[str, ...] | Range:
         return tuple(value.strip() for value in re.split(r",(?![^()]*\))", text) if value.strip())
     low, _, high = text.partition("..")
     with suppress(ValueError):
-        if 0 < float(low) < float(high) < math.inf or (int(low) == 0 and int(high) > 0):
+        if 0 < float(low) < float(high) < math.inf or ((low + high).isdigit() and int(low) < int(high)):
             return Range(low, high)
     raise UsageError(f"--set {key}={text}; need LOW..HIGH, two numbers above zero, the smaller one first")
 

@@ -101,7 +101,7 @@ def attention_by_window(program: Program, stage: Stage) -> list[tuple[int, Atten
     """
     sequences = stage.num_sequences / program.num_devices
     found = [
-        (num_steps, np.sum(_calls(program, stage, inputs), axis=0) * sequences)
+        (num_steps, np.reshape(_calls(program, stage, inputs), (-1, 2)).sum(axis=0) * sequences)
         for inputs, num_steps in _inputs(program, stage).items()
     ]
     return sorted(found, key=lambda each: each[1][0])

@@ -68,6 +68,4 @@ class Findings(Strict, frozen=True):
     other_error: float  #: standard error of the difference between this and `val_loss`, over sequences
     stretches: tuple[Replayed, ...]  #: none on another platform than the run's
     foreign: bool  #: whether the run was on another platform
-    sample: tuple[
-        tuple[int, float], ...
-    ]  #: scored sequences, and their nats per token; some on another platform
+    sample: tuple[tuple[int, float], ...]  #: nats per token of scored sequences; of some on another platform

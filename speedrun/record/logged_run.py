@@ -27,7 +27,7 @@ _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, t
 
 #: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
 _LARGEST = 2.0**128
-_LONGEST_LINE, _DEEPEST = 2**20, 64  #: in bytes, and in levels of its JSON
+_LONGEST_LINE, _DEEPEST = 2**22, 64  #: in bytes, and in levels of its JSON
 _Event = TypeVar("_Event", bound=runlog.Event)
 
 

@@ -179,7 +179,8 @@ def read_programs(raw: bytes) -> archive.Archive:
     try:
         unpacked = opened.decompress(raw, _MOST_UNPACKED_BYTES)
         if not opened.eof or opened.unused_data:
-            raise UsageError(f"its archive of programs is cut, or longer than {_MOST_UNPACKED_BYTES:,} bytes")
+            most = f"with more behind its end, or above {_MOST_UNPACKED_BYTES:,} bytes when unpacked"
+            raise UsageError(f"its archive of programs is cut, {most}; restore it, or run again")
         found = msgspec.msgpack.decode(unpacked, type=archive.Archive)
     except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None

@@ -4,7 +4,7 @@ Programs are compiled and warmed up on random ids, and the state is built again.
 is the first token read. A loss is fetched while the next step runs.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from speedrun.train import health
 from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.preflight import Ready
 from speedrun.train.program import evaluate
-from speedrun.train.warmup import Executables, compilations, start
+from speedrun.train.warmup import Executables, Untimed, compilations, set_up
 
 
 class Pending(NamedTuple):
@@ -51,7 +51,7 @@ class Training:
     # For the end of the log.
     final_hash: str = ""
     first_batch_sha256: str = ""
-    untimed_s: Sequence[float] = (0.0, 0.0, 0.0)  #: to compile, to warm up, and lost by earlier processes
+    untimed: Untimed = field(default_factory=Untimed)
     val_s: float = 0.0
     data_wait_s: float = 0.0
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
@@ -61,15 +61,15 @@ class Training:
     read: runlog.DataRead | None = None  #: with the digests of the shards, which take seconds
 
     def __post_init__(self) -> None:
-        self.state: TrainState  # from its start on
+        self.state: TrainState  # from `set_up` on
         self.executables: Executables
         digest = layout.config_sha256(self.ready.described)
         self.place = Facts(0, self.run_id, digest, stream.START, tokens_seen=0, train_time_s=0.0, arrays={})
 
     def run(self) -> None:
         """Compile, warm up, train and score."""
-        given = self.ready, self.checkpoints, self.place, self.log, self.phases, self.stopping
-        self.state, self.executables, self.place, *self.untimed_s = start(*given)
+        given = self.ready, self.checkpoints, self.place, self.log, self.phases, self.stopping, self.untimed
+        self.state, self.executables, self.place = set_up(*given)
         self.clock.resume_at(self.place.train_time_s)
         mesh, schedule = self.ready.program.mesh, self.ready.program.schedule
         throttled_s = health.throttled_s(mesh)
@@ -96,14 +96,13 @@ class Training:
 
     def end(self, outcome: runlog.Outcome) -> runlog.RunEnd:
         """Return the last line of the log, however the run ended."""
-        compile_s, warmup_s, lost_s = self.untimed_s
         return runlog.RunEnd(
             status=outcome,
             val_loss=self.val_loss if outcome == "finished" else None,
             train_time_s=self.clock.seconds,
             cold_wall_s=self.cold_wall_s or cold_wall_s(),
-            compile_s=compile_s,
-            warmup_s=warmup_s,
+            compile_s=self.untimed.compile_s,
+            warmup_s=self.untimed.warmup_s,
             val_s=self.val_s,
             data_wait_s=self.data_wait_s,
             peak_bytes=meshes.peak_bytes(self.ready.program.mesh),
@@ -112,7 +111,7 @@ class Training:
             first_batch_sha256=self.first_batch_sha256,
             throttled_s=self.throttled_s,
             phases={**self.phases.seconds()},
-            lost_s=lost_s,
+            lost_s=self.untimed.lost_s,
             matmul_gflops=self.matmul_gflops,
         )
 

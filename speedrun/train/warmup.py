@@ -1,7 +1,8 @@
-"""Before the clock: compile all executables, run them on random ids, build the state again, or restore it."""
+"""Before the clock: compile, warm up, build the state again, or restore it; `compilations` watches after it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -45,45 +46,45 @@ class Executables(NamedTuple):
     compile_s: float
 
 
-class Start(NamedTuple):
-    """What a run has when its clock starts."""
+@dataclass
+class Untimed:
+    """Seconds before the clock. Each is set as soon as it is known, also in a run that breaks off."""
 
-    state: TrainState
-    executables: Executables
-    place: Facts
-    compile_s: float
-    warmup_s: float
-    lost_s: float  #: of earlier processes, after the checkpoint
+    compile_s: float = 0.0
+    warmup_s: float = 0.0
+    lost_s: float = 0.0  #: of earlier processes, after the checkpoint
 
 
-def start(
+def set_up(
     ready: Ready,
     checkpoints: Checkpoints | None,
     place: Facts,
     log: runlog.RunLog,
     phases: Phases,
     stopping: Deferred,
-) -> Start:
+    untimed: Untimed,
+) -> tuple[TrainState, Executables, Facts]:
     """Make the state, export, compile and warm up, and, for a resumed run, restore a checkpoint."""
-    program, seed, lost_s = ready.program, ready.config.seed, 0.0
+    program, seed = ready.program, ready.config.seed
     inspect(program.init.lower(jax.random.key(0)).as_text())
     state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
     phases.enter("compile")
     if processes.is_first():
         export_to_record(ready, log)
     executables = compile_all(ready, state, log)
+    untimed.compile_s = executables.compile_s
     stopping.check()
     phases.enter("warm-up")
     watch = Stopwatch()
     state = warm_up(ready, executables, state, log)
-    warmup_s = watch.seconds
+    untimed.warmup_s = watch.seconds
     stopping.check()
     if checkpoints is not None:
         phases.enter("checkpoint")
         if ready.config.resume:
-            state, place, lost_s = resume(ready, checkpoints, place, state, log)
+            state, place, untimed.lost_s = resume(ready, checkpoints, place, state, log)
         checkpoints.rehearse(state)
-    return Start(state, executables, place, executables.compile_s, warmup_s, lost_s)
+    return state, executables, place
 
 
 def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executables:

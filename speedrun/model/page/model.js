@@ -62,18 +62,18 @@ export const array = ({ dtype, shape, data }) => np.array(data, { dtype, shape }
 export async function opened(folder, name, arrays, format, programs) {
   const [facts, raw] = await Promise.all([read(`${folder}/${name}`, "json"), read(`${folder}/${arrays}`, "arrayBuffer")]);
   if (facts.format !== format) {
-    throw new Unusable(`${folder}/${name} has the format ${facts.format}; this page reads ${format}. Export it again.`);
+    throw new Unusable(`${folder}/${name} has the format ${facts.format}; this page reads ${format}. Make it again.`);
   }
   const known = parse(raw, `${folder}/${arrays}`);
   for (const program of programs(facts)) {
     const unknown = program.equations.find(([name]) => !knows(name));
-    if (unknown) throw new Unusable(`${folder}: this page does not know ${unknown[0]}. Export it again.`);
+    if (unknown) throw new Unusable(`${folder}: this page does not know ${unknown[0]}. Make it again.`);
     for (const [number, name] of Object.entries(program.constants)) {
       const [dtype, shape] = program.values[number];
       const got = known.get(name);
       if (got?.dtype !== dtype || String(got.shape) !== String(shape)) {
         const what = got ? `${got.dtype}[${got.shape}]` : "missing";
-        throw new Unusable(`${folder}: ${name} is ${what}; the model needs ${dtype}[${shape}]. Export it again.`);
+        throw new Unusable(`${folder}: ${name} is ${what}; the model needs ${dtype}[${shape}]. Make it again.`);
       }
     }
   }

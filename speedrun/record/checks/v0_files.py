@@ -130,15 +130,12 @@ def one_story(record: Record) -> Iterator[str]:
             yield f"{run.folder}: it was to score {first}, and scored {last}"
         if not (run.final_hash and (run.end.first_batch_sha256 or not run.steps)):
             yield f"{run.folder}: it finished, and its end names no final state, or no first batch"
-        sums = (
-            ("compilation", run.end.compile_s, run.of(runlog.Compile)),
-            ("validation", run.end.val_s, run.vals),
-        )
-        for what, told_s, events in sums:
+        told = zip((run.end.compile_s, run.end.val_s), (run.of(runlog.Compile), run.vals), strict=True)
+        for told_s, events in told:
             if abs(told_s - (sum_s := sum(event.seconds for event in events))) > _SLACK_S:
-                yield f"{run.folder}: its end tells {told_s:.3f} s of {what}, its events sum to {sum_s:.3f} s"
-        first, last = run.lines[0], [line for line in run.lines if isinstance(line.event, runlog.Val)][-1]
-        if run.end.cold_wall_s < (span_s := (last.t_mono_ns - first.t_mono_ns) / 1e9):
+                yield f"{run.folder}: {told_s:.3f} s of compilation or validation in its end, {sum_s:.3f} s in events"
+        scored_ns = [line.t_mono_ns for line in run.lines if isinstance(line.event, runlog.Val)]
+        if run.end.cold_wall_s < (span_s := (scored_ns[-1] - run.lines[0].t_mono_ns) / 1e9):
             yield f"{run.folder}: a cold wall time of {run.end.cold_wall_s:.3f} s; its log takes {span_s:.3f} s"
         if run.end.data_wait_s > run.train_time_s:
             yield f"{run.folder}: it waited {run.end.data_wait_s:.3f} s for data, in {run.train_time_s:.3f} s"

@@ -206,16 +206,16 @@ def _settings(run: Run, rules: Fixed) -> Iterator[str]:
 def leaves(tree: Any) -> dict[str, Any]:
     """Return the values in a JSON tree by dotted name, without nulls and numbers of steps."""
     found: dict[str, Any] = {}
-    left = [("", tree)]
+    left: list[tuple[str, Any]] = [("", tree)]
     while left:
         name, node = left.pop()
         match node:
             case dict() | list():
-                parts = node.items() if isinstance(node, dict) else enumerate(node)
-                keys = [
-                    (str(key).replace(".", "%"), part) for key, part in parts
-                ]  # so that no key hides another
-                left += [(f"{name}.{key}" if name else key, part) for key, part in keys]
+                for key, part in node.items() if isinstance(node, dict) else enumerate(node):
+                    quoted = (
+                        str(key).replace("%", "%25").replace(".", "%2E") or "%"
+                    )  # so that no key hides another
+                    left.append((f"{name}.{quoted}" if name else quoted, part))
             case value if value is not None and name.rpartition(".")[2] != "num_steps":
                 found[name] = value
     return found

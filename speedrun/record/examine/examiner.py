@@ -69,10 +69,10 @@ class _Examiner:
         self.shards = shards.open_track(request.data, self.track.data)
         self.end = request.num_steps
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}
-        # What its author stored: the log and the track say how many, and when.
         self.foreign = request.platform != jax.default_backend()
         if self.foreign and request.checkpoints is None:
             raise UsageError(f"it ran on a {request.platform}; need its final state here; pass --checkpoints")
+        # What its author stored: the log and the track say how many, and when.
         steps, scored = self.programs.lowered.steps, self.programs.lowered.scored
         if len(steps) != self.end or validated != scored.keys():
             got = f"{len(steps):,} steps and {len(scored)} validations"

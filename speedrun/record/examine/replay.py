@@ -133,7 +133,7 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
     def jax(software: dict[str, str]) -> str:
         return " and ".join(f"{name} {software.get(name)}" for name in ("jax", "jaxlib"))
 
-    def find(_record: Record) -> Iterator[str]:
+    def find(_: Record) -> Iterator[str]:
         rerun = Rerun(folder, options.data, echo, run_id=run.folder, unsafe=options.unsafe)
         print(f"lowering the source of {run.folder} again", file=echo, flush=True)
         rerun.check_data()
@@ -157,10 +157,11 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
     unproven = f"lowered by {theirs}; here is {ours}, which may lower otherwise" if theirs != ours else ""
     if harness.status != "ok":
         unproven = "nobody knows the harness of its source: see V503"
-    lowered = replace(LOWERED, find=find)
     if unproven:
         lowered = replace(LOWERED, find=lambda _: [unproven], severity="warning")
-    print(sandbox.protections(unsafe=options.unsafe), file=echo, flush=True)
+    else:
+        lowered = replace(LOWERED, find=find)
+        print(sandbox.protections(unsafe=options.unsafe), file=echo, flush=True)
     return Report((*report.results, ask(lowered, record)), report.strict)
 
 

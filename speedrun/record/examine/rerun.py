@@ -38,9 +38,9 @@ _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
 #: Time limit of a run: bounds, and factor on its own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 86400.0, 10.0
-_MOST_STACKS_BYTES = _MOST_FACTS_BYTES = 1 << 22
+_MOST_STACKS_BYTES, _MOST_FACTS_BYTES = 1 << 22, 1 << 26
 
-#: What the source lowers its programs with: its own functions, which V503 compares with the harness.
+#: What the source lowers its programs with: functions of its harness, which V503 knows, by names that old ones have.
 _LOWER = """
 import sys
 from pathlib import Path
@@ -132,7 +132,7 @@ class Rerun:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds for all that is done with this run, by its stamps."""
+        """Seconds for training or examining this run, by its stamps."""
         first, *_, last = self.old.lines
         return min(_MOST_S, max(_LEAST_S, _SLOWER * (last.t_mono_ns - first.t_mono_ns) / 1e9))
 
