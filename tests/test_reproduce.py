@@ -31,7 +31,6 @@ from speedrun.record.reproduction import Difference, Reproduction, judged, point
 from speedrun.record.statistics import pooled_sd
 from speedrun.record.validate import validate
 
-ROOT = Path(__file__).parent.parent
 # --- the numbers --------------------------------------------------------------------------------------------
 
 

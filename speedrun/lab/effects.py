@@ -279,11 +279,7 @@ _PANELS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
-    """Draw the effects into `plots/forest.png`.
-
-    Returns:
-        The files written; none if no arm has two pairs of runs.
-    """
+    """Draw the effects into `plots/forest.png`; return the files written, none if no arm has two pairs of runs."""
     rows = [found for found in summary.findings if found.together_s is not None]
     rows.sort(key=lambda found: found.together_s.mean if found.together_s else 0.0)
     fresh = summary.confirmation
