@@ -15,7 +15,7 @@ class SpeedrunError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, exit_code: int = 0) -> None:
-        """Have another exit code than the class, unless it is 0."""
+        """Set an exit code for this error alone; 0 keeps that of its class."""
         super().__init__(message)
         self.exit_code = exit_code or self.exit_code
 

@@ -49,7 +49,7 @@ def prepare(platform: str) -> None:
 
 @contextmanager
 def setting(name: str, value: float) -> Iterator[None]:
-    """Give a setting of JAX another value inside the block."""
+    """Change a setting of JAX inside the block."""
     before = jax.config.values[name]
     jax.config.update(name, value)
     try:

@@ -106,7 +106,7 @@ def file_below(folder: Path, *names: str) -> Reply | None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], object]]:
-    """Give a function that waits for SIGINT or SIGTERM. Inside the block they have no other effect."""
+    """Yield a function that waits for SIGINT or SIGTERM. Inside the block they have no other effect."""
     came = queue.SimpleQueue[int]()  # a handler may put into it, whatever it interrupts
     with handled_by(lambda number, _: came.put(number)):
         yield came.get

@@ -1,4 +1,4 @@
-"""What commands are made of: functions whose parameters are options, kinds of options, and answers.
+"""Makes commands of functions: parameters become options, and the answer is printed as text or JSON.
 
 An option is a keyword with a type. `Annotated` adds a kind of click's, a usage such as "--steps N" where name or value
 differ, and its help; a longer help is in the docstring. No heavy imports.

@@ -142,7 +142,7 @@ class TokenStream:
         )
 
     def _advance(self, index: int, start: int, num_tokens: int, skipped: int = 0) -> None:
-        """Move the cursor behind a range; add it, or extend the last one."""
+        """Move the cursor past a range, and record the range or extend the last one."""
         shard = self._shards[index]
         self.cursor = Cursor(index, start + num_tokens)
         *before, last = self.ranges or (None,)
@@ -159,7 +159,7 @@ class _Documents:
     def __init__(
         self, text: np.ndarray, document_token: int | None, cut: int, *, is_end: bool = True
     ) -> None:
-        """Find them; each is `cut`. The last one has no end unless the text `is_end`."""
+        """Find the documents of a text, each cut to `cut` tokens. The last one has no end unless `is_end`."""
         starts = np.flatnonzero(text == document_token).tolist()
         self._text = text
         self._cut = cut

@@ -180,7 +180,7 @@ def without(recipe: Recipe, off: Off) -> dict[str, str]:
 
 
 def _frozen(*groups: str) -> Callable[[float, Recipe, str], float]:
-    """Give these groups of Adam a learning rate of zero."""
+    """Set the learning rate of these groups of Adam to zero."""
     return lambda lr, recipe, key: 0.0 if settings(recipe)[key.removesuffix("lr") + "name"] in groups else lr
 
 

@@ -122,7 +122,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
 
 
 def _trained(config: RunConfig, extras: Extras) -> RunConfig:
-    """Make data that the track generates, and train; return the settings, which weights to start from change.
+    """Generate data if the track does, and train; return the settings, which `init_from` changes.
 
     Of several processes, only the first one prints.
     """

@@ -1,4 +1,4 @@
-"""Runs in processes of their own on this machine: one in a child, or one in several that none outlives.
+"""Starts a run on this machine: in a child process, or in several processes that end together.
 
 Whoever asks for a run in a child holds no device, and shows its log.
 """
