@@ -42,7 +42,7 @@ from speedrun.record.examine.rerun import Facts, Rerun, _bring, _without_text
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
 from speedrun.record.reader import load, read_programs
-from speedrun.record.validate import ask, validate
+from speedrun.record.validate import Report, ask, validate
 from speedrun.train.checkpoint import folder_of
 from speedrun.train.request import RunConfig
 
@@ -1081,6 +1081,16 @@ def test_source_that_makes_other_programs_or_another_config_is_refused(
     options = Options("some", NONCE, data=smoke_data)
     result = relowered(trained.out, validate(trained.out), options, io.StringIO()).results[-1]
     assert (result.check.id, result.status) == ("V610", status)
+
+
+def test_source_of_a_harness_that_nobody_knows_proves_nothing(trained, smoke_data, monkeypatch):
+    """What lowers it is its own harness, which V503 compares; nothing is executed."""
+    monkeypatch.setattr(Rerun, "lowered", None)
+    found = validate(trained.out)
+    unknown = [dataclasses.replace(x, status="skipped") if x.check.id == "V503" else x for x in found.results]
+    options = Options("some", NONCE, data=smoke_data)
+    result = relowered(trained.out, Report(tuple(unknown), strict=True), options, io.StringIO()).results[-1]
+    assert (result.check.id, result.status, "V503" in result.messages[0]) == ("V610", "warning", True)
 
 
 def test_source_sees_no_validation_text(smoke_data, tmp_path):
