@@ -179,14 +179,14 @@ def check_range(holder: object) -> None:
     Raises:
         FormatError: if one is not finite, or its magnitude is above 2^128; or if it is nested too deep.
     """
-    level = [msgspec.to_builtins(holder)]
-    for _ in range(_DEEPEST):
+    level, depth = [msgspec.to_builtins(holder)], 0
+    while level:
+        if (depth := depth + 1) > _DEEPEST:
+            raise FormatError(f"nested in more than {_DEEPEST} levels")
         if any(not -_LARGEST <= one <= _LARGEST for one in level if isinstance(one, int | float)):
             raise FormatError("a number is out of range; at most 2^128 is permitted")
         inside = (one.values() if isinstance(one, dict) else one for one in level)
         level = [part for one in inside if not isinstance(one, str | int | float | None) for part in one]
-    if level:
-        raise FormatError(f"nested in more than {_DEEPEST} levels")
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
