@@ -41,7 +41,7 @@ from small_run import SMALL
 
 from speedrun import recipes
 from speedrun.base import mesh, track
-from speedrun.data import synthetic
+from speedrun.data import shards, synthetic
 from speedrun.plan import deviceless
 from speedrun.record.about import assemble
 from speedrun.science.models import record21_model as record21
@@ -149,8 +149,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 @pytest.fixture(scope="session")
 def smoke_data(shared: Path) -> Path:
-    """The shards of the smoke track."""
-    synthetic.write(track.load("smoke-cpu"), shared / "smoke")
+    """The shards of the smoke track, made by the first worker that needs them."""
+    with filelock.FileLock(shared / "smoke.lock"):
+        if not (shared / "smoke" / shards.MANIFEST).exists():
+            synthetic.write(track.load("smoke-cpu"), shared / "smoke")
     return shared / "smoke"
 
 
