@@ -38,7 +38,7 @@ from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
 from speedrun.train.request import RunConfig
 from speedrun.train.run import _announce, train
-from speedrun.train.warmup import compilations, compile_all
+from speedrun.train.warmup import Untimed, compilations, compile_all
 
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -94,7 +94,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     monkeypatch.setattr(recipes, "load", lambda _: odd)
     ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
     with runlog.RunLog(tmp_path / "log") as log:
-        found = compile_all(ready, ready.program.init(jax.random.key(0)), log)
+        found = compile_all(ready, ready.program.init(jax.random.key(0)), log, Untimed())
     compiled = [line.event for line in runlog.read(tmp_path / "log")]
     names = [event.name for event in compiled if isinstance(event, runlog.Compile)]
     assert len(found.steps) == 2

@@ -43,7 +43,6 @@ class Executables(NamedTuple):
     steps: dict[StepShape, Any]
     scores: dict[StepShape, Any]
     planned: tuple[Planned, ...]  #: each step
-    compile_s: float
 
 
 @dataclass
@@ -71,8 +70,7 @@ def set_up(
     phases.enter("compile")
     if processes.is_first():
         export_to_record(ready, log)
-    executables = compile_all(ready, state, log)
-    untimed.compile_s = executables.compile_s
+    executables = compile_all(ready, state, log, untimed)
     stopping.check()
     phases.enter("warm-up")
     watch = Stopwatch()
@@ -87,14 +85,13 @@ def set_up(
     return state, executables, place
 
 
-def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executables:
+def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, untimed: Untimed) -> Executables:
     """Compile an executable for each shape of a step and of a validation, but equal programs only once.
 
     Raise UsageError if a step needs more memory than a device has, by the compiler's count.
     """
     program, recipe = ready.program, ready.recipe
     done: dict[str, Any] = {}
-    times_s: list[float] = []
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
@@ -103,8 +100,9 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executab
             return done[text]
         with _cache() as answers:
             done[text] = program.compiled(lowered)
-        times_s.append(watch.seconds)
-        log.emit(runlog.Compile(name, times_s[-1], answers[-1] if answers else "off"))
+        seconds = watch.seconds
+        untimed.compile_s += seconds
+        log.emit(runlog.Compile(name, seconds, answers[-1] if answers else "off"))
         return done[text]
 
     def step(shape: StepShape) -> Any:
@@ -122,7 +120,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executab
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    return Executables(steps, scores, planned, sum(times_s))
+    return Executables(steps, scores, planned)
 
 
 def _planned(ready: Ready, step: int) -> Planned:

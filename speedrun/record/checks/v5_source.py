@@ -212,9 +212,8 @@ def leaves(tree: Any) -> dict[str, Any]:
         match node:
             case dict() | list():
                 for key, part in node.items() if isinstance(node, dict) else enumerate(node):
-                    quoted = (
-                        str(key).replace("%", "%25").replace(".", "%2E") or "%"
-                    )  # so that no key hides another
+                    # Quoted, so that no key hides another.
+                    quoted = str(key).replace("%", "%25").replace(".", "%2E") or "%"
                     left.append((f"{name}.{quoted}" if name else quoted, part))
             case value if value is not None and name.rpartition(".")[2] != "num_steps":
                 found[name] = value
