@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +26,11 @@ from typed import as_words, invoke, speedrun
 from speedrun import recipes
 from speedrun.base import children, provenance, track
 from speedrun.base.errors import UsageError
-from speedrun.board import drawing
 from speedrun.lab import design, effects, trials
 from speedrun.lab import several_runs as running
 from speedrun.lab import trials as experiment
 from speedrun.lab.design import FEATURES
-from speedrun.lab.effects import forest
-from speedrun.lab.trials import BASELINE, Arm, Experiment, Range, Request
+from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
 from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import read_files
@@ -190,42 +187,17 @@ def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
 # --- what is swept -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("0.01,0.02", ("0.01", "0.02")),
-        ("3", ("3",)),
-        ("(0, -1),(1, 2)", ("(0, -1)", "(1, 2)")),
-        ("0.01..0.2", Range("0.01", "0.2")),
-        ("float32, bfloat16", ("float32", "bfloat16")),
-    ],
-)
-def test_a_setting_has_one_value_several_or_a_range(text, values):
-    assert trials.parse("key", text) == values
-
-
-def test_a_grid_is_every_combination_of_values_and_no_range():
-    for text in ("0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf", "0..+5", "-0..5"):
-        with pytest.raises(UsageError, match=r"need LOW\.\.HIGH"):
-            trials.parse("key", text)
+def test_a_sweep_is_every_combination_of_values():
+    for text, values in {
+        "0.01": ("0.01",),
+        "(0, -1),(1, 2)": ("(0, -1)", "(1, 2)"),
+        "float32, bfloat16": ("float32", "bfloat16"),
+    }.items():
+        assert trials.values(text) == values
     every = [{"a": a, "b": b} for a in "12" for b in "xyz"]
     assert trials.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
-    with pytest.raises(UsageError, match="add --trials"):
-        trials.grid({"a": Range("1", "2")})
     with pytest.raises(UsageError, match="at most 200"):
         trials.grid({name: tuple("1234567") for name in "abc"})
-
-
-def test_random_choices_follow_from_the_seed_and_none_comes_twice():
-    choices = {"a": tuple("12345"), "lr": Range("0.001", "1"), "steps": Range("3", "5")}
-    found = trials.draw(choices, 30, seed=1)
-    assert found == trials.draw(choices, 30, seed=1) != trials.draw(choices, 30, seed=2)
-    assert len({tuple(one.items()) for one in found}) == 30
-    assert {one["steps"] for one in found} == set("345")
-    logs = [math.log10(float(one["lr"])) for one in found]
-    assert -3 <= min(logs) <= -2
-    assert -2 < statistics.median(logs) < -1, "as much below a thirtieth as above"
-    assert len(trials.draw({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
 
 
 # --- the statistics of arms --------------------------------------------------------------------------------
@@ -318,11 +290,9 @@ def test_more_arms_ask_for_more(run):
     assert among.together_s.adjusted_p == pytest.approx(10 * alone.together_s.p)
 
 
-def test_one_seed_tells_nothing_and_there_is_no_forest_of_it(run, tmp_path):
+def test_one_seed_tells_nothing(run):
     found = judged(run, {"b": (0.5,)})["b"]
     assert (found.verdict, found.loss, found.together_s) == ("unresolved", None, None)
-    written = effects.Summary("research, not ranked", "", "sweep", "forged@1", 2, (found,), None, None)
-    assert forest(written, tmp_path, "") == []
 
 
 # --- the commands ------------------------------------------------------------------------------------------
@@ -408,7 +378,7 @@ def test_an_ablation_runs_confirms_and_tells(performed):
     assert "no brake: confirmed by 2 fresh seeds" in result.stdout
     assert len(performed.drawn) == 10
     written = msgspec.json.decode((performed.folder / "summary.json").read_bytes(), type=effects.Summary)
-    assert (written.standing, written.num_runs, written.confirmed) == ("research, not ranked", 10, True)
+    assert (written.standing, written.num_runs) == ("research, not ranked", 10)
     assert {found.seeds for found in written.findings} == {plan.seeds}
     assert written.confirmation is not None
     assert written.confirmation.seeds == plan.confirming, "what was chosen by does not confirm"
@@ -428,7 +398,7 @@ def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
     assert len(performed.asked) == 3 + 3 + 1 + 4
     assert len(list(performed.folder.glob("*/*-*"))) == 11, "what broke off stays"
     told = json.loads(again.stdout)
-    assert (told["summary"]["winner"], len(told["plots"])) == ("no brake", 1)
+    assert told["summary"]["winner"] == "no brake"
     asked = len(performed.asked)
     once_more = invoke("sweep", "--resume", str(performed.folder), "--json")
     assert json.loads(once_more.stdout) == told
@@ -470,26 +440,10 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
     out = performed.folder / "00-as-it-is" / f"{plan.seeds[0]}-1"
     write_run(out, Spec(seed=1))
     result = invoke("sweep", "--resume", str(performed.folder))
-    assert (result.exit_code, "take it out" in result.stderr) == (2, True)
+    assert (result.exit_code, "move it away" in result.stderr) == (2, True)
     monkeypatch.setattr(provenance, "closure", lambda *_: source_text() + "\n")
     result = invoke("sweep", "--resume", str(performed.folder))
     assert (result.exit_code, "the source of tiny changed" in result.stderr, performed.asked) == (2, True, [])
-
-
-# --- the picture -------------------------------------------------------------------------------------------
-
-
-def test_the_forest_shows_every_arm_and_its_bytes_do_not_change(performed, monkeypatch):
-    ablate(performed)
-    before = (performed.folder / "plots" / "forest.png").read_bytes()
-    written = msgspec.json.decode((performed.folder / "summary.json").read_bytes(), type=effects.Summary)
-    again = forest(written, performed.folder, "tiny on forged@1: without each feature")
-    assert [path.read_bytes() for path in again] == [before]
-    shown: list[str] = []
-    monkeypatch.setattr(effects, "save", lambda figure, *_: shown.append(drawing.svg(figure).decode()))
-    forest(written, performed.folder, "as text")
-    # matplotlib writes the text of a label beside its outlines
-    assert all(f"<!-- {said} -->" in shown[0] for said in ("no brake", "no anchor", "no brake, fresh seeds"))
 
 
 # --- real runs ---------------------------------------------------------------------------------------------
@@ -508,7 +462,7 @@ def test_a_recipe_without_a_feature_trains(feature, smoke_data, tmp_path):
 
 
 @pytest.mark.compile
-def test_real_runs_from_the_command_to_the_forest(tmp_path, smoke_data):
+def test_real_runs_from_the_command_to_the_table(tmp_path, smoke_data):
     env, out = os.environ | {"SPEEDRUN_DATA": str(smoke_data.parent)}, tmp_path / "out"
     words = ["--features", "windows", "--runs", "2", "--confirm", "1", "--out", str(out), "--json"]
     first = speedrun("sweep", *words, *as_words(FEW), env=env)
@@ -516,7 +470,6 @@ def test_real_runs_from_the_command_to_the_forest(tmp_path, smoke_data):
     told = json.loads(first.stdout)
     assert [found["arm"] for found in told["summary"]["findings"]] == ["no windows"]
     assert len(told["summary"]["findings"][0]["seeds"]) == 2
-    assert all(Path(path).is_file() for path in told["plots"])
     records = [*out.glob("0*/*-1")]
     assert len(records) == told["summary"]["num_runs"]
     assert all(not validate(record).having("failed") for record in records)

@@ -117,15 +117,13 @@ def _number(number: float | None) -> str:
 
 
 class Variants(NamedTuple):
-    """Options that say which variants of a recipe to compare, and how often.
+    """Options of which variants of a recipe to compare, and how often.
 
     Options:
         features: Instead, switch off one feature at a time: 'all', or names in speedrun/lab/design.py.
-        confirm: Fresh seeds for the best arm and the one it is compared with. Default: as many as --runs.
+        confirm: Number of fresh seeds for the best arm and its reference. Default: that of --runs.
     """
 
-    trials: Annotated[cli.Count | None, "--trials K", "K random combinations instead of the grid."] = None
-    seed: Annotated[cli.Natural, "Of the random combinations."] = 0
     features: Annotated[str | None, "--features NAME,..."] = None
     ladder: Annotated[bool, "Instead, compare the recipe and its ancestors, each with its parent."] = False
     runs: Annotated[cli.Count | None, "Runs of each arm, all with the same N seeds."] = None
@@ -134,7 +132,6 @@ class Variants(NamedTuple):
 
 @cli.command(
     "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
-    "speedrun sweep --set optimizer.muon_lr=0.01..0.2 --trials 8 --runs 2 --confirm 6",
     "speedrun sweep --features all --runs 4",
     "speedrun sweep --features value-embeddings,cooldown --runs 2 --set stages.0.num_steps=140",
     "speedrun sweep --track docs-cpu --ladder --runs 3 --set config.vocab_size=4096 --set config.head_size=4096",
@@ -150,26 +147,24 @@ def sweep(
     """Run a recipe as it is and in other variants, all with the same seeds; report which are better.
 
     The variants have other settings, lack a feature (--features), or are ancestors (--ladder). For the first, --set
-    takes values to try with commas between them, or LOW..HIGH with --trials; a single one holds for every arm.
+    takes the values to try, separated by commas; a single value applies to every arm.
 
-    Loss and time are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again
-    with fresh seeds. This is research: nothing of it is ranked.
+    Runs are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again with fresh
+    seeds. This is research: its results are never ranked.
     """
     from speedrun.lab.several_runs import Sweep  # NumPy comes with it
 
     folder = cli.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data")
-    found, plots = Sweep(folder, config.data, say).run()
-    paths = [str(path) for path in plots]
-    facts = {"experiment": str(folder), "summary": found, "plots": paths}
-    return cli.Answer(facts, map(clean, [*table(found), *(f"plot    {path}" for path in paths)]))
+    found = Sweep(folder, config.data, say).run()
+    return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 
 
 def _request(asked: Variants, config: cli.RunOptions) -> Request:
-    """Return the experiment that the options say."""
-    settings = {key: trials.parse(key, text) for key, text in cli.parse_settings(config.settings).items()}
-    fixed = {key: one[0] for key, one in settings.items() if isinstance(one, tuple) and len(one) == 1}
+    """Return the experiment that the options describe."""
+    settings = {key: trials.values(text) for key, text in cli.parse_settings(config.settings).items()}
+    fixed = {key: values[0] for key, values in settings.items() if len(values) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
-    if (asked.features is not None) + asked.ladder + bool(free or asked.trials) > 1:
+    if (asked.features is not None) + asked.ladder + bool(free) > 1:
         raise UsageError("--features, --ladder and several values in --set exclude each other; keep one")
     if asked.runs is None:
         raise UsageError("number of runs missing; pass --runs N; noise needs at least two runs")
@@ -179,7 +174,7 @@ def _request(asked: Variants, config: cli.RunOptions) -> Request:
         if not free:
             raise UsageError("nothing to sweep; pass --features, --ladder or --set optimizer.muon_lr=0.1,0.2")
         kind = "sweep"
-        variants = trials.grid(free) if asked.trials is None else trials.draw(free, asked.trials, asked.seed)
+        variants = trials.grid(free)
     return Request(
         config=config.request(config.out or cli.new_folder(f"{config.track}-sweep"), fixed),
         kind=kind,

@@ -1,32 +1,24 @@
-"""What an experiment shows: paired differences between arms, their tests, a table of them and a plot.
+"""Compares the arms of an experiment: paired differences, their tests, and a table.
 
-A difference is an arm minus the one it is compared with, for one seed. Losses are nats per token, times are ranked
-seconds. A loss counts as time at the price of a nat, as in `speedrun reproduce --against`; the price is taken as exact.
-Intervals are Student's t for a single arm, 95 %. Tests are two-sided; their p is adjusted by Holm over all arms, for
-each measure separately.
-
-The best of many arms looks better than it is, so only runs with fresh seeds confirm it.
+A difference is an arm minus its reference, for one seed; losses are nats per token, times are ranked seconds, and a
+loss counts as time at a fixed price of a nat. Intervals are Student's t, 95 %. Tests are two-sided, and p is adjusted
+by Holm over all arms, separately for each measure.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from speedrun.board.drawing import GREY, INK, PAPER, VAL, canvas, in_font, label, save
 from speedrun.lab.proof import RATE_FROM, seconds_per_nat
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
 from speedrun.record.statistics import Interval, mean_interval
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-#: Significance level, for adjusted p.
+#: Significance level of the adjusted p.
 LEVEL = 0.05
-#: Share of the train time; less is not worth its lines (RULES.md prices 100 lines at 0.2 %).
+#: Share of the train time. A smaller effect is not worth its lines (RULES.md prices 100 lines at 0.2 %).
 NEGLIGIBLE = 0.01
 
 Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
@@ -35,12 +27,12 @@ Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
 class Effect(Interval, frozen=True):
     """A mean difference over pairs, with its 95 % interval."""
 
-    p: float  #: of no difference
-    adjusted_p: float  #: Holm's
+    p: float
+    adjusted_p: float
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One arm against another; the effects are None with fewer than two pairs of finished runs."""
+    """One arm against another. Effects are None with fewer than two pairs of finished runs."""
 
     arm: str
     against: str
@@ -50,10 +42,10 @@ class Finding(msgspec.Struct, frozen=True):
     train_times_s: tuple[float, ...]
     against_train_times_s: tuple[float, ...]
     num_non_finite: int  #: runs of the arm
-    s_per_nat: float | None  #: its source is `proof.RATE_FROM`
+    s_per_nat: float | None  #: from `proof.RATE_FROM`
     loss: Effect | None
-    log_time: Effect | None  #: of the logarithms
-    together_s: Effect | None  #: equivalent seconds: time, and loss as time
+    log_time: Effect | None  #: difference of the logarithms
+    together_s: Effect | None  #: equivalent seconds: the time plus the loss as time
     negligible_s: float | None
     verdict: Verdict
 
@@ -67,17 +59,12 @@ class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.exp
     track: str
     num_runs: int  #: complete
     findings: tuple[Finding, ...]  #: in the order of the arms
-    winner: str | None  #: the arm with the lowest mean of equivalent seconds, if it is below zero
-    confirmation: Finding | None  #: of the winner, on fresh seeds only
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether the winner is better on fresh seeds, too."""
-        return self.confirmation is not None and self.confirmation.verdict == "better"
+    winner: str | None  #: the arm with the lowest mean of equivalent seconds below zero
+    confirmation: Finding | None  #: the winner on fresh seeds; the best of many arms looks better than it is
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p adjusted by Holm, which is valid for dependent tests; here they share an arm.
+    """Return p values adjusted by Holm, which is valid for dependent tests (here, they share an arm).
 
         adjusted p of the i-th smallest, from 0 = max over j <= i of min(1, (m - j) p_j)
 
@@ -91,7 +78,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs) -> tuple[Finding, ...]:
-    """Compare the arms of each pair on these seeds; adjust p over the pairs."""
+    """Compare the arms of each pair on these seeds, and adjust p over the pairs."""
     found = [_finding(arm, other, seeds, runs) for arm, other in pairs]
     for measure in ("loss", "log_time", "together_s"):
         tested = [(place, effect) for place, one in enumerate(found) if (effect := getattr(one, measure))]
@@ -102,7 +89,7 @@ def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs)
 
 
 def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
-    """Compare one pair, without adjusted p and verdict."""
+    """Compare one pair; leave the adjusted p and the verdict to `findings`."""
     ended = [seed for seed in seeds if (arm.name, seed) in runs]
     finished = {key for key, run in runs.items() if run.finished}
     paired = [seed for seed in ended if {(arm.name, seed), (other.name, seed)} <= finished]
@@ -135,14 +122,14 @@ def _effect(differences: Sequence[float]) -> Effect | None:
 
     if (interval := mean_interval(differences)) is None:
         return None
-    # Differences without any scatter are those of copies of one run, and prove nothing.
+    # Differences without scatter come from copies of one run, and prove nothing.
     tested: Any = stats.ttest_1samp(differences, 0) if stdev(differences) else None
     p = 1.0 if tested is None else float(tested.pvalue)
     return Effect(interval.mean, interval.low, interval.high, p, adjusted_p=p)
 
 
 def _verdict(found: Finding) -> Verdict:
-    """Judge by equivalent seconds. "Equal" needs an interval that excludes every difference of any worth."""
+    """Judge by equivalent seconds; "equal" needs an interval that excludes every worthwhile difference."""
     effect = found.together_s
     if found.num_non_finite:
         return "non-finite"
@@ -186,22 +173,17 @@ def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
     )
 
 
-# --- text and plot ----------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------------
 
-TITLES: dict[Kind, str] = {
-    "features": "without each feature",
-    "ladder": "each recipe against its parent",
-    "sweep": "with other settings",
-}
 _HEAD = ("arm", "loss (nats)", "train time", "both (equivalent s)", "p (Holm)", "verdict")
 _NOTE = (
-    f"paired by seed, 95 % intervals; resolved means Holm's p below {LEVEL:g}; a barnacle is worth less than "
+    f"paired by seed, 95 % intervals; resolved: Holm's p is below {LEVEL:g}; barnacle: worth less than "
     f"{NEGLIGIBLE:.0%} of the time"
 )
 
 
 def table(found: Summary) -> list[str]:
-    """Return the lines: one for each arm, the price of a nat, and what the fresh seeds show."""
+    """Return a line for each arm, the price of a nat, and the result of the fresh seeds."""
     rows = [_HEAD, *(_row(one, found.kind) for one in found.findings)]
     if found.confirmation is not None:
         arm, *rest = _row(found.confirmation, found.kind)
@@ -236,7 +218,7 @@ def _interval(effect: Effect | None, digits: str) -> str:
 
 
 def _in_words(one: Finding, kind: Kind) -> str:
-    """Return the verdict in words; with `features`, the arm is the recipe without the feature."""
+    """Describe the verdict; with "features", the arm is the recipe without the feature."""
     if one.verdict == "non-finite":
         return f"{count(one.num_non_finite, 'run')} became non-finite"
     if one.verdict == "unresolved":
@@ -249,7 +231,7 @@ def _in_words(one: Finding, kind: Kind) -> str:
 
 
 def _resolved_alone(one: Finding) -> str:
-    """Return whether loss or time is resolved by itself: noise in the time does not blur the loss."""
+    """Name the measures that are resolved separately: noise in the time does not blur the loss."""
     alone = [
         f"{what} alone is: {'better' if effect.mean < 0 else 'worse'}"
         for what, effect in (("loss", one.loss), ("time", one.log_time))
@@ -260,71 +242,8 @@ def _resolved_alone(one: Finding) -> str:
 
 def _best(found: Summary) -> str:
     if found.winner is None:
-        return "no arm gains anything; nothing to confirm"
+        return "no arm is better; nothing to confirm"
     if (fresh := found.confirmation) is None:
         return f"{found.winner}: not confirmed, because no fresh seeds ran"
-    confirmed = "confirmed" if found.confirmed else "NOT confirmed"
+    confirmed = "confirmed" if fresh.verdict == "better" else "NOT confirmed"
     return f"{found.winner}: {confirmed} by {count(len(fresh.seeds), 'fresh seed')}"
-
-
-_ROW_INCHES = 0.42
-_MOST_NAME = 44  #: characters
-
-#: Title, unit and effect of each panel, and its numbers as text.
-_PANELS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("loss", "nats per token", "loss", "{:+.4f}".format),
-    ("train time", "ratio, log scale", "log_time", lambda x: f"{math.exp(x):.3f}"),
-    ("both, as time", "equivalent seconds", "together_s", "{:+.2f}".format),
-)
-
-
-def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
-    """Draw the effects into `plots/forest.png`; return the files written, none if no arm has two pairs of runs."""
-    rows = [found for found in summary.findings if found.together_s is not None]
-    rows.sort(key=lambda found: found.together_s.mean if found.together_s else 0.0)
-    fresh = summary.confirmation
-    if fresh is not None and fresh.together_s is not None:
-        rows.append(fresh)
-    if not rows:
-        return []
-    names = [in_font(found.arm[:_MOST_NAME]) + (", fresh seeds" if found is fresh else "") for found in rows]
-    with canvas(10.0, 1.7 + _ROW_INCHES * len(rows)) as figure:
-        axes = figure.subplots(1, len(_PANELS), sharey=True)
-        for one, (name, unit, measure, shown) in zip(axes, _PANELS, strict=True):
-            one.set_title(name, fontsize=10, color=INK)
-            one.set_xlabel(unit)
-            _draw(one, [getattr(found, measure) for found in rows], shown)
-            if rows[-1] is fresh and len(rows) > 1:
-                one.axhline(len(rows) - 1.5, color=GREY, linewidth=0.6, linestyle=(0, (2, 3)), zorder=1)
-        axes[1].xaxis.set_major_formatter(lambda x, _: f"{math.exp(x):.3f}")
-        axes[0].set_yticks(range(len(rows)), names)
-        figure.suptitle(in_font(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        seeds = max(len(found.seeds) for found in summary.findings)
-        note = (
-            f"Left of the line is better. Paired over {seeds} seeds, 95 % intervals; filled: resolved after Holm. "
-            f"{summary.standing.capitalize()}."
-        )
-        figure.supxlabel(in_font(note), x=0.01, ha="left", fontsize=8.5, color=GREY)
-        return [save(figure, folder / "plots", "forest")]
-
-
-def _draw(axes: "Axes", effects: Sequence[Effect | None], shown: Callable[[float], str]) -> None:
-    """Draw a row for each arm, the first one on top; hollow where the effect is not resolved."""
-    axes.axvline(0, color=GREY, linewidth=1, zorder=1)
-    for place, effect in enumerate(effects):
-        if effect is None:
-            continue
-        resolved = effect.adjusted_p < LEVEL
-        colour = VAL if resolved else GREY
-        face = colour if resolved else PAPER
-        line: dict[str, Any] = {"elinewidth": 1.8, "markerfacecolor": face, "markersize": 6.5}
-        axes.errorbar(effect.mean, place, xerr=effect.half_width, fmt="o", color=colour, zorder=3, **line)
-        # Away from the line of no effect, which a label would hide.
-        form: dict[str, Any] = {"fontsize": 8.5, "color": colour, "va": "center_baseline"}
-        end, offset, side = (effect.low, -5, "right") if effect.mean < 0 else (effect.high, 5, "left")
-        label(axes, (end, place), shown(effect.mean), (offset, 0), ha=side, **form)
-    axes.margins(x=0.4)
-    axes.locator_params(axis="x", nbins=5)
-    axes.set_ylim(len(effects) - 0.5, -0.6)
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)

@@ -1,4 +1,4 @@
-"""Several runs that `lab.design` declared: a batch of equal runs, or the arms of an experiment.
+"""Runs what `lab.design` declared: a batch of equal runs, or the arms of an experiment.
 
 Each run is a child process, so that this process holds no device.
 """
@@ -21,7 +21,7 @@ from speedrun.board import ghost as ghosts
 from speedrun.board.plots import plot
 from speedrun.data import generated
 from speedrun.lab import effects, trials
-from speedrun.lab.effects import TITLES, count, forest
+from speedrun.lab.effects import count
 from speedrun.lab.trials import EXPERIMENT, Experiment, Runs, Trial
 from speedrun.record import layout, statistics
 from speedrun.record.about import Summary, assemble
@@ -31,13 +31,13 @@ from speedrun.record.salvage import salvage
 from speedrun.train import local_processes
 from speedrun.train.request import RunConfig
 
-Say = Callable[[str], None]  #: called with lines of progress
+Say = Callable[[str], None]  #: takes lines of progress
 
 
 def _train(
     declared: layout.Declaration | Experiment, printer: Printer, say: Say, lock: int, **more: Any
 ) -> int:
-    """Train once as declared, in a child that holds the lock, too; return its exit code."""
+    """Train once as declared, in a child that also holds the lock; return its exit code."""
     same = {name: getattr(declared, name) for name in ("num_devices", "microbatches", "attention")}
     config = RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
     generated.ensure(tracks.load(config.track), config.data, say)
@@ -49,11 +49,7 @@ def _train(
 
 
 def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
-    """Return the number of runs that prove a mean loss of `expect` with a probability of 90 % at the first look.
-
-    Raises:
-        UsageError: if it does not follow: no mean, no known noise, or a mean that no number of runs can prove.
-    """
+    """Return the number of runs that prove a mean loss of `expect` with a probability of 90 % at the first look."""
     sigma, target = rules.target.sigma, rules.target.loss
     if expect is None or sigma is None:
         missing = "number of runs missing" if expect is None else f"the noise of {rules.id} is not known"
@@ -61,14 +57,14 @@ def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
     needed = statistics.batch_needed(target - expect, sigma, known_sigma=sigma, num_looks=num_looks)
     if needed is None:
         raise UsageError(
-            f"got a mean of {expect} with sd {sigma}; {statistics.MOST_RUNS:,} runs would not show that it is below "
-            f"{target}; need a lower mean"
+            f"--expect {expect} with sd {sigma}: {statistics.MOST_RUNS:,} runs would not prove a mean below {target}; "
+            "need a lower mean"
         )
     return max(needed, rules.rules.min_runs, 2)
 
 
 class Outcome(NamedTuple):
-    """A batch that is complete."""
+    """A complete batch."""
 
     rules: Track
     standing: Standing
@@ -81,12 +77,7 @@ def run_batch(
 ) -> Outcome:
     """Run the missing seeds of a declared batch, and write its record after each.
 
-    Options are those of the command: without `data`, the track's are read; without `title`, the record keeps its own.
-    With `to_stderr`, the runs print there.
-
-    Raises:
-        UsageError: if there is no declaration, or none that can be read; if another process runs this batch.
-        SpeedrunError: if a run breaks off.
+    Without `data`, the runs read the track's. Without `title`, the record keeps its own.
     """
     path = folder / layout.BATCH
     declared, sha256 = trials.declared(path, layout.Declaration, "speedrun batch --runs N")
@@ -97,10 +88,12 @@ def run_batch(
         return assemble(folder, title=title, default_title=f"{recipe.name} on {rules.id}")
 
     def standing_now() -> Standing:
-        """Salvage killed runs, write the record, and report its standing."""
+        """Salvage killed runs, and write the record."""
         for run_id in {*salvage(folder)} - told:
             told.add(run_id)
-            sys.stderr.write(f"warning: {run_id} was killed; its log stays, as of a run that broke off\n")
+            sys.stderr.write(
+                f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
+            )
         if list(folder.glob("runs/*")):
             assembled()
         now = standing(declared, load(folder).runs, rules.target.loss, rules.target.sigma)
@@ -141,25 +134,17 @@ def progress(declared: layout.Declaration, now: Standing) -> str:
 
 @dataclass
 class Sweep:
-    """An experiment in its folder; raise UsageError if there is no plan, or none that can be read."""
+    """An experiment in its folder."""
 
     folder: Path
-    data: Path | None  #: folder of shards; None: the track's
+    data: Path | None
     say: Say
 
     def __post_init__(self) -> None:
         self._plan, self._sha256 = trials.read(self.folder)
 
-    def run(self) -> tuple[effects.Summary, list[Path]]:
-        """Run what is missing: every arm with the first seeds, then the best arm with fresh seeds.
-
-        Returns:
-            The summary, and the plots.
-
-        Raises:
-            UsageError: if another process runs this experiment, or the source changed since it was designed.
-            SpeedrunError: if a run breaks off.
-        """
+    def run(self) -> effects.Summary:
+        """Run what is missing: every arm with the first seeds, then the best arm with fresh seeds."""
         plan = self._plan
         with children.locked(self.folder / EXPERIMENT) as lock:
             fresh = count(len(plan.confirming), "fresh seed")
@@ -185,11 +170,10 @@ class Sweep:
                 runs |= self._run_missing([*trials.trials(pair, plan.confirming)], lock)
                 found = effects.summary(plan, self._sha256, runs)
             write_whole(self.folder / "summary.json", layout.encode(found))
-            title = f"{plan.arms[-1].recipe} on {plan.track.id}: {TITLES[plan.kind]}"
-            return found, forest(found, self.folder, title)
+            return found
 
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
-        """Run unfinished trials; return all finished ones."""
+        """Run the unfinished trials; return all runs."""
         runs = trials.completed(self.folder, self._plan, wanted)
         for number, (arm, seed) in enumerate(wanted, 1):
             if (arm.name, seed) in runs:
