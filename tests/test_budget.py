@@ -83,7 +83,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert (found.basis, found.fetch_bytes) == ("arithmetic", 10 * 200_001_024)
     disk, batch = budgets.lines(found, 0.3)
     assert disk == "data   2.00 GB to fetch | 4.00 GB of disk"
-    assert batch.endswith(f"${found.dollars:,.2f} at $2.50 an hour and GPU, without fetching")
+    assert batch.endswith(f"${found.dollars:,.2f} at $2.50 per GPU and hour, without fetching")
     assert "$" not in budgets.lines(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
 
 
@@ -96,4 +96,4 @@ def test_the_track_says_recipe_devices_and_runs(monkeypatch):
     lines = invoke("plan", "--track", "smoke-cpu").stdout.splitlines()
     assert [line[:5] for line in lines] == ["data ", "batch"]
     assert lines[1].startswith("batch  2 runs of ")
-    assert "as the records here took" in lines[1]
+    assert "from the records here" in lines[1]

@@ -1,6 +1,6 @@
-"""What a batch costs: time, money, disk and network.
+"""Estimates the time, money, disk and network of a batch.
 
-The time comes from records of the same recipe on the same kind of device, else from the plan's arithmetic.
+The time comes from records of the same recipe on the same devices, otherwise from the plan's arithmetic.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from speedrun.record.about import summarize
 from speedrun.record.reader import load
 from speedrun.science.recipe import Recipe
 
-#: Start, compilation, warm-up and plots of a run, for the arithmetic. A guess: no GPU has run it. On two CPU cores each
-#: program of record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
+#: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
+#: record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
 UNTIMED_S = 120.0
 #: Cost of a forward pass relative to a training step of the same tokens.
 _FORWARD = 1 / 3
@@ -27,28 +27,25 @@ Basis = Literal["records", "arithmetic", "unknown"]
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """A batch on a track; None: unknown."""
+    """The cost of a batch on a track; None means unknown."""
 
     track: str
     num_runs: int
     num_devices: int
     run_s: float | None  #: wall time of one run
-    train_s: float | None  #: its train time
+    train_s: float | None  #: train time of one run
     basis: Basis  #: the source of both
-    total_s: float | None  #: of all runs, one after the other
+    total_s: float | None  #: wall time of all runs
     fetch_bytes: int  #: data to download
     disk_bytes: int  #: data, and what the runs write
     dollars_per_hour: float | None  #: of one device
-    dollars: float | None  #: of all devices for the whole time; simulated ones cost nothing
+    dollars: float | None  #: of all devices; simulated ones cost nothing
 
 
 def budget(
     track: Track, recipe: Recipe, num_runs: int, records: Path, plan: Plan | None, *, dollars: float | None
 ) -> Budget:
-    """Return the budget of a batch.
-
-    `plan` is the recipe on the devices it will run on; None for CPUs. `dollars` is the price of a device and hour.
-    """
+    """Return the budget of a batch, from the plan for its devices (None for CPUs) and dollars per device and hour."""
     run_s, train_s, basis = _of_records(track, recipe, records, plan) or (None, None, "unknown")
     if run_s is None and plan is not None:
         num_vals = 1 + sum(track.validates_at(step) for step in range(recipe.num_steps))
@@ -74,7 +71,7 @@ def budget(
 def _of_records(
     track: Track, recipe: Recipe, records: Path, plan: Plan | None
 ) -> tuple[float, float, Basis] | None:
-    """Return the mean wall and train time of the records; train time is scaled to the recipe's number of tokens."""
+    """Return the mean wall and train time of the records, scaled to the recipe's number of tokens."""
     found = []
     for path in sorted((records / track.name).glob("*/source.txt")):
         record = load(path.parent)
@@ -97,14 +94,14 @@ def lines(budget: Budget, error: float) -> list[str]:
     disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
     runs = f"batch  {budget.num_runs} runs"
     if budget.run_s is None or budget.total_s is None or budget.train_s is None:
-        return [disk, f"{runs} | their time is unknown: no record of it here, and no plan"]
+        return [disk, f"{runs} | their time is unknown: there is no record of this recipe here, and no plan"]
     basis = {
-        "records": "as the records here took",
+        "records": "from the records here",
         "arithmetic": f"+-{error:.0%} by arithmetic; {UNTIMED_S:.0f} s of each run are a guess",
     }[budget.basis]
     runs += f" of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
     runs += f" | about {duration(budget.total_s)} in all, {basis}"
     if budget.num_devices and budget.dollars is not None:
-        price = f"${budget.dollars_per_hour:.2f} an hour and GPU"
+        price = f"${budget.dollars_per_hour:.2f} per GPU and hour"
         runs += f" | ${budget.dollars:,.2f} at {price}, without fetching"
     return [disk, runs]

@@ -1,14 +1,6 @@
-"""Declares several runs: checks every arm, draws the seeds, and writes `batch.json` or `experiment.json`. Runs nothing.
+"""Declares a batch or an experiment: checks every arm, draws the seeds, and writes `batch.json` or `experiment.json`.
 
-    python -m speedrun.lab.design REQUEST.json      called by `speedrun batch` and `sweep`, which hold no device
-
-`FEATURES` has the settings that switch off each feature of a recipe. The recipe without a feature is another value of
-the same recipe, which `--set` could make as well. Each feature is switched off alone. Further settings compensate where
-needed for a fair control.
-
-Features that are functions or types have no such setting: U-net skips, embedding shortcut, QK-norm, rotary, squared
-ReLU, zero initial projections, the document mask, Muon, the FP8 head. `speedrun sweep --ladder` compares recipes with
-and without them. The soft cap of the logits stays as well: the loss uses it in place of a maximum, so it is at most 40.
+python -m speedrun.lab.design REQUEST.json      started by `speedrun batch` and `sweep`, which hold no device
 """
 
 import math
@@ -40,11 +32,7 @@ from speedrun.train.request import decoded
 
 
 def declare(promise: Promise) -> layout.Declaration:
-    """Write `batch.json` and `source.txt` into a new folder.
-
-    Raises:
-        SpeedrunError: if `prepare` refuses the config; for seeds that are too few, repeated or out of range.
-    """
+    """Write `batch.json` and `source.txt` into a new folder."""
     ready = prepare(promise.config)
     looks = looks_of(promise.num_runs, promise.then, ready.track.target.sigma)
     num_runs, config_sha256 = looks[-1].num_runs, layout.config_sha256(ready.described)
@@ -75,7 +63,7 @@ def declare(promise: Promise) -> layout.Declaration:
 
 
 def design(request: Request) -> Experiment:
-    """Write `experiment.json` into a new folder; raise SpeedrunError if there are no two arms that `prepare` takes."""
+    """Write `experiment.json` into a new folder."""
     config = request.config
     name = config.recipe or tracks.load(config.track).recipe
     drafts, left_out = _DRAFTS[request.kind](request, name)
@@ -115,12 +103,12 @@ def design(request: Request) -> Experiment:
     return found
 
 
-#: Makes an arm that is not checked yet, without digests.
+#: Makes an unchecked arm, without digests.
 _draft = partial(Arm, config_sha256="", source_sha256="")
 
 
 def _features(request: Request, name: str) -> tuple[list[Arm], list[str]]:
-    """Return the recipe, and the recipe without each feature."""
+    """Return the arms of `--features`, and the features that the recipe does not have."""
     for chosen in request.features:
         if chosen not in FEATURES:
             raise unknown("feature", chosen, FEATURES)
@@ -146,7 +134,7 @@ def _ladder(_request: Request, name: str) -> tuple[list[Arm], list[str]]:
 
 
 def _sweep(request: Request, name: str) -> tuple[list[Arm], list[str]]:
-    """Return the recipe, and those with other settings, named by the last part of each key where that is unique."""
+    """Return the recipe and its variants, named by the last part of each key where that is unique."""
     drafts = [_draft(BASELINE, name, {}, None)]
     for variant in request.variants:
         last = [key.rpartition(".")[2] for key in variant]
@@ -161,13 +149,13 @@ _DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep}
 
 # --- features ---------------------------------------------------------------------------------------------
 
-#: What settings are without a feature, by pattern of their names: a value, or a function of the old value, the recipe
-#: and the name. The first pattern is of the feature itself; others compensate.
+#: Settings without a feature, by pattern of their names: a value, or a function of the old value, the recipe and the
+#: name. The first pattern is that of the feature; others compensate, so that the comparison is fair.
 Off = dict[str, Any]
 
 
 def without(recipe: Recipe, off: Off) -> dict[str, str]:
-    """Return the settings that switch a feature off; empty if the recipe does not have it."""
+    """Return the settings that switch a feature off, or none if the recipe does not have it."""
     changed: dict[str, str] = {}
     for pattern, value in off.items():
         for key, old in settings(recipe).items():
@@ -180,7 +168,6 @@ def without(recipe: Recipe, off: Off) -> dict[str, str]:
 
 
 def _frozen(*groups: str) -> Callable[[float, Recipe, str], float]:
-    """Set the learning rate of these groups of Adam to zero."""
     return lambda lr, recipe, key: 0.0 if settings(recipe)[key.removesuffix("lr") + "name"] in groups else lr
 
 
@@ -203,18 +190,20 @@ def _attending(mixing: Sequence[str], *_: Any) -> tuple[str, ...]:
 
 
 def _whole_window(_: float, recipe: Recipe, __: str) -> float:
-    """Return the final window that covers whole documents from the second step on, at progress 1 / num_steps."""
+    """Return a final window that covers whole documents from the second step on, at progress 1 / num_steps."""
     longest = max(recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages))
     return float(-(-longest // recipe.config.block_tokens) * recipe.num_steps)
 
 
 def _short(number: float) -> float:
-    """Round to six digits, for command lines."""
+    """Round to six digits, to fit on a command line."""
     return float(f"{number:.6g}")
 
 
+#: Functions and types have no setting that switches them off; `speedrun sweep --ladder` compares recipes with and
+#: without them. The soft cap of the logits stays, too: the loss uses it in place of a maximum.
 FEATURES: dict[str, Off] = {
-    # Embeddings of the tokens, mixed into the values of some layers; a table may serve several.
+    # Token embeddings, mixed into the values of some layers; layers may share a table.
     "value-embeddings": {"config.value_tables": lambda old, *_: (NO_TABLE,) * len(old)},
     "shared-values": {"config.value_tables": _unshared},
     "short-windows": {"config.mixing": _exchanged("short", "long")},
@@ -223,7 +212,7 @@ FEATURES: dict[str, Off] = {
     "windows": {"schedule.final_window": _whole_window},
     # Attention is sharper than 1 / sqrt(head_dim).
     "attention-gain": {"config.attention_scale": lambda _, recipe, __: _short(recipe.config.head_dim**-0.5)},
-    # Momentum is scaled to the same norm: an orthogonal matrix of rank r has sqrt(r), one that is only scaled has 1.
+    # The rate is scaled, too: an orthogonal matrix of rank r has the norm sqrt(r), a normalised one has 1.
     "orthogonalisation": {
         "optimizer.muon_steps": 0,
         "optimizer.muon_lr": lambda old, recipe, _: _short(old * math.sqrt(recipe.config.model_dim)),
@@ -235,21 +224,21 @@ FEATURES: dict[str, Off] = {
     "bfloat16-tables": {"config.table_dtype": "float32"},
     "bfloat16-muon": {"optimizer.*_dtype": "float32"},
     "weight-decay": {"optimizer.*_decay": 0.0},
-    # Record 89's. The last layer's value embedding is mixed in at the end, too.
+    # From here on, record 89's. The last layer's value embedding is also mixed in at the end, so it stays.
     "other-values": {"config.layers.[0-9].extras": _less("value")},
-    # Two heads share a softmax; without, their windows are the short ones.
+    # Two heads share a softmax. Without it, their windows are the short ones.
     "paired-heads": {"config.layers.*.attention": lambda old, *_: "short" if old == "paired" else old},
     "exclusive-heads": {"config.layers.*.extras": _less("exclusive")},
     "key-offset": {"config.layers.*.extras": _less("offset")},
-    # A factor for each head and token, at first 1/4; without: 1.
+    # A factor for each head and token, initially 1/4. Without it, 1.
     "head-gates": {"config.layers.*.extras": _less("gate")},
     "composed-heads": {"config.layers.*.extras": _less("compose")},
-    # Without learning, these stay as they start: the table zero, gates and mixing weights constant.
+    # With a learning rate of zero, these keep their initial values: a table of zeros, constant gates and weights.
     "bigrams": {"optimizer.adam.*.lr": _frozen("bigram")},
     "token-gates": {"optimizer.adam.*.lr": _frozen("mudd_gate", "mudd_gate_bias", "mudd_gate_scale")},
     "token-mixing": {"optimizer.adam.*.lr": _frozen("mudd", "mudd_bias")},
     "future-tokens": {"schedule.phases.*_weights": (1.0,)},
-    # Wave lengths grow with windows; without, both are the last validation's, half of it in paired layers.
+    # Wavelengths grow with windows. Without this, both are the last validation's, and half of it in paired layers.
     "growing-windows": {
         "schedule.phases.*_blocks": lambda _, recipe, __: recipe.schedule.final_long_blocks,
         "schedule.attention_scale": lambda _, recipe, __: _short(

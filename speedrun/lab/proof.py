@@ -1,4 +1,4 @@
-"""What runs prove: those of a record about its loss, two records in turns, and equal runs in other people's logs."""
+"""Statistics of runs: the losses of one record, pairs of runs of two records, equal runs in other people's logs."""
 
 import math
 from collections import defaultdict
@@ -24,7 +24,7 @@ class Stats(msgspec.Struct, frozen=True):
     target: float
     num_runs: int
     losses: tuple[float, ...]
-    loss: Interval | None  #: mean and 95 % interval; None for one run, as below
+    loss: Interval | None  #: 95 %; this and other statistics are None for one run
     sd: float | None
     train_times_s: tuple[float, ...]
     train_time_s: Interval | None
@@ -32,21 +32,15 @@ class Stats(msgspec.Struct, frozen=True):
     cold_wall_s: Interval | None
     declared: bool  #: whether the test is that of a declared batch
     rule: str
-    p: float | None  #: None for one run
+    p: float | None
     alpha: float
     passed: bool
-    runs_needed: int | None  #: for 90 % power at this mean and noise; None: no number is enough
+    runs_needed: int | None  #: for 90 % power at this mean and noise; None: no number suffices
     equivalent: statistics.Equivalence | None  #: to the parent
 
 
 def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
-    """Test the mean loss of a record against the target, and against the mean of its parent.
-
-    Without `target`, that of the track counts. `parent` is the folder of another record.
-
-    Raises:
-        UsageError: if a record has no finished run, or the comparison has fewer than two on one side.
-    """
+    """Test the mean loss of a record against a target (by default, the track's), and against another record's."""
     record = load_result(folder)
     rules, runs = record.rules, record.finished
     aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
@@ -58,7 +52,7 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     elif (test := standing(declared, record.runs, aim, sigma).test) is None:
         need = declared.looks[0].num_runs
         raise UsageError(
-            f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume'"
+            f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume {folder}'"
         )
     others = [] if parent is None else [run.val_loss for run in load_result(parent).finished]
     if parent is not None and min(len(others), len(losses)) < 2:
@@ -98,11 +92,11 @@ class Group(msgspec.Struct, frozen=True):
     losses: tuple[float, ...]  #: at that step
     mean: float
     sd: float | None  #: None for one run
-    step_ms: float | None  #: mean time of a step, up to the last validation; None without times
+    step_ms: float | None  #: mean over steps up to the last validation; None without times
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """The sd over all groups of two or more runs."""
+    """The sd of equal runs, over all groups of two or more."""
 
     num_runs: int
     num_groups: int
@@ -114,7 +108,7 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
-    """Return runs with a final loss, without copies of a log in other folders."""
+    """Return the runs with a final loss, without copies of a log."""
     found, seen = [], set()
     for run in runs:
         if run.final_loss is None or (can_identify(run.validations) and run.validations in seen):
@@ -125,7 +119,7 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
 
 
 def groups(runs: Iterable[ContextRun]) -> list[Group]:
-    """Group equal runs of those that `distinct` returns, in the order of the first run of each."""
+    """Group the equal runs among those that `distinct` returns."""
     equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
     for run in runs:
         equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
@@ -140,10 +134,7 @@ def groups(runs: Iterable[ContextRun]) -> list[Group]:
 
 
 def noise(found: Sequence[Group]) -> Noise | None:
-    """Return the sd of runs around the means of their groups; None if no group has two runs.
-
-    The interval is that of a variance: freedom * sd^2 / chi^2 at both ends.
-    """
+    """Return the pooled sd of runs around the means of their groups, with the interval freedom * sd^2 / chi^2."""
     from scipy import special
 
     several = [group for group in found if group.sd is not None]
@@ -163,9 +154,8 @@ def noise(found: Sequence[Group]) -> Noise | None:
     )
 
 
-#: The published exchange of steps for loss at record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several
-#: lengths with a schedule of their own. The slope at the end of one run is three times as steep, because the rate is
-#: falling there. It would charge "faster but worse" too little.
+#: Published for record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several lengths, each with its own
+#: schedule. The slope at the end of one run is three times as steep, because the learning rate falls there.
 NATS_PER_LENGTH = 0.0045 / (100 / 1770)
 RATE_FROM = "published: 0.0045 nats for 100 of record 21's 1,770 steps, taken as a share of the run"
 
@@ -182,7 +172,7 @@ class Comparison(msgspec.Struct, frozen=True):
     loss_difference: Interval  #: B - A, 95 %
     s_per_nat: float  #: price of a nat: seconds of a longer run
     rate_from: str  #: source of that price
-    equivalent_s: float  #: B - A, with the loss counted as time; below zero: B is better
+    equivalent_s: float  #: B - A, with the loss counted as time; B is better below zero
 
     @property
     def is_resolved(self) -> bool:
@@ -215,5 +205,5 @@ def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
 
 
 def seconds_per_nat(runs: Sequence[Run]) -> float:
-    """Return the price of a nat: how much longer runs like these would have to be, seconds."""
+    """Return the price of a nat: the seconds by which runs like these would have to be longer."""
     return fmean(run.train_time_s for run in runs) / NATS_PER_LENGTH

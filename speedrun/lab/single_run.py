@@ -1,4 +1,4 @@
-"""One run and its record, also of a run that broke off or is resumed."""
+"""Trains one run, or resumes it, and writes its record, also if the run breaks off."""
 
 import os
 import sys
@@ -28,24 +28,23 @@ _say = partial(print, file=sys.stderr, flush=True)
 
 
 class Extras(NamedTuple):
-    """What a run does beside training, in its first process."""
+    """What the first process does during training."""
 
     ghost: str | None = None  #: as in `--ghost`
-    wandb: str | None = None  #: project to which the log is sent
-    watch_port: int | None = None  #: of a page; None: no page
+    wandb: str | None = None  #: project that gets the log
+    watch_port: int | None = None  #: of the page; None: no page
     sample_every: int | None = None  #: steps
     sample_prompts: tuple[str, ...] = ()
-    init_from: Path | None = None  #: weights to start from
-    to_stderr: bool = False  #: where the console is
-    verbose: bool = False  #: the console shows the kernels, and the reasons for their choice
+    init_from: Path | None = None  #: initial weights
+    to_stderr: bool = False
+    verbose: bool = False  #: show the kernels, and the reasons for their choice
 
     def samples(self, config: RunConfig) -> samples.Request | None:
-        """Return what to sample; raise UsageError for prompts that nothing takes, or steps without a checkpoint."""
+        """Return what to sample; refuse prompts without samples, and steps without a checkpoint."""
         every, prompts = self.sample_every, self.sample_prompts
         if prompts and (every is None or tracks.load(config.track).synthetic is not None):
             raise UsageError(
-                f"--sample-prompt {prompts[0][:40]!r} needs --sample-every, and a track whose ids stand for text; "
-                "leave it out, or add that"
+                f"--sample-prompt {prompts[0][:40]!r}; need --sample-every, and a track of text, not {config.track}"
             )
         if every is None:
             return None
@@ -60,7 +59,7 @@ class Extras(NamedTuple):
 
 
 class Single(NamedTuple):
-    """A finished run whose record is written, drawn and validated."""
+    """A finished run with its record, plot and validation."""
 
     config: RunConfig
     rules: tracks.Track
@@ -70,14 +69,14 @@ class Single(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Of validation text; None where the manifest of the data does not know the bytes."""
+        """Bits per byte of validation text; None if the manifest of the data does not state its bytes."""
         if self.summary.val_loss_mean is None:
             return None
         folder = shards.data_folder(self.rules, self.config.data)
         return overview.bits_per_byte(self.summary.val_loss_mean, folder, self.rules.data)
 
     def facts(self) -> dict[str, object]:
-        """All of it as one JSON object."""
+        """Return the result as a JSON object."""
         return {
             "record": str(self.config.out),
             "plot": str(self.picture),
@@ -88,15 +87,9 @@ class Single(NamedTuple):
 
 
 def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extras) -> Single | None:
-    """Train, or resume, and write the record. With `config.resume`, only its folder is read.
+    """Train, or resume, and write the record; return None in all processes but the first.
 
-    `joined` connects the processes of the run while it trains.
-
-    Returns:
-        None in all processes of a run but the first.
-
-    Raises:
-        SpeedrunError: if the run breaks off; its record says where.
+    `joined` connects the processes of the run. With `config.resume`, all settings but `out` come from the folder.
     """
     is_ours = config.resume or not os.path.exists(config.out)
     is_done = False
@@ -106,7 +99,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
                 config = resumed(config.out)
                 is_done = not config.resume
                 if is_done and processes.is_first():
-                    _say(f"{config.out} is finished; nothing to resume, its record is written again")
+                    _say(f"{config.out} is finished; nothing to resume; writing its record again")
             if not is_done:
                 extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
                 config = _trained(config, extras)
@@ -122,10 +115,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
 
 
 def _trained(config: RunConfig, extras: Extras) -> RunConfig:
-    """Generate data if the track does, and train; return the settings, which `init_from` changes.
-
-    Of several processes, only the first one prints.
-    """
+    """Generate the data of a synthetic track, and train; return the settings, which `init_from` changes."""
     request, rules = extras.samples(config), tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None
     processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
@@ -140,7 +130,7 @@ def _trained(config: RunConfig, extras: Extras) -> RunConfig:
         else:
             train(config)
         if extras.sample_every is not None:
-            _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")
+            _say(f"samples {samples.path_of(config.out)}: reading the last checkpoints")
     return config
 
 
@@ -150,7 +140,6 @@ def _title(config: RunConfig) -> str:
 
 
 def _assemble_broken(config: RunConfig) -> None:
-    """Write the record of a run that broke off."""
     if not any(map(ended, config.out.glob("runs/*"))):
         return
     try:
