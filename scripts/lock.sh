@@ -39,11 +39,6 @@ lock run.lock "What scripts/quickstart.sh needs." \
   pyproject.toml --group build --constraint requirements/dev.lock "$@"
 lock prep.lock "What making shards of text needs, too: speedrun data prep." \
   pyproject.toml --group build --extra prep --constraint requirements/dev.lock "$@"
-# FlashAttention-3, from a third party. Its metadata requires another JAX than it needs, hence no dependencies.
-for cuda in 12 13; do
-  lock attention-cuda$cuda.lock "For --attention flash3; pip install --no-deps --require-hashes -r this." --no-deps \
-    - "$@" <<<"dew-flash-attn-cu$cuda==0.3.6"
-done
 
 # Another JAX and its compiler, installed over the others: SPEEDRUN_JAX=0.11.2 scripts/test.sh.
 overlay=0.11.2

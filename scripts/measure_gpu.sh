@@ -2,7 +2,7 @@
 # Measures everything that needs a GPU, in half an hour: commands of `speedrun`, one after the other, each with a limit of
 # time. The GPU machine needs no network: missing packages are brought along.
 #
-#   scripts/measure_gpu.sh --wheels DIR                  with a network: fetches missing packages, about 4 MiB
+#   scripts/measure_gpu.sh --wheels DIR                  with a network: fetches missing packages, less than 1 MiB
 #   scripts/measure_gpu.sh [--from DIR] [OPTIONS]        on the GPU machine: installs them into .gpu/packages, measures
 #
 #   --rehearse            the same parts tiny on a CPU, in a few minutes
@@ -31,21 +31,11 @@ die() {
   exit 2
 }
 
-# Fetches what Python 3.12 with JAX for CUDA 13 lacks on Linux x86-64, by the digests of the lock files. Of FlashAttention
-# only version 3 is kept, which is called: the whole wheel has 74 MiB.
+# Fetches what Python 3.12 with JAX for CUDA 13 lacks on Linux x86-64, by the digests of the lock file.
 fetch() {
   "$python" -m pip download --quiet --no-deps --require-hashes --only-binary=:all: --python-version=3.12 \
     --implementation=cp --platform=manylinux_2_28_x86_64 --platform=manylinux2014_x86_64 --dest "$1" \
-    --requirement <(sed -n '/^\(flatbuffers\|msgspec\)==/,/[^\\]$/p' requirements/run.lock) \
-    --requirement requirements/attention-cuda13.lock
-  "$python" - "$1"/dew_flash_attn*.whl <<'END'
-import sys, zipfile
-with zipfile.ZipFile(sys.argv[1]) as wheel:
-    kept = {name: wheel.read(name) for name in wheel.namelist() if "attn3.so" in name or ".dist-info/" in name}
-with zipfile.ZipFile(sys.argv[1], "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
-    for name, raw in kept.items():
-        wheel.writestr(name, raw)
-END
+    --requirement <(sed -n '/^\(flatbuffers\|msgspec\)==/,/[^\\]$/p' requirements/run.lock)
 }
 
 # Calls a function with name, limit in seconds and words of each part, most important first. w1, w7 and w14 are windows of
@@ -63,12 +53,12 @@ each() {
       --set config.head_dim=16 --set config.mlp_dim=64)
   fi
   "$1" target 120 bench target
-  for form in triton flash3 banded; do for w in w1 w7 w14; do
+  for form in triton banded; do for w in w1 w7 w14; do
     "$1" "step-$form-$w" 300 bench step "${step[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
   done; done
-  for form in triton flash3; do for w in w1 w14; do # one sequence, the share of one of eight GPUs
-    "$1" "rank-$form-$w" 300 bench step "${step[@]}" "${one[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
-  done; done
+  for w in w1 w14; do # one sequence, the share of one of eight GPUs
+    "$1" "rank-triton-$w" 300 bench step "${step[@]}" "${one[@]}" --steps 5 --attention triton --first-step "${first[$w]}"
+  done
   "$1" run 300 run --track webmini "${text[@]}" --set stages.0.num_steps=$steps --data "$shards" --out "$out/run"
   if [[ -n $rival ]]; then "$1" rival 450 bench rival "$rival" "${text[@]}" --steps $steps --data "$shards"; fi
   for w in w1 w14; do

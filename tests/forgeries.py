@@ -465,7 +465,7 @@ PAUSED_EARLY = (
     moved_up(runlog.ClockResume, 1),
 )
 NO_LOSSES = change(runlog.Val, at=-1, sequences=lambda val: (val.loss - 9e3, val.loss + 9e3))
-OTHER_LOCK = "attention-cuda12.lock"
+OTHER_LOCK = "aot.lock"
 OTHER_RAW = files_here([f"requirements/{OTHER_LOCK}"])[f"requirements/{OTHER_LOCK}"]
 OWN_RUN = Outcome("tiny-1-00a1", 7, "finished", 3.25, 1.0, "", Hardware("cpu", "cpu", 8, 50.0))
 FEWEST = 220

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.errors import UsageError
-from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton
+from speedrun.science.kernels import attention_banded, attention_triton
 from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
 from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
@@ -96,41 +96,7 @@ FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "triton in oblong tiles": lambda _: partial(
         TRITON, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
     ),
-    "flash3, its kernels on paper": lambda case: partial(
-        attention_flash3.attention,
-        window_blocks=case.window_blocks,
-        block_tokens=case.block_tokens,
-        max_documents=2 * len(case.lengths),
-    ),
 }
-
-
-@pytest.fixture
-def kernels_on_paper(monkeypatch):
-    """Replace FlashAttention-3 by its documented definition: packed sequences, a left window."""
-    wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-    def scores_HRS(q, k, call, scale):
-        r = jnp.arange(len(q))
-        sequence = jnp.searchsorted(call.bounds_N, r, side="right")
-        sees = (sequence[:, None] == sequence[None, :]) & (r[None, :] <= r[:, None])
-        if call.left >= 0:
-            sees &= r[None, :] >= r[:, None] - call.left
-        return jnp.where(sees[None], wide("rhk,shk->hrs", q, k) * scale, -jnp.inf)
-
-    def forward(q, k, v, call, scale):
-        scores = scores_HRS(q, k, call, scale)
-        return jnp.einsum("hrs,shk->rhk", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
-
-    def backward(do, q, o, k, v, lse, call, scale):
-        weights = jnp.exp(scores_HRS(q, k, call, scale) - lse[:, :, None])
-        delta = wide("rhk,rhk->hr", do, o)
-        dscores = weights * (wide("rhk,shk->hrs", do, v) - delta[:, :, None]) * scale
-        dq, dk = jnp.einsum("hrs,shk->rhk", dscores, k), jnp.einsum("hrs,rhk->shk", dscores, q)
-        return dq, dk, jnp.einsum("hrs,rhk->shk", weights, do)
-
-    monkeypatch.setattr(attention_flash3, "kernel_forward", forward)
-    monkeypatch.setattr(attention_flash3, "kernel_backward", backward)
 
 
 def inputs(case: Case, dtype: Any = jnp.float32) -> jax.Array:
@@ -167,7 +133,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.usefixtures("kernels_on_paper")
 class TestForms:
     """Value and gradients of each form against the definition in float32."""
 
@@ -207,8 +172,7 @@ class TestForms:
             seen = sight(jnp.zeros((2, 48), jnp.int32), jnp.int32(blocks), 8)
             now, later = form(q, k, v, seen), form(q, k.at[:, t].add(1), v.at[:, t].add(1), seen)
             np.testing.assert_array_equal(now[:, :t], later[:, :t])
-            is_right = blocks in ([2] if "flash3" in name else [1, 2])
-            np.testing.assert_array_equal(jnp.isnan(now), not is_right)
+            np.testing.assert_array_equal(jnp.isnan(now), blocks < 1)
 
     @pytest.mark.parametrize("name", EACH)
     def test_inside_shard_map(self, name):
@@ -227,7 +191,6 @@ class TestForms:
             np.testing.assert_allclose(a, b, atol=3e-6)
 
 
-@pytest.mark.usefixtures("kernels_on_paper")
 @pytest.mark.parametrize("name", EACH)
 def test_paired_heads_are_one_softmax_for_each_query(name):
     """Half h // 2 of token t is number 2 t + h // 2 of its sequence; head h sees head h % 2 there, inside documents."""
@@ -294,55 +257,6 @@ def test_what_auto_chooses_is_triton_and_fits_each_card(kind, head_dim):
     assert scratch_bytes < 4 * 2**20
 
 
-@hopper.needs_compiler
-@pytest.mark.skipif(bool(attention_flash3.problem()), reason=attention_flash3.problem())
-@pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
-def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
-    bound = {"window_blocks": window_blocks, "block_tokens": 128, "max_documents": 256}
-    form = partial(attention_flash3.attention, **bound)
-    text, scratch_bytes = compiled_for("h100", form, 128)
-    assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
-    assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
-    assert scratch_bytes < num_calls * 256 * 2**20
-
-
-@pytest.mark.usefixtures("kernels_on_paper")
-@pytest.mark.parametrize("wrong", [{"window_blocks": 3}, {"block_tokens": 7}, {"max_documents": 11}])
-def test_flash3_is_never_silently_wrong(wrong):
-    """NaN for a sight from another window, and for too many documents."""
-    case = CASES["mixed documents"]
-    right = {"window_blocks": 2, "block_tokens": 8, "max_documents": 12}
-    *qkv, _ = inputs(case)
-    for bounds, is_wrong in ((right, False), (right | wrong, True)):
-        form = jax.jit(partial(attention_flash3.attention, scale=0.3, **bounds))
-        np.testing.assert_array_equal(jnp.isnan(form(*qkv, case.sight())), is_wrong)
-
-
-@pytest.fixture
-def flash3_package(tmp_path, monkeypatch):
-    """Provide an empty package `dew_flash_attn`, and clear the cache of `problem`."""
-    folder = tmp_path / "dew_flash_attn"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("raise OSError('the package must not be imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    attention_flash3.problem.cache_clear()
-    yield folder
-    attention_flash3.problem.cache_clear()
-
-
-def test_flash3_without_its_library_says_what_to_do(flash3_package):
-    assert "no libdew_flash_attn3.so" in attention_flash3.problem()
-    case = CASES["one document"]
-    q, k, v, _ = inputs(case)
-    with pytest.raises(UsageError, match=r"cannot run: no libdew_flash_attn3.so .*; pip install"):
-        FORMS["flash3, its kernels on paper"](case)(q, k, v, case.sight(), scale=0.3)
-    attention_flash3.problem.cache_clear()
-    (flash3_package / "libdew_flash_attn3.so").write_bytes(b"no library")
-    assert "cannot be loaded" in attention_flash3.problem()
-    with pytest.raises(UsageError, match=r"flash3' cannot run: .*cannot be loaded .*; or let 'auto'"):
-        choose_attention("flash3", CALL._replace(**STATIC))
-
-
 @pytest.mark.parametrize("window_tokens", [4, 5])
 def test_banded_says_when_its_bound_is_too_small(window_tokens):
     """Both bounds reach only into the preceding tile."""
@@ -382,12 +296,8 @@ CALL = AttentionCall(
     dtype=jnp.dtype(jnp.bfloat16),
     platform="gpu",
     compute_capability="9.0",
-    block_tokens=128,
-    max_window_blocks=14,
-    static_window_blocks=None,
-    max_documents=256,
+    window_tokens=14 * 128,
 )
-STATIC = {"static_window_blocks": 14}
 CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.float32))
 
 
@@ -403,8 +313,8 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
         (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
         (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "nothing to skip"),
-        (CPU._replace(shape_BTHK=(2, 257, 2, 16), max_window_blocks=2), "banded", "windows of at most 256"),
-        (CPU._replace(max_window_blocks=999), "banded", "not definition: its scores take 54 GiB"),
+        (CPU._replace(shape_BTHK=(2, 257, 2, 16), window_tokens=256), "banded", "windows of at most 256"),
+        (CPU._replace(window_tokens=999 * 128), "banded", "not definition: its scores take 54 GiB"),
     ],
 )
 def test_auto_says_what_it_chose_and_why(call, name, reason):
@@ -430,16 +340,8 @@ def test_every_choice_of_a_program_is_kept():
         assert [one.name for one in kernels.choices.values()] == ["chunks"]
 
 
-def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
-    monkeypatch.setattr(attention_flash3, "problem", lambda: "no library")
+def test_a_form_that_cannot_run_gives_all_reasons():
     call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
-    with pytest.raises(UsageError) as flash3:
-        choose_attention("flash3", call)
-    for reason in ("a cpu", "float32", "40 dimensions", "traced"):
-        assert reason in str(flash3.value)
-    assert "no library" not in str(flash3.value), "the library is loaded only where it can run"
-    with pytest.raises(UsageError, match="cannot run: no library"):
-        choose_attention("flash3", CALL._replace(**STATIC))
     with pytest.raises(UsageError) as triton:
         choose_attention("triton", call)
     for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):
@@ -452,16 +354,6 @@ def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
     assert choose_attention("definition", most).name == "definition"
     with pytest.raises(UsageError, match="its scores take 4 GiB"):
         choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))
-
-
-@pytest.mark.parametrize(("num_tokens", "room"), [(128, 3 * 64), (4096, 3 * 128)])
-def test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens(monkeypatch, num_tokens, room):
-    monkeypatch.setattr(attention_flash3, "problem", lambda: "")
-    monkeypatch.setattr(attention_flash3, "attention", lambda *_, **bound: bound)
-    qkv = [jax.ShapeDtypeStruct((3, num_tokens, 2, 64), jnp.bfloat16)] * 3
-    call: Any = Kernels("gpu", "9.0", "flash3").attention
-    bound = call(*qkv, None, scale=0.1, window=Window(2, 2), block_tokens=64)
-    assert bound == {"scale": 0.1, "window_blocks": 2, "block_tokens": 64, "max_documents": room}
 
 
 def in_warps(number: int) -> attention_triton.Tiles:
@@ -477,11 +369,9 @@ def in_warps(number: int) -> attention_triton.Tiles:
         ("auto", {"compute_capability": "9.0"}, {"backward": in_warps(4)}),
         ("auto", {"compute_capability": "10.0"}, {"backward": in_warps(4)}),
         ("banded", {}, {"window_tokens": 14 * 128}),
-        ("flash3", STATIC, {"window_blocks": 14, "block_tokens": 128, "max_documents": 256}),
     ],
 )
-def test_a_form_is_given_what_it_needs(monkeypatch, form, changes, bound):
-    monkeypatch.setattr(attention_flash3, "problem", lambda: "")
+def test_a_form_is_given_what_it_needs(form, changes, bound):
     choice = choose_attention(form, CALL._replace(**changes))
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == bound

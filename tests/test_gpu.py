@@ -61,7 +61,7 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
         call = choose.AttentionCall(
-            shape_BTHK, DTYPE, PLATFORM, CAPABILITY, size.block_tokens, window_blocks, window_blocks, 256
+            shape_BTHK, DTYPE, PLATFORM, CAPABILITY, window_blocks * size.block_tokens
         )
         form = _interpreted if interpreted else choose.choose_attention(name, call).function
         seen = sight(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
@@ -176,7 +176,7 @@ def wrong(fast: Callable[..., Results], definition: Callable[..., Results], args
 
 
 KERNELS = {
-    **dict.fromkeys(("triton", "flash3", "banded"), _attention),
+    **dict.fromkeys(("triton", "banded"), _attention),
     "qk-norm": _qk_norm,
     **dict.fromkeys(("mlp-bf16", "mlp-fp8"), _mlp),
     **dict.fromkeys(("head-bf16", "head-fp8"), _head),

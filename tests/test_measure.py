@@ -165,7 +165,7 @@ def gpu_image() -> str:
     return python
 
 
-REFUSED = r"target|(step|rank)-(triton|flash3)-w\d+"  #: by a CPU
+REFUSED = r"target|(step|rank)-triton-w\d+"  #: by a CPU
 
 
 @pytest.mark.compile

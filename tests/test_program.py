@@ -159,16 +159,6 @@ def test_the_state_is_divided_within_a_node_and_repeated_on_each(tiny):
     assert got == [(8, 8, 1), (8, 4, 2), (8, 2, 4)]
 
 
-def test_only_forms_that_need_it_get_a_program_for_each_window(tiny):
-    devices = mesh.make_mesh(1)
-    assert [Program(tiny, devices).static_at(step) for step in (0, 5)] == [(), ()]
-    fixed = Program(tiny, devices, attention="flash3")
-    wanted = [int(tiny.inputs_at(step)["window_blocks"]) for step in (0, 5)]
-    assert [fixed.static_at(step) for step in (0, 5)] == [(("window_blocks", blocks),) for blocks in wanted]
-    assert str(Program(tiny, devices).shape_at(0)) == "16x32"
-    assert str(fixed.shape_at(5)) == f"16x32, window_blocks {wanted[1]}"
-
-
 def asks_the_host(x: jax.Array) -> jax.Array:
     return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
 

@@ -102,22 +102,6 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     assert names == ["train/8x64, odd False", "eval/128x64, odd False"]
 
 
-@pytest.mark.compile
-def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
-    monkeypatch.setattr("speedrun.train.program.FIXED_WINDOW_FORMS", {"banded"})
-    out = tmp_path / "out"
-    train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, attention="banded"))
-    names = [event.name for event in events(out, runlog.Compile)]
-    assert names == [
-        *("train/8x64, window_blocks 1", "train/8x64, window_blocks 2", "train/8x64, window_blocks 3"),
-        *("eval/128x64, window_blocks 1", "eval/128x64, window_blocks 3"),
-    ]
-    got, want = ([step.loss for step in events(one, runlog.Step)] for one in (out, record))
-    np.testing.assert_allclose(got, want, rtol=1e-3)
-    (plan,) = events(out, runlog.Plan)
-    assert "banded: asked for" in plan.kernels.values()
-
-
 @pytest.mark.parametrize("name", ["main-8xh100", "single-gpu"])
 def test_a_track_for_gpus_does_not_train_on_a_cpu(smoke_data, tmp_path, name):
     message = str(refused(smoke_data, tmp_path, track=name, overrides={}).value)

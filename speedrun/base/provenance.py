@@ -22,9 +22,7 @@ from speedrun.base.sourcefile import IMPORTED, ROOT, check_path, find, join_sour
 #: Packages on which the results of a run depend.
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
 #: Further ones, on machines with a GPU.
-FOR_GPUS = re.compile(
-    r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?|dew-flash-attn-cu\d+"
-)
+FOR_GPUS = re.compile(r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?")
 #: Environment variables that may change a run. No others are recorded.
 VARIABLES = (
     "XLA_FLAGS",

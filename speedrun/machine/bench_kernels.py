@@ -117,10 +117,7 @@ def attention(
         dtype=dtype,
         platform=platform,
         compute_capability=compute_capability,
-        block_tokens=block_tokens,
-        max_window_blocks=window_blocks,
-        static_window_blocks=window_blocks,
-        max_documents=-(-num_tokens // document_tokens),
+        window_tokens=window_blocks * block_tokens,
     )
     doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
     seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)

@@ -24,7 +24,6 @@ from speedrun.base.wholefile import write_whole
 from speedrun.record import archive, layout
 from speedrun.record.archive import Archive, Lowered
 from speedrun.science.inputs import Static
-from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS
 from speedrun.science.params import Params
 from speedrun.train.checkpoint import named
 from speedrun.train.preflight import Ready
@@ -134,8 +133,6 @@ def _scoring(
 ) -> dict[str, export.Exported]:
     """Lower the programs that score, for one device: a forward pass and the head for each of the names."""
     recipe, plan, num_computed = program.recipe, program.step.plan, len(program.computed)
-    if program.attention in FIXED_WINDOW_FORMS:
-        program = replace(program, attention="auto")  # the window is that of a step
     kinds = recipe.table(recipe.config)
     packed = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     structure = jax.tree.structure(packed)

@@ -26,20 +26,20 @@ from speedrun.base.mesh import DATA
 from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
 from speedrun.science.inputs import Arrays, Inputs, Static
-from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, HEAD_TOKENS, Choice, Kernels
+from speedrun.science.kernels.choose import HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 
-#: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
-FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
+#: Code from outside XLA that a program may call: kernels of Pallas.
+FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 #: Calls of such code, in both forms in which MLIR prints them, transfers from and to the host, and the generator whose
 #: state outlives a call: it counts calls, and tells those that score from those that examine.
 _CALLS = re.compile(
     r'\bcustom_call @(?:"([^"]*)"|([^\s"(]+))|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv|rng)\b'
 )
 #: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
-STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
+STORED = ("dot_general", "pallas_call", "custom_vjp_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
 #: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
@@ -121,7 +121,7 @@ class Program:
 
     def static_at(self, step: int) -> Static:
         """Return the inputs that are compiled into the executables of this step."""
-        return self.step.plan.static_at(step, integers=self.kernels.wanted_attention in FIXED_WINDOW_FORMS)
+        return self.step.plan.static_at(step, integers=False)
 
     def shape_at(self, step: int) -> StepShape:
         """Return the shape of this step, which selects its executable."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.base.errors import UsageError, unknown
-from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton, cross_entropy
+from speedrun.science.kernels import attention_banded, attention_triton, cross_entropy
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import mlp as mlps
 from speedrun.science.kernels import qk_norm_triton as fused
@@ -24,16 +24,13 @@ from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap,
 from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
-FIXED_WINDOW_FORMS = frozenset({"flash3"})  #: of attention: they need one program per window
 #: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
 SHORT_TOKENS = 256
-#: Room for documents assumes this mean length. With more documents the output is NaN, never silently wrong.
-TOKENS_PER_DOCUMENT = 32
 #: Limit for the scores of the definition; its backward pass keeps about three such arrays.
 MOST_SCORE_BYTES = 4 * 2**30
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
-#: GPUs by compute capability: those that Mosaic's kernels and FlashAttention-3 can run on, and those that Triton's can.
+#: GPUs by compute capability that Mosaic's kernels run on, and those that Triton's run on.
 _HOPPER = MappingProxyType({"9.0": "H100 or H200"})
 _TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10.0": "B200"})
 
@@ -60,15 +57,7 @@ class AttentionCall(NamedTuple):
     dtype: jnp.dtype
     platform: str  #: as JAX names it: cpu, gpu
     compute_capability: str  #: of an NVIDIA GPU, such as 9.0; empty elsewhere
-    block_tokens: int
-    max_window_blocks: int  #: upper bound of the window
-    static_window_blocks: int | None  #: the window, if the program is compiled for one; None if it is traced
-    max_documents: int  #: in the batch of one device
-
-    @property
-    def window_tokens(self) -> int:
-        """Upper bound of the keys that a query sees."""
-        return self.max_window_blocks * self.block_tokens
+    window_tokens: int  #: upper bound of the keys that a query sees
 
 
 class QkNormCall(NamedTuple):
@@ -111,16 +100,6 @@ def _definition_refusals(call: AttentionCall) -> list[str]:
     return [too_much] if need > MOST_SCORE_BYTES else []
 
 
-def _flash3_refusals(call: AttentionCall) -> list[str]:
-    reasons = _refusals(call) + attention_flash3.refusals(call.shape_BTHK)
-    if call.static_window_blocks is None:
-        reasons.append("the window is traced; the kernels need one program for each window")
-    # Loads the library, so only where it can run.
-    if not _platform_refusals(call) and (problem := attention_flash3.problem()):
-        reasons.append(problem)
-    return reasons
-
-
 def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
     if call.platform == "gpu" and call.compute_capability in cards:
         return []
@@ -129,25 +108,15 @@ def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[st
     return [f"this is a {here}; the kernels need an {need}"]
 
 
-def _refusals(call: AttentionCall | QkNormCall, cards: Mapping[str, str] = _HOPPER) -> list[str]:
+def _triton_refusals(call: AttentionCall | QkNormCall) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
-    return _platform_refusals(call, cards) + other
+    return _platform_refusals(call, _TRITON) + other
 
 
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
     is_8 = call.compute_capability.startswith("8.")
     tiles = attention_triton.BACKWARD_ON_8 if is_8 else attention_triton.BACKWARD
     return partial(attention_triton.attention, backward=tiles)
-
-
-def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
-    assert call.static_window_blocks is not None
-    return partial(
-        attention_flash3.attention,
-        window_blocks=call.static_window_blocks,
-        block_tokens=call.block_tokens,
-        max_documents=call.max_documents,
-    )
 
 
 ATTENTION: Mapping[str, Form] = MappingProxyType(
@@ -157,9 +126,8 @@ ATTENTION: Mapping[str, Form] = MappingProxyType(
             lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
         "triton": Form(
-            lambda call: _refusals(call, _TRITON) + attention_triton.refusals(call.shape_BTHK), _bind_triton
+            lambda call: _triton_refusals(call) + attention_triton.refusals(call.shape_BTHK), _bind_triton
         ),
-        "flash3": Form(_flash3_refusals, _bind_flash3),
     }
 )
 
@@ -167,7 +135,7 @@ QK_NORM: Mapping[str, Form] = MappingProxyType(
     {
         "definition": Form(lambda _: [], lambda _: qk_norm),
         "triton": Form(
-            lambda call: _refusals(call, _TRITON) + fused.refusals(call.head_dim), lambda _: fused.qk_norm
+            lambda call: _triton_refusals(call) + fused.refusals(call.head_dim), lambda _: fused.qk_norm
         ),
     }
 )
@@ -195,8 +163,6 @@ def passes_of(call: HeadCall) -> tuple[Passes, str]:
 
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """Return the wanted form, or for "auto" the first form in order of preference that can run.
-
-    "auto" never chooses `flash3`, which needs one program per window.
 
     Raises:
         UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
@@ -290,12 +256,11 @@ class Kernels:
         rows, tokens, heads, width = q_BTHK.shape
         if isinstance(window.blocks, int) and window.blocks < 1:  # forms disagree about what sees nothing
             raise UsageError(f"attention has a window of {window.blocks} blocks; need at least 1")
-        static = window.blocks if isinstance(window.blocks, int) else None
-        max_documents = rows * max(64, tokens // TOKENS_PER_DOCUMENT)
         here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
-        call = AttentionCall(*here, block_tokens, window.most, static, max_documents)
+        call = AttentionCall(*here, window.most * block_tokens)
         choice = choose_attention(self.wanted_attention, call)
-        shape, kind = f"{rows}x{tokens}x{heads}x{width}", "traced" if static is None else "fixed"
+        kind = "fixed" if isinstance(window.blocks, int) else "traced"
+        shape = f"{rows}x{tokens}x{heads}x{width}"
         self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
         with jax.named_scope("attention"):
             return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
