@@ -160,7 +160,7 @@ def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path):
     page = Feed([tmp_path])
     assert LINES[0] in lines_of(parsed(page.news()))
     (_, listing), *_ = parsed(page.news())
-    assert {file["problem"] for file in listing["files"]} == {"", "it is no file"}
+    assert {file["problem"] for file in listing["files"]} == {"", "not a regular file"}
 
 
 def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path):

@@ -73,7 +73,9 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     answer = page_server.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
-        blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", CONTENT_TYPES["html"])
+        blank = Reply(
+            [b"<!doctype html><title>.</title><link rel=icon href='data:,'>"], CONTENT_TYPES["html"]
+        )
         return blank if path == "/blank" else answer(path, query)
 
     with chromium() as browser, serving(with_blank) as url, tab(browser.new_context()) as page:

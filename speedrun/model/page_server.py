@@ -34,7 +34,7 @@ def answering(folders: Sequence[Path]) -> Answer:
     def answer(path: str, _: dict[str, str]) -> Reply | None:
         root, names = roots[0], [name for name in unquote(path).split("/") if name] or ["index.html"]
         if names == [_LIST]:
-            return Reply(msgspec.json.encode(list(models)), CONTENT_TYPES["json"])
+            return Reply([msgspec.json.encode(list(models))], CONTENT_TYPES["json"])
         if names[0] == "models" and len(names) > 1:
             if names[1] not in models:
                 return None

@@ -216,7 +216,7 @@ def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[
             return Reply(fed(), "text/event-stream; charset=utf-8")
         if path == "/rules":
             found = rules(ghost, query.get("track", ""))
-            return Reply(msgspec.json.encode(found), CONTENT_TYPES["json"])
+            return Reply([msgspec.json.encode(found)], CONTENT_TYPES["json"])
         return file_below(_PAGE, path[1:] or "index.html")
 
     with serving(answer, port) as url:
