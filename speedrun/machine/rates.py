@@ -1,7 +1,6 @@
 """Measure the rates of a machine: products, memory, collectives, transfers."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,9 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import mesh as meshes
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA, place
-from speedrun.train.health import best_s, is_simulated, matmul_gflops, random_matrices
+from speedrun.train.health import best_s, is_simulated, matmul_gflops
 
 _FACTOR = 0.999  #: keeps numbers finite, and no pass can be left out
-_LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
-
-Answer = TypeVar("Answer")
 
 
 def measure(mesh: Mesh) -> dict[str, float]:
@@ -70,22 +66,6 @@ def _collective_rates(mesh: Mesh, x_NM: jax.Array) -> dict[str, float]:
         "reduce-scatter": others_bytes / best_s(lambda: scatter(whole_NNM)),
         "all-reduce": 2 * others_bytes / mesh.size / best_s(lambda: reduce(x_NM)),
     }
-
-
-def during_products(mesh: Mesh, flops_rate: float, ask: Callable[[], Answer]) -> Answer:
-    """Call `ask` while all devices multiply, and return its answer. Clocks of an idle GPU mean nothing.
-
-    `flops_rate` is theirs, which sizes the load to `_LOAD_S`.
-    """
-    x_NMM = random_matrices(mesh)
-    size = x_NMM.shape[-1]
-    many = max(1, int(_LOAD_S * flops_rate / (2 * mesh.size * size**3)))
-    load = jax.jit(lambda x_NMM, many: jax.lax.fori_loop(0, many, lambda _, y_NMM: y_NMM @ x_NMM, x_NMM))
-    load(x_NMM, 1).block_until_ready()  # compiled, and warm
-    busy = load(x_NMM, many)
-    answer = ask()
-    busy.block_until_ready()
-    return answer
 
 
 def described() -> str:
