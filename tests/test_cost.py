@@ -8,7 +8,7 @@ from speedrun import recipes
 from speedrun.base import accelerators, mesh
 from speedrun.data.synthetic import MEAN, MEDIAN, document_lengths
 from speedrun.plan import cost
-from speedrun.plan.cost import Work
+from speedrun.plan.cost import REACHES, Work
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import sight, visible
 from speedrun.train.program import Program
@@ -19,12 +19,12 @@ H100 = accelerators.load("h100")
 @pytest.mark.parametrize(
     ("work", "bound", "seconds"),
     [
-        (Work("GEMM bf16", 0.6 * 989.4e12), "tensor cores", 1.0),
-        (Work("GEMM FP8", 0.5 * 1978.9e12, "fp8"), "tensor cores", 1.0),
-        (Work("GEMM f32", 0.3 * 989.4e12, "f32"), "tensor cores", 1.0),
-        (Work("head passes", instructions=0.65 * 132 * 128 * 1.98e9), "instructions", 1.0),
-        (Work("elementwise", num_bytes=0.9 * 3.352e12), "memory", 1.0),
-        (Work("GEMM bf16", 1e6, num_bytes=2 * 0.9 * 3.352e12), "memory", 2.0),
+        (Work("GEMM bf16", REACHES["bf16"] * 989.4e12), "tensor cores", 1.0),
+        (Work("GEMM FP8", REACHES["fp8"] * 1978.9e12, "fp8"), "tensor cores", 1.0),
+        (Work("GEMM f32", REACHES["f32"] / 2 * 989.4e12, "f32"), "tensor cores", 1.0),
+        (Work("head passes", instructions=REACHES["instructions"] * 132 * 128 * 1.98e9), "instructions", 1.0),
+        (Work("elementwise", num_bytes=REACHES["memory"] * 3.352e12), "memory", 1.0),
+        (Work("GEMM bf16", 1e6, num_bytes=2 * REACHES["memory"] * 3.352e12), "memory", 2.0),
         (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * cost.START_S),
     ],
 )

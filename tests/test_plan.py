@@ -138,9 +138,9 @@ def test_what_never_fits_is_said(seq_len, monkeypatch):
 H100 = accelerators.load("h100")
 #: Rates that give round numbers: nothing is lost on links, a network of 1 GB/s.
 ROUND = H100._replace(
-    memory_rate=1e9 / cost.MEMORY_REACHES,
-    link_rate=1e10 / scaling.LINKS_REACH,
-    network_rate=1e9 / scaling.LINKS_REACH,
+    memory_rate=1e9 / cost.REACHES["memory"],
+    link_rate=1e10 / cost.REACHES["links"],
+    network_rate=1e9 / cost.REACHES["links"],
 )
 
 
@@ -187,7 +187,7 @@ ENTRY %main (x: f32[250000]) -> (f32[250000], f32[250000]) {
 
 @pytest.mark.parametrize("network_rate", [1e9, 5e8, 1e8])
 def test_a_device_waits_for_what_is_still_on_its_way(network_rate):
-    device = ROUND._replace(network_rate=network_rate / scaling.LINKS_REACH)
+    device = ROUND._replace(network_rate=network_rate / cost.REACHES["links"])
     nothing = np.zeros(2)
     trips, lines = scaling.replayed(hlo.parse(SCHEDULE), nothing, device, num_devices=2, num_nodes=2)
     (computed, waiting), (between, inside) = lines, trips
@@ -212,10 +212,10 @@ def test_more_nodes_take_longer_small_sums_take_trees_and_large_ones_rings():
         assert times == sorted(times)
     # A tree of 32 has five levels, up and down; a ring 62 steps.
     assert scaling.seconds(summed(200), 1, 32, H100) == pytest.approx(8.4e-6 + 10 * 8.5e-6, rel=0.01)
-    whole_s = 2 * 31 / 32 * 1e8 / (scaling.LINKS_REACH * 50e9)
+    whole_s = 2 * 31 / 32 * 1e8 / (cost.REACHES["links"] * 50e9)
     assert scaling.seconds(summed(10**8), 1, 32, H100) == pytest.approx(8.4e-6 + 62 * 9.6e-6 + whole_s)
     # Eight devices of a node have eight adapters together.
-    together_s = 2 * 15 / 16 * 1e9 / (scaling.LINKS_REACH * 400e9)
+    together_s = 2 * 15 / 16 * 1e9 / (cost.REACHES["links"] * 400e9)
     assert scaling.seconds(summed(10**9), 8, 2, H100) == pytest.approx(together_s, rel=0.05)
 
 

@@ -55,6 +55,7 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
     "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
     "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     "speedrun plan --recipe record21 --nodes 1,2,8,32",
+    "speedrun plan --check rank0.json.gz --check rank1.json.gz",
 )
 def plan(
     ctx: click.Context,
@@ -70,6 +71,7 @@ def plan(
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
     nodes: Annotated[str | None, "--nodes N,N", "Instead: how the step scales over so many machines."] = None,
     network: Annotated[float | None, cli.Number(0, min_open=True), "--network GBIT"] = None,
+    check: Annotated[tuple[Path, ...], "--check PATH"] = (),
 ) -> cli.Answer:
     """Predict what a recipe needs on devices that need not be here: memory, floors, time, cost.
 
@@ -79,7 +81,10 @@ def plan(
     Options:
         compiled: Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
         network: With --nodes: the rate of a device.
+        check: Instead: compare the model with a trace of torch.profiler, or with a record, from a GPU.
     """
+    if check:
+        return _checked(check)
     kinds.load(kind)
     rules = None if track is None else tracks.load(track)
     on_gpu = rules is None or rules.rules.platform == "gpu"
@@ -108,9 +113,20 @@ def plan(
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
         batch = budgets.budget(rules, chosen, num_runs, Path("records"), planned, dollars=dollars)
-        said = budgets.lines(batch, planning.ERROR)
+        said = budgets.lines(batch, planned.error if planned else 0.0)
         facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | {"said": said}}, lines + said
     return cli.Answer({"error": error, **facts}, lines, error=error)
+
+
+def _checked(paths: tuple[Path, ...]) -> cli.Answer:
+    """Compare the model with measurements."""
+    from speedrun.plan import calibration
+
+    records, traces = ([path for path in paths if path.is_dir() is is_record] for is_record in (True, False))
+    stages = {str(path): calibration.check_record(path) for path in records}
+    lines = [line for path, found in stages.items() for line in (f"record {path}", *found)]
+    against = calibration.check(traces) if traces else None
+    return cli.Answer({"records": stages, "traces": against}, [*lines, *(against.lines() if against else [])])
 
 
 def _check(given: dict[str, Any], *, on_gpu: bool) -> None:

@@ -4,9 +4,7 @@ A kernel takes the time of its tightest bound, after a fixed start:
 
     seconds = START_S + max(FLOPs / rate, instructions / rate, bytes / rate)
 
-Each rate is the vendor's, times the share that programs of these shapes reach. The shares come from public measurements
-on H100s; docs/LOG.md has the table for record 21 beside published times. They are frozen since November 2026: savings
-are fewer FLOPs, instructions, bytes or starts, never a better rate.
+Each rate is the vendor's, times a share that programs reach.
 """
 
 import math
@@ -33,29 +31,66 @@ from speedrun.train.program import Program
 
 #: Kinds of kernels, in the order of the table.
 Kind = Literal[
-    "GEMM bf16", "GEMM FP8", "GEMM f32", "attention", "head passes", "elementwise", "Muon", "communication"
+    "GEMM bf16",
+    "GEMM FP8",
+    "GEMM f32",
+    "Mosaic bf16",
+    "Mosaic FP8",
+    "attention",
+    "head passes",
+    "elementwise",
+    "Muon",
+    "communication",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
-#: Arithmetic unit. "attention": products inside attention kernels, with exponentials between them.
-Unit = Literal["bf16", "fp8", "f32", "attention"]
+#: Arithmetic unit, and what drives it. "attention": products inside attention kernels, with exponentials between them;
+#: "stacks": many small products at once; "mosaic": products of `mlp_mosaic`.
+Unit = Literal["bf16", "fp8", "f32", "mosaic", "mosaic fp8", "attention", "stacks"]
+Rate = Unit | Literal["instructions", "memory", "links"]
 
 #: FLOPs of attention in a step of one device, for the tiles that its kernels visit: forward and backward.
 Attention = np.ndarray
 
 #: Kinds of products that belong neither to attention nor to the optimiser.
-GEMMS: dict[Unit, Kind] = {"bf16": "GEMM bf16", "fp8": "GEMM FP8", "f32": "GEMM f32"}
-#: Share of the vendor's FLOP rate. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in 8, where writing
-#: the result takes nearly half of the time. Attention: 356 TFLOP/s; published: FlashAttention-2 in Triton, 469 forward.
-FLOPS_REACH: dict[Unit, float] = {"bf16": 0.6, "fp8": 0.5, "f32": 0.6, "attention": 0.36}
-#: Share of the memory rate: 3.0 of 3.35 TB/s, as for large copies.
-MEMORY_REACHES = 0.9
-#: Share of one instruction per cycle and lane at the highest clock.
-ISSUE_REACHES = 0.65
-_LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
-#: From the end of one kernel to the first work of the next, inside a CUDA graph.
+GEMMS: dict[Unit, Kind] = {
+    "bf16": "GEMM bf16",
+    "fp8": "GEMM FP8",
+    "f32": "GEMM f32",
+    "mosaic": "Mosaic bf16",
+    "mosaic fp8": "Mosaic FP8",
+}
+#: Share of the vendor's rate, from headline figures. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in
+#: 8. Attention: 356 TFLOP/s; published: FlashAttention-2 in Triton, 469 forward.
+REACHES: dict[Rate, float] = {
+    "bf16": 0.6,
+    "fp8": 0.5,
+    "f32": 0.6,
+    "mosaic": 0.6,
+    "mosaic fp8": 0.5,
+    "attention": 0.36,
+    "stacks": 0.6,
+    "instructions": 0.65,
+    "memory": 0.9,
+    "links": 0.8,
+}
+#: Relative error of the time of a kind: published minutes of eight recipes are so far off.
+ERRORS: dict[Kind, float] = {
+    "GEMM bf16": 0.3,
+    "GEMM FP8": 0.3,
+    "GEMM f32": 0.3,
+    "Mosaic bf16": 0.3,
+    "Mosaic FP8": 0.3,
+    "attention": 0.3,
+    "head passes": 0.3,
+    "elementwise": 0.3,
+    "Muon": 0.3,
+    "communication": 0.3,
+}
+#: From the end of one kernel to the first work of the next: inside a CUDA graph.
 START_S = 2e-6
+_LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
 
 #: SASS instructions per element, by opcode, from XLA's loss head of record 21 on sm_90a: 41 per logit in its sum and 63
 #: in its gradient; this table gave 38 and 65. XLA's tanh is a rational function with a division.
@@ -197,9 +232,9 @@ def seconds(work: Work, device: Device) -> tuple[float, Bound]:
     """Return the time of a kernel, or of several with the same bound, and that bound."""
     lanes_rate = device.num_cores * _LANES * device.clock_ghz * 1e9
     bounds: dict[Bound, float] = {
-        "tensor cores": work.flops / (FLOPS_REACH[work.unit] * flops_rate(device, work.unit)),
-        "instructions": work.instructions / (ISSUE_REACHES * lanes_rate),
-        "memory": work.num_bytes / (MEMORY_REACHES * device.memory_rate),
+        "tensor cores": work.flops / (REACHES[work.unit] * flops_rate(device, work.unit)),
+        "instructions": work.instructions / (REACHES["instructions"] * lanes_rate),
+        "memory": work.num_bytes / (REACHES["memory"] * device.memory_rate),
     }
     bound = max(bounds, key=bounds.__getitem__)
     start_s = START_S * work.starts
@@ -208,9 +243,14 @@ def seconds(work: Work, device: Device) -> tuple[float, Bound]:
 
 def flops_rate(device: Device, unit: Unit) -> float:
     """Return the vendor's rate: float32 runs as TF32, at half the rate of bf16; 8 bits as bf16 without FP8 units."""
-    if unit == "fp8":
+    if unit in ("fp8", "mosaic fp8"):
         return device.fp8_flops or device.bf16_flops
     return device.bf16_flops / 2 if unit == "f32" else device.bf16_flops
+
+
+def error(lines: Sequence[Line]) -> float:
+    """Return the relative error of a sum of kinds, if all are wrong in the same direction."""
+    return sum(ERRORS[line.kind] * line.seconds for line in lines) / sum(line.seconds for line in lines)
 
 
 def floor_s(line: Line, device: Device) -> float:
@@ -261,11 +301,12 @@ def _work(step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
         return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
     products = step.products
     unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
+    kind = _kind(one, unit if products else None)
     instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in step.computed.items())
     return Work(
-        kind=_kind(one, unit if products else None),
+        kind=kind,
         flops=sum(product.flops for product in products),
-        unit=unit,
+        unit="stacks" if (kind, unit) == ("Muon", "bf16") else unit,
         instructions=0 if products else instructions + _ACCESS * step.accessed,
         num_bytes=num_bytes,
     )

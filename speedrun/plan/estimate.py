@@ -1,6 +1,7 @@
 """Predict memory, floors and step time of a recipe, from its compiled program or by arithmetic.
 
 A floor is a number of FLOPs or bytes at the vendor's rate. The step time is the cost model's (`cost`) for its kernels.
+The interval is of the rates of kernels: what it assumes of the program is not in it.
 """
 
 import math
@@ -23,8 +24,6 @@ from speedrun.train.program import Program
 #: What a plan is computed from.
 Basis = Literal["arithmetic", "compiled program"]
 
-#: Relative error of a step time. No GPU has been timed yet: published minutes of eight recipes are so far off.
-ERROR = 0.30
 #: What only a compiler decides, fitted to record 21 compiled for an A100, and for an H100 with Mosaic's MLP: traffic of
 #: elementwise kernels relative to that of the products, and the number of such kernels per matrix.
 _BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.15, 0.75, 8
@@ -83,6 +82,11 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(stage.num_steps * stage.step_s for stage in self.stages)
 
     @property
+    def error(self) -> float:
+        """Relative error of `total_s`, if all kinds of kernels are wrong in the same direction."""
+        return sum(one.num_steps * one.step_s * cost.error(one.lines) for one in self.stages) / self.total_s
+
+    @property
     def device_hours(self) -> float:
         """Predicted time of all steps, summed over devices."""
         return self.total_s * self.num_devices / 3600
@@ -91,6 +95,7 @@ class Plan(msgspec.Struct, frozen=True):
         """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
         names = ("fits", "memory_bytes", "total_s", "device_hours")
         derived: dict[str, object] = {name: getattr(self, name) for name in names}
+        derived["relative_error"] = self.error
         derived["dollars"] = None if dollars is None else self.device_hours * dollars
         return msgspec.structs.asdict(self) | derived
 
@@ -105,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True):
             f"state {gb(self.state_bytes)} per device",
             *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
             f"val    memory about {gb(self.validation_bytes)}",
-            f"total  {self.total_s:,.1f} s +-{ERROR:.0%} | {self.device_hours:.3f} device-hours{cost}",
+            f"total  {self.total_s:,.1f} s +-{self.error:.0%} | {self.device_hours:.3f} device-hours{cost}",
         ]
 
 
@@ -165,12 +170,13 @@ def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
         f"memory {gb(stage.memory_bytes)} of {gb(memory_limit_bytes)}",
         f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
         f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
-        f"step   {ms(stage.step_s)} +-{ERROR:.0%} | {ms(stage.narrow_s)} with the smallest window, "
+        f"step   {ms(stage.step_s)} +-{cost.error(stage.lines):.0%} | {ms(stage.narrow_s)} with the smallest window, "
         f"{ms(stage.wide_s)} with the largest | MFU {stage.mfu:.0%}",
-        f"       {'one device':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7}",
+        f"       {'one device':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7} error",
         *(
             f"       {line.kind:<13} {line.seconds * 1e3:>7.2f}  {line.bound:<12} {line.flops / 1e12:>7.2f} "
-            f"{line.instructions / 1e9:>7.1f} {line.num_bytes / 1e9:>7.2f} {line.starts:>7,.0f}"
+            f"{line.instructions / 1e9:>7.1f} {line.num_bytes / 1e9:>7.2f} {line.starts:>7,.0f} "
+            f"{cost.ERRORS[line.kind]:>5.0%}"
             for line in stage.lines
         ),
     ]
@@ -237,7 +243,7 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     ]
     once = [Work("elementwise", num_bytes=3 * footprint.state_bytes(program)), *_muon(program, matrices)]
     whole = footprint.whole_bytes(program) if program.num_devices > 1 else 0
-    sent_s = 2 * whole * (1 - 1 / program.num_shards) / (scaling.LINKS_REACH * device.link_rate)
+    sent_s = 2 * whole * (1 - 1 / program.num_shards) / (cost.REACHES["links"] * device.link_rate)
 
     calls = local * cost.num_attention_layers(program, stage)
 
@@ -268,7 +274,7 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
     for spec in matrices:
         m, n = sorted(spec.shape[-2:])
         flops += math.prod(spec.shape[:-2]) * steps * (4 * m * m * n + 2 * m**3)
-    unit: Unit = "bf16" if known["muon_dtype"] == "bfloat16" else "f32"
+    unit: Unit = "stacks" if known["muon_dtype"] == "bfloat16" else "f32"
     num_bytes = 3 * 4 * sum(spec.size for spec in matrices) / program.num_shards
     return [Work("Muon", flops / program.num_shards, unit, 0, num_bytes, 10 * steps)]
 

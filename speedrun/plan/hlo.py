@@ -122,7 +122,9 @@ Computation = dict[str, Instruction]
 class Product(NamedTuple):
     """A matrix product inside a kernel."""
 
-    unit: Literal["bf16", "fp8", "f32"]  #: from the type of the left factor
+    unit: Literal[
+        "bf16", "fp8", "f32", "mosaic", "mosaic fp8"
+    ]  #: from the kernel and the type of the left factor
     flops: float  #: two per multiply-add
 
 
@@ -289,6 +291,8 @@ def _product(one: Instruction, computation: Computation) -> Product | None:
     (left, *_) = computation[one.operands[0]].arrays
     depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", summed))
     unit = "fp8" if left.dtype.startswith("f8") else "f32" if left.dtype == "f32" else "bf16"
+    if of_mlp:
+        unit = "mosaic fp8" if unit == "fp8" else "mosaic"
     return Product(unit, 2.0 * depth * one.results[0].size)
 
 

@@ -18,7 +18,7 @@ from speedrun.base import mesh
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import UsageError
 from speedrun.plan import cost, hlo
-from speedrun.plan.cost import Attention, Line, Work, gb, ms
+from speedrun.plan.cost import REACHES, Attention, Line, Work, gb, ms
 from speedrun.plan.deviceless import Collective, compiled_step, ended, target_mesh
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.train.program import Program
@@ -27,8 +27,6 @@ from speedrun.train.program import Program
 Span = Literal["inside", "between", "all"]
 SPANS: tuple[Span, ...] = get_args(Span)
 
-#: Of the vendor's rate, what large collectives are taken to reach on NVLink and on the network.
-LINKS_REACH = 0.8
 #: Seconds to start a collective; per step of a ring inside a node and between nodes; per level of a tree between nodes.
 #: From NCCL's tuning (`src/graph/tuning.cc`: baseLat and hwLat; rings with the protocol Simple, trees with LL128),
 #: fitted to machines of NVIDIA.
@@ -240,11 +238,11 @@ def seconds(one: Collective, per_node: int, nodes: int, device: Device) -> float
     rate = device.link_rate if nodes == 1 else min(device.link_rate, per_node * device.network_rate)
     rounds = 2 if one.kind == "all-reduce" else 1
     ring_s = rounds * (nodes * (per_node - 1) * _INSIDE_S + (nodes - 1) * _BETWEEN_S)
-    ring_s += sent_bytes(one, per_node, nodes) / one.times / (LINKS_REACH * rate)
+    ring_s += sent_bytes(one, per_node, nodes) / one.times / (REACHES["links"] * rate)
     if one.kind != "all-reduce" or nodes == 1:
         return _START_S + ring_s
     tree_s = 2 * ((per_node - 1) * _INSIDE_S + math.ceil(math.log2(nodes)) * _LEVEL_S)
-    return _START_S + min(ring_s, tree_s + 2 * one.num_bytes / (_TREES_REACH * LINKS_REACH * rate))
+    return _START_S + min(ring_s, tree_s + 2 * one.num_bytes / (_TREES_REACH * REACHES["links"] * rate))
 
 
 def sent_bytes(one: Collective, per_node: int, nodes: int) -> int:
