@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typed import as_words, invoke
 
+from speedrun.base import accelerators
 from speedrun.base.mesh import make_mesh
 from speedrun.machine.bench_step import lowered_step
 from speedrun.machine.profile import Event, Profile, length, profile, usage
@@ -32,7 +33,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(program, folder) -> Profile:
-    return profile(program, num_steps=STEPS, folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(accelerators.DEVICES, "toy", accelerators.load("h100")._replace(name="cpu"))
+        return profile(program, num_steps=STEPS, folder=folder)
 
 
 def test_products_run_as_often_as_the_program_says(program, found):
@@ -56,6 +59,14 @@ def test_the_table_is_the_whole_time_of_devices_that_compute_and_send_and_the_tr
         assert 0 < one.collective_ns <= one.span_ns
         assert one.idle_ns == pytest.approx(sum(gap.length_ns for gap in one.gaps))
         assert one.span_ns <= found.step_ms * STEPS * 1e6 * (1 + 1e-9)
+
+
+def test_kernels_are_compared_with_the_cost_model_by_kind(found):
+    """Nearly all of the time belongs to a kind; collectives wait, so they do not."""
+    kernels_ms = sum(row.ms for row in found.rows if row.kind not in hlo.COLLECTIVES)
+    assert 0.9 * kernels_ms < sum(one.ms for one in found.kinds) <= kernels_ms * (1 + 1e-9)
+    assert {"GEMM f32", "elementwise"} <= {one.kind for one in found.kinds}
+    assert all(one.predicted_ms > 0 for one in found.kinds)
 
 
 @pytest.mark.compile

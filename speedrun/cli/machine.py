@@ -275,12 +275,18 @@ def profile(
     found = profiles.profile(fitted_here(program), num_steps=steps, first_step=asked.first_step, folder=out)
     rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
     facts = {**found._asdict(), "rows": rows, "devices": usage, "shares": found.shares}
+    facts["kinds"] = [one._asdict() for one in found.kinds]
     device = f"{program.num_devices} x {program.mesh.devices.flat[0].device_kind}"
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.shares.items() if share >= _SHOWN_SHARE)
     lines = [
         f"step    {found.step_ms:.2f} ms, {steps} steps of {program.recipe.name} on {device}",
         *map(_device, found.devices),
         f"kinds   {shares}",
+        *(
+            f"model   {one.kind} {one.ms:.2f} ms, predicted {one.predicted_ms:.2f}, ratio "
+            f"{one.ms / one.predicted_ms:.2f}"
+            for one in found.kinds
+        ),
         *_table(found, top),
         *([] if out is None else [f"trace   {out}"]),
     ]

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from speedrun.base import accelerators
+from speedrun.base.accelerators import Device
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import NO_COMMAND_BUFFERS, lowered_step
-from speedrun.plan import hlo
+from speedrun.plan import cost, hlo
 from speedrun.train.program import Program
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
@@ -72,6 +74,14 @@ class Row(NamedTuple):
     gb_per_s: float | None  #: memory traffic by `hlo`; None if unknown
 
 
+class Compared(NamedTuple):
+    """Kernels of one kind: a step of one device, against the cost model."""
+
+    kind: cost.Kind
+    ms: float
+    predicted_ms: float
+
+
 class Profile(NamedTuple):
     """Profile of some steps of a recipe."""
 
@@ -79,6 +89,7 @@ class Profile(NamedTuple):
     rows: list[Row]  #: longest first
     devices: list[Usage]
     num_steps: int
+    kinds: list[Compared]  #: without collectives; empty for a device without rates
 
     @property
     def shares(self) -> dict[str, float]:
@@ -113,7 +124,26 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         for _ in range(num_steps):
             state, _ = train_step(state, *batch, schedule)
         jax.block_until_ready(state)
-    return _read(folder, hlo.parse(train_step.as_text()), num_steps)
+    schedule = hlo.parse(train_step.as_text())
+    found = _read(folder, schedule, num_steps)
+    if device := accelerators.named(program.mesh.devices.flat[0].device_kind):
+        works = cost.priced(schedule, cost.attention_at(program, first_step))
+        found = found._replace(kinds=_compared(found.rows, works, device))
+    return found
+
+
+def _compared(
+    rows: list[Row], works: Iterable[tuple[hlo.Executed, cost.Work | None]], device: Device
+) -> list[Compared]:
+    """Sum measured and predicted time by kind, longest first."""
+    by_name = {step.instruction.name: work for step, work in works}
+    sums: defaultdict[cost.Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows:
+        if work := by_name.get(row.name):
+            sums[work.kind][0] += row.ms
+            sums[work.kind][1] += 1e3 * row.calls * cost.seconds(work, device)[0]
+    longest_first = sorted(sums.items(), key=lambda item: -item[1][0])
+    return [Compared(kind, *both) for kind, both in longest_first]
 
 
 def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile:
@@ -145,7 +175,7 @@ def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile
             )
         )
     step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
-    return Profile(step_ms, rows, devices, num_steps)
+    return Profile(step_ms, rows, devices, num_steps, [])
 
 
 def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:

@@ -47,8 +47,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
-#: Arithmetic unit, and what drives it. "attention": products inside attention kernels, with exponentials between them;
-#: "stacks": many small products at once; "mosaic": products of `mlp_mosaic`.
+#: Arithmetic unit. "attention": products between exponentials; "stacks": many small ones; "mosaic": of `mlp_mosaic`.
 Unit = Literal["bf16", "fp8", "f32", "mosaic", "mosaic fp8", "attention", "stacks"]
 Rate = Unit | Literal["instructions", "memory", "links"]
 
@@ -78,8 +77,7 @@ REACHES: dict[Rate, float] = {
     "memory": 0.85,
     "links": 0.72,
 }
-#: Relative error of the time of a kind: with a trace, that of the shapes of 2025-12-11, in the mean; for elementwise
-#: kernels it was 2 %, but of casts and sums alone. Without a trace: a guess.
+#: Relative error of a kind: on traces of 2025-12-11 (2 % of casts and sums, 10 % for all passes); else a guess.
 ERRORS: dict[Kind, float] = {
     "GEMM bf16": 0.08,
     "GEMM FP8": 0.13,
@@ -100,8 +98,8 @@ _LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
 #: in its gradient; this table gave 38 and 65. XLA's tanh is a rational function with a division.
 _INSTRUCTIONS = {"tanh": 22, "exponential": 8, "divide": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "power": 30}
 _INSTRUCTIONS |= {"logistic": 12, "sine": 20, "cosine": 20, "erf": 20, "remainder": 12, "clamp": 2}
-_INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "tuple", "reshape"), 0)
-_INSTRUCTIONS |= {"get-tuple-element": 0}
+_INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "reshape"), 0)
+_INSTRUCTIONS |= dict.fromkeys(("tuple", "get-tuple-element"), 0)
 #: Issue slots of a logit in each pass of `cross_entropy_mosaic`: tanh and exp2 take eight each, as an H100 has one
 #: special-function unit for eight lanes. With these two, 8 instructions are in the sum and 11 or 14 in the gradient.
 HEAD_SLOTS = 16
@@ -138,12 +136,20 @@ def attention_by_window(program: Program, stage: Stage) -> list[tuple[int, Atten
     The smallest comes first. The model is traced with kernels that only record their calls. Tiles are those of the
     Triton kernels, counted on documents with the lengths of FineWeb's.
     """
-    sequences = stage.num_sequences / program.num_devices
-    found = [
-        (num_steps, np.reshape(_calls(program, stage, inputs), (-1, 2)).sum(axis=0) * sequences)
-        for inputs, num_steps in _inputs(program, stage).items()
-    ]
+    inputs = _inputs(program, stage).items()
+    found = [(num_steps, _attention(program, stage, static)) for static, num_steps in inputs]
     return sorted(found, key=lambda each: each[1][0])
+
+
+def attention_at(program: Program, step: int) -> Attention:
+    """Return the FLOPs of attention in one step of one device."""
+    stage = program.recipe.stages[program.recipe.stage_of(step)]
+    return _attention(program, stage, program.step.plan.static_at(step, integers=True))
+
+
+def _attention(program: Program, stage: Stage, static: Static) -> Attention:
+    sequences = stage.num_sequences / program.num_devices
+    return np.reshape(_calls(program, stage, static), (-1, 2)).sum(axis=0) * sequences
 
 
 def num_attention_layers(program: Program, stage: Stage) -> int:
@@ -288,7 +294,7 @@ def priced(steps: Sequence[hlo.Executed], attention: Attention) -> Iterator[tupl
     calls: Counter[bool] = Counter()
     for step in steps:
         if _is_opaque(step.instruction, "attention"):
-            calls[_is_backward(step.instruction)] += step.times
+            calls["transpose(" in step.instruction.source] += step.times
     flops = [flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention.tolist())]
     for step in steps:
         yield step, _work(step, flops)
@@ -299,7 +305,9 @@ def _work(step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
     if not num_bytes or one.kind in hlo.COLLECTIVES:
         return None
     if _is_opaque(one, "attention"):
-        return Work("attention", attention_flops[_is_backward(one)], "attention", num_bytes=num_bytes)
+        return Work(
+            "attention", attention_flops["transpose(" in one.source], "attention", num_bytes=num_bytes
+        )
     if _is_opaque(one, "loss_head"):
         logits = max(array.size for name in one.operands for array in step.around[name].arrays)
         return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
@@ -330,10 +338,6 @@ def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
 def _is_opaque(one: hlo.Instruction, scope: str) -> bool:
     """Whether this is a kernel of a scope not written by XLA, which shows its operands but not its arithmetic."""
     return one.kind == "custom-call" and not one.target.startswith("__cublas") and scope in one.source
-
-
-def _is_backward(one: hlo.Instruction) -> bool:
-    return "transpose(" in one.source
 
 
 def gb(num_bytes: float) -> str:
