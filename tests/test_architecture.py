@@ -51,7 +51,7 @@ KERNEL_LINES = 1_709
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 34_048
 #: What planned work adds to it, by name; at most 600 for speed.
-ALLOWANCES = {"speed": 495}
+ALLOWANCES = {"speed": 600}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

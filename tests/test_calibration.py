@@ -11,7 +11,7 @@ import pytest
 from typed import invoke
 
 from speedrun.base import accelerators
-from speedrun.plan import calibration, cost, scaling
+from speedrun.plan import calibration, scaling, shares
 from speedrun.plan.deviceless import Collective
 
 RECORD = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-first"
@@ -21,7 +21,7 @@ BF16, F32 = "c10::BFloat16", "float"
 
 def test_rates_are_frozen():
     """They were fitted once. A faster plan needs less work, not better rates; docs/LOG.md says how to fit them anew."""
-    rates = json.dumps([cost.REACHES, cost.ERRORS, cost.START_S], sort_keys=True).encode()
+    rates = json.dumps([shares.REACHES, shares.ERRORS, shares.START_S], sort_keys=True).encode()
     assert hashlib.sha256(rates).hexdigest()[:16] == "5c758dbc059f84fc"
 
 
@@ -56,13 +56,13 @@ class Trace:
 def test_a_trace_is_compared_kernel_by_kernel(tmp_path):
     trace, peak, memory = Trace(), H100.bf16_flops, H100.memory_rate
     left, right = [4096, 1024], [1024, 2048]
-    product_s = 2 * 4096 * 1024 * 2048 / (cost.REACHES["bf16"] * peak)
+    product_s = 2 * 4096 * 1024 * 2048 / (shares.REACHES["bf16"] * peak)
     for factor in (1.0, 1.5, 9.0):  # the median, of two kernels: a product and the sum of its parts
         trace.launch(
             "aten::mm", [left, right], [BF16, BF16], 0.75 * factor * product_s, 0.25 * factor * product_s
         )
     large = [50304, 768]
-    cast_s = 50304 * 768 * (4 + 2) / (cost.REACHES["memory"] * memory)
+    cast_s = 50304 * 768 * (4 + 2) / (shares.REACHES["memory"] * memory)
     trace.launch("triton_poi_fused__to_copy_1", [large, large, []], [F32, BF16, "Scalar"], 0.5 * cast_s)
     trace.launch("aten::add_", [large, large, []], [BF16, BF16, "Scalar"], cast_s)  # reads two, writes one
     gather = {"Collective name": "_allgather_base", "dtype": "Float", "Group size": 8, "In msg nelems": 2**20}
@@ -81,7 +81,7 @@ def test_a_trace_is_compared_kernel_by_kernel(tmp_path):
         ("communication", "all-gather", 2, 2.0),
     ]
     product, passes, links = found.terms
-    assert (product.error, product.reach) == pytest.approx((0.5, cost.REACHES["bf16"] / 1.5))
+    assert (product.error, product.reach) == pytest.approx((0.5, shares.REACHES["bf16"] / 1.5))
     assert passes.error == pytest.approx(0.5 / 3)  # weighted by time
     assert links.predicted_s == pytest.approx(2 * sent_s)
     assert found.other_s == pytest.approx({"mm": 2e-3, "loss head": 1e-3})

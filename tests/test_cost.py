@@ -7,8 +7,9 @@ import pytest
 from speedrun import recipes
 from speedrun.base import accelerators, mesh
 from speedrun.data.synthetic import MEAN, MEDIAN, document_lengths
-from speedrun.plan import cost
-from speedrun.plan.cost import REACHES, Work
+from speedrun.plan import cost, shares
+from speedrun.plan.cost import Work
+from speedrun.plan.shares import REACHES
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import sight, visible
 from speedrun.train.program import Program
@@ -25,7 +26,7 @@ H100 = accelerators.load("h100")
         (Work("head passes", instructions=REACHES["instructions"] * 132 * 128 * 1.98e9), "instructions", 1.0),
         (Work("elementwise", num_bytes=REACHES["memory"] * 3.352e12), "memory", 1.0),
         (Work("GEMM bf16", 1e6, num_bytes=2 * REACHES["memory"] * 3.352e12), "memory", 2.0),
-        (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * cost.START_S),
+        (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * shares.START_S),
     ],
 )
 def test_a_kernel_takes_the_time_of_its_tightest_bound(work, bound, seconds):

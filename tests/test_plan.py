@@ -14,7 +14,7 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.base.mesh import make_mesh
-from speedrun.plan import cost, deviceless, hlo, scaling
+from speedrun.plan import deviceless, hlo, scaling, shares
 from speedrun.plan import estimate as planning
 from speedrun.plan.deviceless import Collective
 from speedrun.science.params import SHARDS, Layout
@@ -138,9 +138,9 @@ def test_what_never_fits_is_said(seq_len, monkeypatch):
 H100 = accelerators.load("h100")
 #: Rates that give round numbers: nothing is lost on links, a network of 1 GB/s.
 ROUND = H100._replace(
-    memory_rate=1e9 / cost.REACHES["memory"],
-    link_rate=1e10 / cost.REACHES["links"],
-    network_rate=1e9 / cost.REACHES["links"],
+    memory_rate=1e9 / shares.REACHES["memory"],
+    link_rate=1e10 / shares.REACHES["links"],
+    network_rate=1e9 / shares.REACHES["links"],
 )
 
 
@@ -187,11 +187,11 @@ ENTRY %main (x: f32[250000]) -> (f32[250000], f32[250000]) {
 
 @pytest.mark.parametrize("network_rate", [1e9, 5e8, 1e8])
 def test_a_device_waits_for_what_is_still_on_its_way(network_rate):
-    device = ROUND._replace(network_rate=network_rate / cost.REACHES["links"])
+    device = ROUND._replace(network_rate=network_rate / shares.REACHES["links"])
     nothing = np.zeros(2)
     trips, lines = scaling.replayed(hlo.parse(SCHEDULE), nothing, device, num_devices=2, num_nodes=2)
     (computed, waiting), (between, inside) = lines, trips
-    busy_s = 2e-3 + cost.START_S  # 1 MB read and 1 MB written, 1 GB/s
+    busy_s = 2e-3 + shares.START_S  # 1 MB read and 1 MB written, 1 GB/s
     assert (computed.seconds, computed.bound) == (pytest.approx(busy_s), "memory")
     assert waiting.seconds == pytest.approx(between.waited_s + inside.waited_s)
     # Two of two exchange halves, twice: 1 MB each. A start and two steps of the ring.
@@ -212,10 +212,10 @@ def test_more_nodes_take_longer_small_sums_take_trees_and_large_ones_rings():
         assert times == sorted(times)
     # A tree of 32 has five levels, up and down; a ring 62 steps.
     assert scaling.seconds(summed(200), 1, 32, H100) == pytest.approx(8.4e-6 + 10 * 8.5e-6, rel=0.01)
-    whole_s = 2 * 31 / 32 * 1e8 / (cost.REACHES["links"] * 50e9)
+    whole_s = 2 * 31 / 32 * 1e8 / (shares.REACHES["links"] * 50e9)
     assert scaling.seconds(summed(10**8), 1, 32, H100) == pytest.approx(8.4e-6 + 62 * 9.6e-6 + whole_s)
     # Eight devices of a node have eight adapters together.
-    together_s = 2 * 15 / 16 * 1e9 / (cost.REACHES["links"] * 400e9)
+    together_s = 2 * 15 / 16 * 1e9 / (shares.REACHES["links"] * 400e9)
     assert scaling.seconds(summed(10**9), 8, 2, H100) == pytest.approx(together_s, rel=0.05)
 
 

@@ -16,6 +16,7 @@ from speedrun.base.accelerators import Device
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import NO_COMMAND_BUFFERS, lowered_step
 from speedrun.plan import cost, hlo
+from speedrun.plan.shares import Kind
 from speedrun.train.program import Program
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
@@ -77,7 +78,7 @@ class Row(NamedTuple):
 class Compared(NamedTuple):
     """Kernels of one kind: a step of one device, against the cost model."""
 
-    kind: cost.Kind
+    kind: Kind
     ms: float
     predicted_ms: float
 
@@ -137,7 +138,7 @@ def _compared(
 ) -> list[Compared]:
     """Sum measured and predicted time by kind, longest first."""
     by_name = {step.instruction.name: work for step, work in works}
-    sums: defaultdict[cost.Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in rows:
         if work := by_name.get(row.name):
             sums[work.kind][0] += row.ms

@@ -22,15 +22,15 @@ from speedrun.base import accelerators
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import UsageError
 from speedrun.plan import cost, scaling, torch_trace
-from speedrun.plan.cost import Kind
 from speedrun.plan.deviceless import Collective, missing_wheels
 from speedrun.plan.estimate import plan
+from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Rate
 from speedrun.plan.torch_trace import Operation
 from speedrun.record.reader import load
 
 #: The rate that limits kernels of a kind.
-_RATES: dict[Kind, cost.Rate] = {"communication": "links", "elementwise": "memory", "Muon": "stacks"}
-_RATES |= {kind: unit for unit, kind in cost.GEMMS.items()}
+_RATES: dict[Kind, Rate] = {"communication": "links", "elementwise": "memory", "Muon": "stacks"}
+_RATES |= {kind: unit for unit, kind in GEMMS.items()}
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Check(msgspec.Struct, frozen=True):
                 for term in self.terms
             ),
             f"gaps   {self.gap_s * 1e6:.2f} us between two kernels of a stream; the model has "
-            f"{cost.START_S * 1e6:.2f}",
+            f"{START_S * 1e6:.2f}",
             "other  no term: "
             + ", ".join(f"{name} {cost.ms(seconds)}" for name, seconds in self.other_s.items()),
         ]
@@ -116,10 +116,8 @@ def check(paths: Sequence[Path]) -> Check:
         gaps += torch_trace.gaps(trace)
     device = _device(names)
     rows = [_row(operation, times, device) for operation, times in calls.items()]
-    rows.sort(key=lambda row: (cost.KINDS.index(row.kind), -row.calls * row.measured_s))
-    terms = tuple(
-        _term(kind, same) for kind in cost.KINDS if (same := [row for row in rows if row.kind == kind])
-    )
+    rows.sort(key=lambda row: (KINDS.index(row.kind), -row.calls * row.measured_s))
+    terms = tuple(_term(kind, same) for kind in KINDS if (same := [row for row in rows if row.kind == kind]))
     longest = dict(sorted(other_s.items(), key=lambda item: -item[1])[:5])
     return Check(device.name, len(paths), terms, tuple(rows), longest, median(gaps or [0.0]))
 
@@ -141,7 +139,7 @@ def _row(operation: Operation, times: list[float], device: Device) -> Row:
         predicted_s = scaling.seconds(operation.work, len(operation.work.groups[0]), 1, device)
     else:
         measured_s = median(times)
-        predicted_s = cost.seconds(operation.work, device)[0] - cost.START_S
+        predicted_s = cost.seconds(operation.work, device)[0] - START_S
     return Row(operation.kind, operation.name, operation.shape, len(times), measured_s, predicted_s)
 
 
@@ -149,7 +147,7 @@ def _term(kind: Kind, rows: list[Row]) -> Term:
     measured_s = sum(row.calls * row.measured_s for row in rows)
     predicted_s = sum(row.calls * row.predicted_s for row in rows)
     error = sum(row.calls * row.measured_s * abs(row.ratio - 1) for row in rows) / measured_s
-    return Term(kind, measured_s, predicted_s, error, cost.REACHES[_RATES[kind]] * predicted_s / measured_s)
+    return Term(kind, measured_s, predicted_s, error, REACHES[_RATES[kind]] * predicted_s / measured_s)
 
 
 # --- records
@@ -192,5 +190,5 @@ def check_record(path: Path) -> list[StageCheck]:
     for index, expected in enumerate(planned.stages):
         steps = recipe.steps_of(index)
         measured_s = median(time_s for run in runs for time_s in run.step_s[steps.start : steps.stop])
-        found.append(StageCheck(len(steps), measured_s, expected.step_s, cost.error(expected.lines)))
+        found.append(StageCheck(len(steps), measured_s, expected.step_s, expected.error))
     return found

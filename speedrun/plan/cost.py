@@ -4,9 +4,7 @@ A kernel takes the time of its tightest bound, after a fixed start:
 
     seconds = START_S + max(FLOPs / rate, instructions / rate, bytes / rate)
 
-Each rate is the vendor's, times a share that programs reach. `REACHES` and `START_S` are fitted to public traces of one
-date, and `ERRORS` are what `speedrun plan --check` finds with them on traces of another date (docs/LOG.md, 2026-11-26).
-They are frozen: a change must save FLOPs, instructions, bytes or starts, never improve a rate.
+Each rate is the vendor's, times a share that programs reach (`shares`).
 """
 
 import math
@@ -14,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +22,7 @@ import numpy as np
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
 from speedrun.plan import hlo
+from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Unit, errors
 from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import Sight, sight
@@ -31,67 +30,11 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.recipe import Batch, Stage
 from speedrun.train.program import Program
 
-#: Kinds of kernels, in the order of the table.
-Kind = Literal[
-    "GEMM bf16",
-    "GEMM FP8",
-    "GEMM f32",
-    "Mosaic bf16",
-    "Mosaic FP8",
-    "attention",
-    "head passes",
-    "elementwise",
-    "Muon",
-    "communication",
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
-#: Arithmetic unit. "attention": products between exponentials; "stacks": many small ones; "mosaic": of `mlp_mosaic`.
-Unit = Literal["bf16", "fp8", "f32", "mosaic", "mosaic fp8", "attention", "stacks"]
-Rate = Unit | Literal["instructions", "memory", "links"]
-
 #: FLOPs of attention in a step of one device, for the tiles that its kernels visit: forward and backward.
 Attention = np.ndarray
 
-#: Kinds of products that belong neither to attention nor to the optimiser.
-GEMMS: dict[Unit, Kind] = {
-    "bf16": "GEMM bf16",
-    "fp8": "GEMM FP8",
-    "f32": "GEMM f32",
-    "mosaic": "Mosaic bf16",
-    "mosaic fp8": "Mosaic FP8",
-}
-#: Share of the vendor's rate. bf16, fp8, stacks, memory and links are fitted to traces of 2025-10-31 and rounded down.
-#: No trace has the others. float32 runs as TF32; Mosaic's products are taken to be slower than cuBLAS's; attention
-#: reaches 356 TFLOP/s, where FlashAttention-2 in Triton is published with 469 forward.
-REACHES: dict[Rate, float] = {
-    "bf16": 0.72,
-    "fp8": 0.70,
-    "f32": 0.6,
-    "mosaic": 0.6,
-    "mosaic fp8": 0.5,
-    "attention": 0.36,
-    "stacks": 0.20,
-    "instructions": 0.65,
-    "memory": 0.85,
-    "links": 0.72,
-}
-#: Relative error of a kind: on traces of 2025-12-11 (2 % of casts and sums, 10 % for all passes); else a guess.
-ERRORS: dict[Kind, float] = {
-    "GEMM bf16": 0.08,
-    "GEMM FP8": 0.13,
-    "GEMM f32": 0.3,
-    "Mosaic bf16": 0.3,
-    "Mosaic FP8": 0.3,
-    "attention": 0.3,
-    "head passes": 0.3,
-    "elementwise": 0.1,
-    "Muon": 0.24,
-    "communication": 0.06,
-}
-#: From the end of one kernel to the first work of the next: the median of these traces.
-START_S = 1.5e-6
 _LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
 
 #: SASS instructions per element, by opcode, from XLA's loss head of record 21 on sm_90a: 41 per logit in its sum and 63
@@ -128,6 +71,7 @@ class Line(msgspec.Struct, frozen=True):
     instructions: float
     num_bytes: float  #: to and from memory; of communication, to other devices
     starts: float  #: number of kernels
+    error: float  #: of `seconds`, relative
 
 
 def attention_by_window(program: Program, stage: Stage) -> list[tuple[int, Attention]]:
@@ -260,7 +204,7 @@ def flops_rate(device: Device, unit: Unit) -> float:
 
 def error(lines: Sequence[Line]) -> float:
     """Return the relative error of a sum of kinds, if all are wrong in the same direction."""
-    return sum(ERRORS[line.kind] * line.seconds for line in lines) / sum(line.seconds for line in lines)
+    return sum(line.error * line.seconds for line in lines) / sum(line.seconds for line in lines)
 
 
 def floor_s(line: Line, device: Device) -> float:
@@ -283,7 +227,8 @@ def _line(works: list[Work], device: Device) -> Line:
         by_bound[bound] = by_bound.get(bound, 0.0) + took_s
     amounts = zip(*((one.flops, one.instructions, one.num_bytes, one.starts) for one in works), strict=True)
     longest = max(by_bound, key=by_bound.__getitem__)
-    return Line(works[0].kind, sum(by_bound.values()), longest, *map(sum, amounts))
+    kind = works[0].kind
+    return Line(kind, sum(by_bound.values()), longest, *map(sum, amounts), error=errors(device)[kind])
 
 
 def priced(steps: Sequence[hlo.Executed], attention: Attention) -> Iterator[tuple[hlo.Executed, Work | None]]:

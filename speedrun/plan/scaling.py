@@ -18,8 +18,9 @@ from speedrun.base import mesh
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import UsageError
 from speedrun.plan import cost, hlo
-from speedrun.plan.cost import REACHES, Attention, Line, Work, gb, ms
+from speedrun.plan.cost import Attention, Line, Work, gb, ms
 from speedrun.plan.deviceless import Collective, compiled_step, ended, target_mesh
+from speedrun.plan.shares import REACHES, errors
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.train.program import Program
 
@@ -226,7 +227,8 @@ def replayed(
         waited_s = sum(trip.waited_s for trip in trips)
         num_bytes = sum(sent_bytes(*trip[:3]) for trip in trips)
         starts = sum(trip.collective.times for trip in trips)
-        lines += (Line("communication", waited_s, "links", 0.0, 0.0, num_bytes, starts),)
+        error = errors(device)["communication"]
+        lines += (Line("communication", waited_s, "links", 0.0, 0.0, num_bytes, starts, error),)
     return trips, lines
 
 

@@ -19,8 +19,9 @@ from msgspec import Meta, field
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import translate_read_errors
 from speedrun.base.wholefile import read_regular
-from speedrun.plan.cost import Kind, Work
+from speedrun.plan.cost import Work
 from speedrun.plan.deviceless import Collective
+from speedrun.plan.shares import Kind
 
 _MOST_BYTES = 2**30  #: of an unpacked trace
 _ADVICE = "need a trace of torch.profiler with record_shapes=True, as .json or .json.gz"
