@@ -165,7 +165,7 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
             ["leaderboard", "build"],
             ["stats", name, "--against", str(fast)],
             ["reproduce", name, "--against", str(fast), "--out", str(odd.with_name("out"))],
-            ["plot", name, "--kind", "pareto"],
+            ["plot", name],
             ["export", name, "--to", "csv", "--out", str(odd.with_name("out"))],
             ["describe", name, "--title", "odd"],
         ):

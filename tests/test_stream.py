@@ -5,17 +5,14 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from typed import invoke
 
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.runlog import ShardRange
@@ -365,13 +362,3 @@ def test_the_benchmark_of_a_loader_with_known_speed(folder, monkeypatch):
     assert 0.2 < measured.waited < 1
     assert measured.tokens_per_s <= 6 / 0.02
     assert measured.times_h100 == measured.tokens_per_s / 4e6
-
-
-def test_the_benchmark_removes_its_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(timing, "_SYNTHETIC_TOKENS", 5000)
-    monkeypatch.setattr(timing, "loader", partial(timing.loader, shape=(8, 64), step_ms=1, num_steps=2))
-    monkeypatch.setattr(timing, "_LOOPS_S", 0.01)
-    told = invoke("bench", "loader", "--json")
-    assert (told.exit_code, msgspec.json.decode(told.stdout)["batch_tokens"]) == (0, 8 * 64)
-    assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,7 @@ GROUPS = {
         "describe": ("publish", "Set title, authors, changes and parent of a record."),
         "submit": ("publish", "Validate a record, scan it for secrets, and pack it for a pull request."),
         "leaderboard": ("publish", "Build the board of all records, or check that it is up to date."),
-        "export": ("publish", "Write a record as text logs, CSV or wandb runs; or its model."),
+        "export": ("publish", "Write a record as text logs or CSV, or its model."),
     },
     "Machine": {
         "doctor": ("machine", "Report what this machine can run, and what to type next."),
