@@ -270,17 +270,6 @@ def test_shards_that_the_user_adds_later(tmp_path, server):
         get(tmp_path)
 
 
-def test_disk_space_is_checked_first(tmp_path, server, monkeypatch):
-    need = 3 * len(server.files[VAL])
-    usage = type(shutil.disk_usage(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need - 1))
-    with pytest.raises(DataError, match=r"0\.00 GB free on its disk; need 0\.00 GB; free some"):
-        get(tmp_path)
-    assert server.gets == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need))
-    get(tmp_path)
-
-
 def test_two_downloads_into_one_folder_take_turns(tmp_path, server):
     server.faults = {VAL: ["hold"]}
     lines, waits = list[str](), threading.Event()

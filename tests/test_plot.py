@@ -138,7 +138,7 @@ def test_the_pareto_front_holds_the_rows_that_are_not_dominated(row):
 def test_any_name_can_be_drawn_and_no_number_out_of_range(row):
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
     assert (
-        len(pictures(Board((msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400),), ()))) == 2
+        len(pictures(Board((msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400),), ()))) == 1
     )
 
 

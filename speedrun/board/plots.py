@@ -3,7 +3,7 @@
 The cost on the board's axes is what the track ranks by: train time or steps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +32,6 @@ _MAX_LABELS = 6
 _NUM_BINS = 60
 _FAR = 3.0  #: times the 95th percentile; longer steps are counted in the key and not drawn
 _NARROWEST_MS = 0.01  #: half width of a histogram whose steps all take the same time
-_MOST_ON_AXIS = 6  #: dates and costs
 _MOST_NAMED = 12
 _MOST_NAME = 32  #: characters
 
@@ -162,16 +161,10 @@ def _headline(runs: Sequence[Run]) -> str:
 
 
 def pictures(board: Board) -> dict[str, bytes]:
-    """Draw the history and the trade-off of each track that has a result; return SVGs by caption."""
+    """Draw loss against cost for each track that has a result; return SVGs by caption."""
     drawn: dict[str, bytes] = {}
     for name in sorted({row.track for row in board.rows}):
-        rows = results(board.of(name))
-        if any(row.standing != "missed" for row in rows):
-            caption = "each record that reached the target; the line is the best qualified (filled) one"
-            with drawing.canvas(6.0, 3.2) as figure:
-                _draw_history(figure.add_subplot(), rows)
-                drawn[f"{name}: {_unit(rows)[0]} of {caption}"] = drawing.svg(figure)
-        if rows:
+        if rows := results(board.of(name)):
             with drawing.canvas(6.0, 3.2) as figure:
                 _draw_pareto(figure, name, rows)
                 drawn[f"{name}: loss against {_unit(rows)[0]}, with the Pareto front"] = drawing.svg(figure)
@@ -191,14 +184,9 @@ def results(rows: Iterable[Row]) -> list[Row]:
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """Return the Pareto front, fastest first: rows not dominated in cost and loss."""
-    return _falling(sorted(rows, key=_place), lambda row: _place(row)[1])
-
-
-def _falling(rows: Iterable[Row], number: Callable[[Row], float]) -> list[Row]:
-    """Return the rows whose number is below that of every row before."""
     best: list[Row] = []
-    for row in rows:
-        if not best or number(row) < number(best[-1]):
+    for row in sorted(rows, key=_place):
+        if not best or _place(row)[1] < _place(best[-1])[1]:
             best.append(row)
     return best
 
@@ -207,41 +195,11 @@ def _place(row: Row) -> tuple[float, float]:
     return row.cost or 0.0, row.val_loss or 0.0
 
 
-def _unit(rows: Sequence[Row]) -> tuple[str, str, list[float]]:
-    """Return the name of the rows' cost, its format, and its half widths."""
+def _unit(rows: Sequence[Row]) -> tuple[str, list[float]]:
+    """Return the name of the rows' cost, and its half widths."""
     if rows[0].rules.rank_by == "steps":
-        return "steps", "{:,.0f}", [0.0] * len(rows)
-    return "train time (s)", "{:.1f} s", [row.train_time_half_width_s or 0.0 for row in rows]
-
-
-def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Return index and cost of each qualified row that beats all qualified rows before it."""
-    qualified = (row for row in rows if row.standing == "qualified")
-    return [(rows.index(row), _place(row)[0]) for row in _falling(qualified, lambda row: _place(row)[0])]
-
-
-def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draw the records that reached the target by date, and the best qualified one so far."""
-    from matplotlib.ticker import MaxNLocator
-
-    rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
-    places, costs = range(len(rows)), [_place(row)[0] for row in rows]
-    name, form, half_widths = _unit(rows)
-    steps = progress(rows)
-    if steps:
-        line = [*steps, (len(rows) - 1, steps[-1][1])]
-        axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    _points(axes, rows, places, costs, half_widths, [0.0] * len(rows))
-    bests = [place for place, _ in steps]
-    for place in places if len(rows) <= _MOST_ON_AXIS else bests[-_MOST_ON_AXIS:]:
-        drawing.label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
-    dates: dict[float, str] = {place: row.date for place, row in enumerate(rows)}
-    axes.xaxis.set_major_locator(MaxNLocator(_MOST_ON_AXIS, integer=True))
-    axes.xaxis.set_major_formatter(lambda place, _: dates.get(place, ""))
-    axes.tick_params(axis="x", rotation=20)
-    axes.set_ylim(bottom=0, top=1.25 * max(c + h for c, h in zip(costs, half_widths, strict=True)))
-    axes.margins(x=0.15)
-    axes.set_ylabel(name)
+        return "steps", [0.0] * len(rows)
+    return "train time (s)", [row.train_time_half_width_s or 0.0 for row in rows]
 
 
 def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
@@ -250,7 +208,7 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
     costs, losses = zip(*map(_place, rows), strict=True)
     loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
-    name, _, half_widths = _unit(rows)
+    name, half_widths = _unit(rows)
     _points(axes, rows, costs, losses, loss_half_widths, half_widths)
     target = tracks.load(track.rpartition("@")[0]).target.loss
     axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
