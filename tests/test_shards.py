@@ -37,7 +37,7 @@ BAD_FILES = {
     "too short": (header(count=5) + BODY, "1,032 bytes"),
     "too long": (header(count=3) + BODY, "1,032 bytes"),
     "half a header": (header()[:500], "500 bytes"),
-    "empty": (b"", "empty"),
+    "empty": (b"", "0 bytes"),
 }
 
 
@@ -276,4 +276,4 @@ def test_the_overview_of_a_track(tmp_path, monkeypatch):
     (folder / "smoke_train_000003.bin").write_bytes(b"")
     holding = overview.holding(smoke)
     assert (holding.shards, holding.tokens, holding.complete) == (4, 0, False)
-    assert "empty" in str(holding.problem)
+    assert ": 0 bytes; " in str(holding.problem)
