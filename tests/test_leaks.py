@@ -140,7 +140,7 @@ def test_traces_of_a_person_or_a_machine_are_warnings():
     text = "\n".join([*homes, "on NODE17", "node17.cluster.example", none])
     found = leaks.find(text.encode(), own)
     assert not any(leak.secret for leak in found)
-    kinds = ["a home folder"] * 4 + ["the own home folder"] + ["the name of this machine"] * 2
+    kinds = ["a home folder"] * 4 + ["your home folder"] + ["the name of this machine"] * 2
     assert [(leak.line, leak.kind) for leak in found] == list(enumerate(kinds, start=1))
     assert leaks.own_shapes({"HOME": "/root"}, host="localhost") == (), "root has no name"
 
