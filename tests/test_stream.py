@@ -143,17 +143,6 @@ def test_processes_share_a_batch(folder, lengths, rows, seq_len, num_processes):
             part.batch(num_sequences, seq_len)
 
 
-def test_a_process_reads_only_its_rows(folder, monkeypatch):
-    (shard,) = make(folder, 100)
-    reads: list[tuple[int, int]] = []
-    real = Shard.read
-    monkeypatch.setattr(Shard, "read", lambda s, *at: reads.append(at) or real(s, *at))
-    stream = TokenStream([shard], process=2, num_processes=4)
-    stream.batch(8, 3)
-    assert reads == [(12, 19)]
-    assert stream.cursor == Cursor(0, 24)
-
-
 @pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21), Cursor(-1, 0), Cursor(0, -1)])
 def test_a_cursor_of_other_shards_is_refused(folder, cursor):
     with pytest.raises(DataError, match="shards; need those the run began with"):
@@ -209,17 +198,6 @@ def test_documents_are_packed_as_in_record_89(texts, shape, splits):
         assert read == rest
         with pytest.raises(DataError, match=r"has documents for .*; get more shards"):
             TokenStream(shards, cursor, document_token=0).batch(*shape)
-
-
-def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder):
-    """Documents of 5 and 9 tokens, cut at 6: sequences of 7 and a target take 5 + 3, or 6 + 2."""
-    text = [0, 1, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2] * 4
-    (shard,) = [write_shard(folder / "documents.bin", np.array(text))]
-    stream = TokenStream([shard], document_token=0)
-    first, second = stream.batch(1, 7, 6), stream.batch(1, 7, 6)
-    assert first.tokens_BT.tolist() == second.tokens_BT.tolist() == [[0, 1, 1, 1, 1, 0, 2]]
-    assert stream.cursor == (0, 28)
-    assert stream.ranges == (ShardRange("documents.bin", "", 56, 0, 28, skipped=14),)
 
 
 def test_a_shard_without_documents_is_refused_and_not_skipped(folder):

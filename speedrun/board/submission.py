@@ -59,7 +59,7 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
-    """Raise SpeedrunError or UsageError unless all checks pass and the record missed its target only if `missed`."""
+    """Raise SpeedrunError unless all checks pass and the target is reached, or missed if `missed`."""
     root = record.root
     if report.exit_code:
         problems = (*report.having("failed"), *report.having("warning"))
@@ -67,14 +67,11 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         why = f"'speedrun validate --strict {root}' says why and what to do"
         raise SpeedrunError(f"{root} is refused: {bad}; {why}")
     loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
-    is_missed = standing_of(record, report) == "missed"
-    if is_missed and not missed:
+    if standing_of(record, report) == "missed" and not missed:
         raise SpeedrunError(
             f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass --missed "
             "to submit it as a run that missed"
         )
-    if missed and not is_missed:
-        raise UsageError(f"{root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
 
 
 def require_outside(record: Path, out: Path) -> None:

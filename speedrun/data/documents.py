@@ -225,7 +225,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in _of_batches(batches, column, Place("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
-    except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
+    except (ArrowException, UnicodeDecodeError) as error:  # Arrow does not check names and texts
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: {reason}; need a whole parquet file; get it again") from None
 
@@ -258,10 +258,7 @@ def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: 
     for batch in batches:
         first, texts = max(row, at.row), []
         for number, value in enumerate(batch.column(column).slice(first - at.row), first):
-            try:
-                texts.append(_checked(value.as_py(), name, number, column))
-            except UnicodeDecodeError as error:  # Arrow does not check
-                raise _not_utf8(name, number, error) from None
+            texts.append(_checked(value.as_py(), name, number, column))
         if texts:
             yield Block(msgspec.structs.replace(at, row=first), texts, 0)
         at = msgspec.structs.replace(at, row=at.row + batch.num_rows)
@@ -276,7 +273,8 @@ def _of_line(line: bytes, column: str, name: str, row: int) -> str:
     try:
         found = json.loads(line.decode("utf-8-sig"))  # from bytes, json accepts surrogates and UTF-16
     except UnicodeDecodeError as error:
-        raise _not_utf8(name, row, error) from None
+        said = f"row {row:,} is not UTF-8 at its byte {error.start:,}"
+        raise DataError(f"{name}: {said}; repair or remove it") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}: row {row:,} is not JSON: {error}; repair or remove it") from None
     if not isinstance(found, dict):
@@ -289,7 +287,3 @@ def _checked(text: object, name: str, row: int, column: str) -> str:
         got = f"{type(text).__name__} as {column!r}"
         raise DataError(f"{name}: row {row:,} has {got}; need a text; choose with --column or repair it")
     return valid(text)
-
-
-def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(f"{name}: row {row:,} is not UTF-8 at its byte {error.start:,}; repair or remove it")
