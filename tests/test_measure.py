@@ -143,7 +143,6 @@ def test_a_rival_is_read_line_by_line(tmp_path):
     found = bench_step.compared([ours, curve, curve, slower])
     assert found.ratio == pytest.approx((85 + 120) / 200)
     assert (found.ratio_least, found.ratio_most) == pytest.approx((0.85, 1.2))
-    assert [row["step"] for row in found.curve] == [0, 1, 2, 3]
     for text in ("#!/bin/sh\necho torch: no kernel image >&2; exit 3\n", "#!/bin/sh\necho hello\n"):
         with pytest.raises(SpeedrunError, match=r"no kernel image|printed 0 steps"):
             bench_step.run_rival(stranger(tmp_path, text), 4)

@@ -1,4 +1,3 @@
-import json
 import random
 import re
 import statistics
@@ -14,7 +13,7 @@ from typed import invoke
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
 from speedrun.board import drawing
-from speedrun.board.plots import KINDS, frontier, pareto, pictures, plot, results
+from speedrun.board.plots import KINDS, frontier, pictures, plot, results
 from speedrun.board.standings import Board, Row, judge
 from speedrun.record.about import assemble
 from speedrun.record.reader import load
@@ -95,7 +94,6 @@ def test_every_step_of_every_run_is_in_the_histogram(tmp_path, record, drawn):
     assert "median 140.0 ms" in {text.get_text() for text in axes.texts}
     at_ms = sorted(line.get_xdata()[0] for line in axes.lines)
     assert at_ms == pytest.approx([1e3 * statistics.median_low(step_s * 2), 200])
-    assert axes.get_yscale() == "linear"
 
 
 def test_outliers_are_counted_and_do_not_stretch_the_histogram(tmp_path, record, drawn):
@@ -112,7 +110,6 @@ def test_outliers_are_counted_and_do_not_stretch_the_histogram(tmp_path, record,
     assert sum(patch.get_height() for patch in axes.patches) == num_steps - 1
     assert axes.get_xlim()[1] < 400
     assert "1 of 400 beyond the right end" in {text.get_text() for text in axes.texts}
-    assert axes.get_yscale() == "log"
 
 
 @pytest.fixture
@@ -138,25 +135,11 @@ def test_the_pareto_front_holds_the_rows_that_are_not_dominated(row):
         assert found == sorted({*places} - beaten)
 
 
-def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
-    slow, edited = forge(tmp_path / "slow", step_s=(9.0,) * 10), forge(tmp_path / "edited")
-    (edited / "source.txt").write_text((edited / "source.txt").read_text().replace("SIZE = 1", "SIZE = 2"))
-    argv = ["--kind", "pareto", "--out", str(tmp_path / "out"), "--json"]
-    path = tmp_path / "out" / "pareto-forged-1.png"
-    result = invoke("plot", record, slow, edited, *argv)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["plots"] == [str(path)]
-    assert f"{edited} is left out, refused: V003" in result.stderr
-    first = path.read_bytes()
-    assert invoke("plot", slow, record, *argv).exit_code == 0
-    assert path.read_bytes() == first, "the order of arguments changes no picture"
-    assert invoke("plot", edited, *argv).exit_code == UsageError.exit_code
-
-
-def test_any_name_can_be_drawn_and_no_number_out_of_range(row, tmp_path):
+def test_any_name_can_be_drawn_and_no_number_out_of_range(row):
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
-    (path,) = pareto([msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400)], tmp_path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (
+        len(pictures(Board((msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400),), ()))) == 1
+    )
 
 
 def test_the_command_draws_all_kinds_of_several_records(record, tmp_path, drawn):

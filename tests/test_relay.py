@@ -104,7 +104,7 @@ def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line
     assert line.startswith("warning: wandb: ")
-    assert line.endswith(f"speedrun export {fresh} --to wandb")
+    assert line.endswith(f"speedrun export {fresh} --to csv")
     assert not told()
 
 
@@ -125,7 +125,7 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
             raise Terminated
     assert watch.seconds < 300, "half of what it stalls"
     (line,) = capfd.readouterr().err.splitlines()
-    assert f"it did not end within {within_s} s after the run; to send the record later: " in line
+    assert f"it did not end within {within_s} s after the run; the record holds all numbers: " in line
     left = {path.name for path in (tmp_path / "site").iterdir()} - {"__pycache__"}
     assert left == {"wandb.py"}, "its scratch files"
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typed import invoke
 
 from speedrun.base import track
 from speedrun.base.errors import DataError, StorageError
@@ -37,7 +36,7 @@ BAD_FILES = {
     "too short": (header(count=5) + BODY, "1,032 bytes"),
     "too long": (header(count=3) + BODY, "1,032 bytes"),
     "half a header": (header()[:500], "500 bytes"),
-    "empty": (b"", "empty"),
+    "empty": (b"", "0 bytes"),
 }
 
 
@@ -63,16 +62,6 @@ def assert_refused(path: Path, cause: str):
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
     assert message.count(";") == 2, "what we got; what is needed; what to do"
-
-
-def test_a_bad_shard_is_exit_code_3(tmp_path):
-    for name in ("x_val_000000.bin", "x_train_000001.bin"):
-        write_shard(tmp_path / name, np.zeros(131_073, int))
-    (bad := tmp_path / "x_train_000002.bin").write_bytes(header()[:500])
-    refused = invoke("data", "verify", "--track", "webmini", "--data", tmp_path)
-    assert refused.exit_code == 3
-    assert refused.stderr.startswith(f"error: {bad}: ")
-    assert refused.stderr.count("\n") == 1
 
 
 @settings(deadline=None)
@@ -243,14 +232,6 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder):
         open_track(folder, data)
 
 
-def test_the_tracks_digest_finds_a_wrong_byte(folder):
-    data = listed(folder, TRAIN, "t_train_2.bin", VAL)
-    (folder / shards.MANIFEST).unlink()
-    write_shard(folder / TRAIN, np.arange(10)[::-1])
-    with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; the track says [0-9a-f]{64}"):
-        verify(folder, data, full=True)
-
-
 def test_the_folder_of_a_track(tmp_path, monkeypatch):
     smoke = track.load("smoke-cpu")
     monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
@@ -276,4 +257,4 @@ def test_the_overview_of_a_track(tmp_path, monkeypatch):
     (folder / "smoke_train_000003.bin").write_bytes(b"")
     holding = overview.holding(smoke)
     assert (holding.shards, holding.tokens, holding.complete) == (4, 0, False)
-    assert "empty" in str(holding.problem)
+    assert ": 0 bytes; " in str(holding.problem)

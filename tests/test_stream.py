@@ -5,17 +5,14 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from typed import invoke
 
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.runlog import ShardRange
@@ -146,17 +143,6 @@ def test_processes_share_a_batch(folder, lengths, rows, seq_len, num_processes):
             part.batch(num_sequences, seq_len)
 
 
-def test_a_process_reads_only_its_rows(folder, monkeypatch):
-    (shard,) = make(folder, 100)
-    reads: list[tuple[int, int]] = []
-    real = Shard.read
-    monkeypatch.setattr(Shard, "read", lambda s, *at: reads.append(at) or real(s, *at))
-    stream = TokenStream([shard], process=2, num_processes=4)
-    stream.batch(8, 3)
-    assert reads == [(12, 19)]
-    assert stream.cursor == Cursor(0, 24)
-
-
 @pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21), Cursor(-1, 0), Cursor(0, -1)])
 def test_a_cursor_of_other_shards_is_refused(folder, cursor):
     with pytest.raises(DataError, match="shards; need those the run began with"):
@@ -210,21 +196,8 @@ def test_documents_are_packed_as_in_record_89(texts, shape, splits):
             read += span.stop - span.start - span.skipped
             rest += shape.num_sequences * shape.seq_len
         assert read == rest
-        left = np.concatenate([texts[cursor.shard][cursor.offset :], *texts[cursor.shard + 1 :]])
-        said = f"read {np.sum(left == 0)} documents, {len(left)} tokens; get more shards"
-        with pytest.raises(DataError, match=rf"has documents for .* tokens: {said}"):
+        with pytest.raises(DataError, match=r"has documents for .*; get more shards"):
             TokenStream(shards, cursor, document_token=0).batch(*shape)
-
-
-def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder):
-    """Documents of 5 and 9 tokens, cut at 6: sequences of 7 and a target take 5 + 3, or 6 + 2."""
-    text = [0, 1, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2] * 4
-    (shard,) = [write_shard(folder / "documents.bin", np.array(text))]
-    stream = TokenStream([shard], document_token=0)
-    first, second = stream.batch(1, 7, 6), stream.batch(1, 7, 6)
-    assert first.tokens_BT.tolist() == second.tokens_BT.tolist() == [[0, 1, 1, 1, 1, 0, 2]]
-    assert stream.cursor == (0, 28)
-    assert stream.ranges == (ShardRange("documents.bin", "", 56, 0, 28, skipped=14),)
 
 
 def test_a_shard_without_documents_is_refused_and_not_skipped(folder):
@@ -335,17 +308,6 @@ def test_an_error_is_raised_with_its_batch(folder):
         assert ahead.cursor == Cursor(0, 12)
 
 
-def test_a_shard_that_shrinks_during_a_run_ends_it(folder):
-    (shard,) = make(folder, 50)
-    with Prefetch(TokenStream([shard]), repeat((2, 3))) as ahead:
-        next(ahead)
-        ahead.drain()
-        os.truncate(shard.path, 1024 + 2 * 20)
-        next(ahead)  # was read before
-        with pytest.raises(DataError, match="changed since it was opened"):
-            next(ahead)
-
-
 # --- benchmark --------------------------------------------------------------------------------------------
 
 
@@ -365,13 +327,3 @@ def test_the_benchmark_of_a_loader_with_known_speed(folder, monkeypatch):
     assert 0.2 < measured.waited < 1
     assert measured.tokens_per_s <= 6 / 0.02
     assert measured.times_h100 == measured.tokens_per_s / 4e6
-
-
-def test_the_benchmark_removes_its_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(timing, "_SYNTHETIC_TOKENS", 5000)
-    monkeypatch.setattr(timing, "loader", partial(timing.loader, shape=(8, 64), step_ms=1, num_steps=2))
-    monkeypatch.setattr(timing, "_LOOPS_S", 0.01)
-    told = invoke("bench", "loader", "--json")
-    assert (told.exit_code, msgspec.json.decode(told.stdout)["batch_tokens"]) == (0, 8 * 64)
-    assert list(tmp_path.iterdir()) == []

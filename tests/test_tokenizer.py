@@ -1,9 +1,6 @@
 """Tokenizers against their own libraries and against bytes; unusual documents; files that change; bytes of ids."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,17 +73,6 @@ def test_unusual_documents(ours, reference, text):
     assert 50256 not in ids
 
 
-def test_where_a_long_document_is_split():
-    text = "word, " * 50_000 + "x" * 100_000
-    cut = list(tokenizer.parts(text))
-    assert "".join(cut) == text
-    assert max(map(len, cut)) <= 100_000 + tokenizer._LONG_CHARACTERS + 6
-    assert all(part[0] == " " for part in cut[1:])
-    assert len(cut) <= len(text) // tokenizer._LONG_CHARACTERS + 1
-    assert list(tokenizer.parts("a b" * 100)) == ["a b" * 100]
-    assert list(tokenizer.parts("x" * 100_000)) == ["x" * 100_000]
-
-
 @needs_ranks
 def test_a_document_on_which_tiktoken_fails(ours, reference):
     """Its matcher overflows on a million blanks before a word."""
@@ -96,15 +82,6 @@ def test_a_document_on_which_tiktoken_fails(ours, reference):
     ids = ours.encode([text])[0].tolist()
     assert reference.decode(ids) == text
     assert ids == [*reference.encode_ordinary("a" + " " * 999_999), *reference.encode_ordinary(" b")]
-
-
-@needs_ranks
-def test_bytes_of_ids(ours):
-    texts = ["naïve 👩‍👩‍👧‍👦 text", "", "\0\n", "plain"]
-    id_bytes_V = tokenizer.id_bytes_V(ours)
-    assert id_bytes_V is not None
-    assert [int(id_bytes_V[ids].sum()) for ids in ours.encode(texts)] == [len(t.encode()) for t in texts]
-    assert id_bytes_V[50256] == 0
 
 
 @needs_ranks
@@ -139,35 +116,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bpe") / "mine.json"
     assert tokenizer.train_bpe(iter(TEXTS), 300, path) == 300
     return path
-
-
-def test_the_same_texts_give_the_same_file(trained, tmp_path):
-    """With any number of threads and any hash seed of Python."""
-    script = (
-        "import json, sys; from pathlib import Path; from speedrun.data import tokenizer\n"
-        "tokenizer.train_bpe(iter(json.loads(sys.argv[2])), 300, Path(sys.argv[1]))"
-    )
-    for threads in ("1", "4"):
-        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PYTHONPATH": str(ROOT)}
-        path = tmp_path / f"{threads}.json"
-        subprocess.run([sys.executable, "-c", script, path, json.dumps(TEXTS)], check=True, env=env)
-        assert path.read_bytes() == trained.read_bytes()
-
-
-@settings(deadline=None, max_examples=100)
-@given(text=ANY_TEXT)
-def test_a_trained_tokenizer_decodes_to_the_text(trained, text):
-    import tokenizers
-
-    loaded = tokenizer.load(str(trained))
-    (ids,) = loaded.encode([text])
-    model = tokenizers.Tokenizer.from_file(str(trained))
-    assert model.decode(ids.tolist(), skip_special_tokens=False) == text
-    id_bytes_V = tokenizer.id_bytes_V(loaded)
-    assert id_bytes_V is not None
-    assert id_bytes_V[ids].sum() == len(text.encode())
-    assert loaded.document_token not in ids
-    assert loaded.vocab_size == 300
 
 
 def test_a_document_token_in_a_text_is_text_or_refused(trained, tmp_path):

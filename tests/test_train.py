@@ -494,7 +494,7 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     reached = msgspec.structs.replace(summary, target_reached=True)
     plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
     assert following(plain, reached, report) == "speedrun reproduce runs/x --same-seeds"
-    assert following(plain, summary, report) == "speedrun run --track smoke-cpu --seed 4"
+    assert following(plain, summary, report) == "speedrun plot runs/x --kind all"
 
 
 @pytest.fixture

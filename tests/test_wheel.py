@@ -20,7 +20,7 @@ def run(argv: list[str | Path], folder: Path, *codes: int) -> str:
     """Output of a command that runs in a folder and ends with one of these codes; 0 by default."""
     outside = {"PYTHONPATH", "SPEEDRUN_DATA", "XLA_FLAGS", "SPEEDRUN_TEST_PLATFORM"}
     env = {name: value for name, value in os.environ.items() if name not in outside}
-    env |= {"UV_CACHE_DIR": str(folder / "uv-cache"), "UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}
+    env |= {"PIP_NO_INDEX": "1"}
     done = subprocess.run(argv, cwd=folder, env=env, stdout=-1, stderr=-2, text=True, check=False)
     assert done.returncode in (codes or (0,)), f"{argv}\n{done.stdout}"
     return done.stdout
@@ -36,54 +36,36 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["pip", "uv"])
-def installer(request: pytest.FixtureRequest) -> str:
-    """Absolute path of uv, or the word pip."""
-    if request.param == "pip":
-        return "pip"
-    if (uv := shutil.which("uv")) is None:
-        pytest.skip("needs uv on the PATH")
-    return uv
-
-
-def build(installer: str, sources: Path, out: Path) -> Path:
-    """The wheel, made by pip or by uv with the setuptools that are here."""
-    if installer == "pip":
-        argv = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, "."]
-    else:
-        argv = [installer, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-o", out]
-    run(argv, sources)
+def build(sources: Path, out: Path) -> Path:
+    """The wheel, made with the setuptools that are here."""
+    run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, "."], sources)
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
-def install(installer: str, wheel: Path, folder: Path) -> Path:
+def install(wheel: Path, folder: Path) -> Path:
     """The folder of programs of a new environment that holds the wheel, and sees the packages that are here."""
     venv.create(folder, with_pip=False)
     there = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     # A folder named in a .pth file is searched, but its own .pth files, such as that of this checkout, are not read.
     (there / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
-    if installer == "pip":
-        argv = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel]
-    else:
-        argv = [installer, "pip", "install", "--python", python, "--no-deps", wheel]
-    run(argv, folder)
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel], folder)
     return folder / "bin"
 
 
 def test_the_wheel_is_the_package(sources, tmp_path):
     """Every file of it, tracks and types included; nothing else but metadata."""
-    with ZipFile(build("pip", sources, tmp_path)) as archive:
+    with ZipFile(build(sources, tmp_path)) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = (path for path in (ROOT / "speedrun").rglob("*") if path.is_file())
     assert names == {path.relative_to(ROOT).as_posix() for path in package if path.suffix != ".pyc"}
 
 
 @pytest.mark.compile
-def test_an_installed_wheel_trains_and_validates(installer, sources, tmp_path):
+def test_an_installed_wheel_trains_and_validates(sources, tmp_path):
     """From an empty folder: no checkout, no git, no lock files."""
-    bin_dir = install(installer, build(installer, sources, tmp_path / "wheel"), tmp_path / "venv")
+    bin_dir = install(build(sources, tmp_path / "wheel"), tmp_path / "venv")
     folder = tmp_path / "empty"
     folder.mkdir()
     where = [bin_dir / "python", "-c", "import speedrun; print(speedrun.__file__)"]
@@ -92,4 +74,4 @@ def test_an_installed_wheel_trains_and_validates(installer, sources, tmp_path):
     said = run([bin_dir / "speedrun", *words], folder, 1)
     assert "target 3.28 NOT reached" in said, said
     assert "good: " in run([bin_dir / "speedrun", "validate", "--strict", "mine"], folder)
-    assert {path.name for path in folder.iterdir()} - {"uv-cache"} == {"data", "mine"}
+    assert {path.name for path in folder.iterdir()} == {"data", "mine"}

@@ -1,7 +1,4 @@
-"""The style of all pictures, and how they are written. The same content gives the same bytes, without dates.
-
-An SVG follows the light or dark mode of whoever looks at it. matplotlib is imported when something is drawn.
-"""
+"""The style of all pictures. Equal content gives equal bytes. matplotlib is imported on use."""
 
 import io
 from collections.abc import Iterator
@@ -27,7 +24,7 @@ _DARK = {
     PAPER: "#12181e",
 }
 DASHED = (0, (5, 3))
-#: The largest number that is drawn; matplotlib fails far beyond it.
+#: The largest number to draw; matplotlib fails far beyond it.
 MOST = 1e15
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
@@ -42,7 +39,7 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def canvas(width: float, height: float) -> Iterator["Figure"]:
-    """Yield an empty figure of this size in inches; draw and write it inside the block, where its style holds."""
+    """Yield an empty figure of this size in inches; its style holds inside the block."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -51,7 +48,7 @@ def canvas(width: float, height: float) -> Iterator["Figure"]:
 
 
 def save(figure: "Figure", folder: Path, name: str) -> Path:
-    """Write a figure into a folder, which is made, as PNG; return its path. An SVG could run code in a record."""
+    """Write a figure as PNG into a folder; return its path. An SVG in a record could run code."""
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     path, png = folder / f"{name}.png", io.BytesIO()
@@ -61,7 +58,7 @@ def save(figure: "Figure", folder: Path, name: str) -> Path:
 
 
 def svg(figure: "Figure") -> bytes:
-    """Return a figure as SVG, with a style sheet that swaps its colours in the dark."""
+    """Return a figure as SVG, with a style sheet for dark mode."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     paints = [(paint, *colours) for colours in _DARK.items() for paint in ("fill", "stroke")]
@@ -76,14 +73,14 @@ def title(axes: "Axes", text: str) -> None:
 
 
 def key(axes: "Axes", *names: tuple[str, str]) -> None:
-    """Write names in their colours, below each other in the upper right corner."""
+    """Write names in their colours into the upper right corner."""
     for number, (name, colour) in enumerate(names):
         place = 0.995, 0.985 - 0.06 * number
         axes.text(*place, in_font(name), color=colour, transform=axes.transAxes, ha="right", va="top")
 
 
 def level(axes: "Axes", value: float, text: str, colour: str) -> None:
-    """Draw a horizontal line and write its name at the left end, where the curves are far above it."""
+    """Draw a horizontal line with its name at the left end, where the curves are far above it."""
     axes.axhline(value, color=colour, linewidth=1, linestyle=DASHED, zorder=2)
     form: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "path_effects": ()}
     label(axes, (0, value), text, (5, 3), color=colour, fontsize=9, **form)
@@ -92,7 +89,7 @@ def level(axes: "Axes", value: float, text: str, colour: str) -> None:
 def label(
     axes: "Axes", place: tuple[float, float], text: str, offset: tuple[float, float], **form: Any
 ) -> None:
-    """Write a text with an outline beside a point; the offset is in typographic points, `form` is matplotlib's."""
+    """Write a text with an outline next to a point; the offset is in typographic points."""
     from matplotlib.patheffects import withStroke
 
     form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
@@ -100,7 +97,7 @@ def label(
 
 
 def number_decades(axis: "Axis") -> None:
-    """Write plain numbers at 1, 2 and 5 of each decade of a logarithmic axis, in place of powers of ten."""
+    """Write plain numbers at 1, 2 and 5 of each decade of a logarithmic axis."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -109,5 +106,5 @@ def number_decades(axis: "Axis") -> None:
 
 
 def in_font(text: str) -> str:
-    """Cut a text to 120 characters and escape those that the font may not have."""
+    """Cut a text to 120 characters, and escape those that the font may lack."""
     return text[:120].encode("ascii", "backslashreplace").decode()

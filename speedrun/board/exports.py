@@ -1,12 +1,8 @@
-"""A record in other formats: what its runs printed, text logs of modded-nanogpt, CSV, wandb.
+"""A record in other formats (printed text, logs of modded-nanogpt, CSV), and its growing logs sent to wandb.
 
-Exports contain only what the record holds: no path, user, host or environment of the machine that exports. They hold
-less than the record and prove nothing. wandb, which is optional, adds its own version, that of Python and the platform.
+A child process sends to wandb, so that no failure of wandb reaches the run:
 
-`--wandb PROJECT`: a child process sends the growing logs of a record. The run depends on none of it. Whatever goes
-wrong with wandb (not installed, no key, no server) is one warning, and the child is gone ten seconds after the run.
-
-python -m speedrun.board.exports RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
+    python -m speedrun.board.exports RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
 """
 
 import csv
@@ -35,10 +31,10 @@ from speedrun.board.submission import require_outside
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
-_LEAVE_S = 10.0  #: from the end of the run until the child is killed
+_LEAVE_S = 10.0  #: between the end of the run and the kill of the child
 _POLL_S = 1.0  #: between two reads of the logs
-_ID_LIMIT = 64  #: characters of wandb's run ids; names of run folders fit but for their length
-#: It tells nothing about this machine. Its own time to wait for a dead server is 90 s, too long.
+_ID_LIMIT = 64  #: characters of wandb's run ids
+#: Nothing about this machine is sent, and a dead server costs 20 s instead of 90.
 _SETTINGS = {
     **dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "silent"), True),
     **dict.fromkeys((f"x_disable_{name}" for name in ("machine_info", "meta", "stats", "viewer")), True),
@@ -57,7 +53,7 @@ class Loss(NamedTuple):
 
 
 def curve(run: Run) -> list[Loss]:
-    """Return the losses of a run by step, a validation before the training loss of the step that ended there."""
+    """Return the losses of a run by step; at equal steps, the validation comes first."""
     time_s, found = 0.0, []
     for line in run.lines:
         match line.event:
@@ -84,7 +80,7 @@ def _classic(record: Record) -> dict[str, bytes]:
 
 
 def _csv(record: Record) -> dict[str, bytes]:
-    """Return a table of the validations of all runs and one of the training losses, with all digits."""
+    """Return a table of validations and one of training losses, with all digits."""
     files = {}
     for name, kind in (("validations.csv", "val"), ("train_losses.csv", "train")):
         table = io.StringIO()
@@ -92,7 +88,7 @@ def _csv(record: Record) -> dict[str, bytes]:
         writer.writerow(["log", "step", "num_steps", f"{kind}_loss", "train_time_ms"])
         for run in record.runs:
             for point in (point for point in curve(run) if point.kind == kind):
-                # A digit of a nanosecond is more than a clock resolves; divided by 1,000 it gives the seconds again.
+                # To the nanosecond; divided by 1,000, it gives the seconds of the record again.
                 time_ms = f"{1e3 * point.train_time_s:.6f}".rstrip("0").rstrip(".")
                 writer.writerow([clean(run.folder), point.step, run.start.num_steps, point.loss, time_ms])
         files[name] = table.getvalue().encode()
@@ -100,17 +96,16 @@ def _csv(record: Record) -> dict[str, bytes]:
 
 
 def _text(record: Record) -> dict[str, bytes]:
-    """Return what each run printed, with all kernels and reasons."""
+    """Return what each run prints with --verbose."""
     return {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
 
 
 # --- wandb
 
 
-def library(**environment: str) -> Any:
-    """Return wandb, with variables that it reads when it is imported; raise UsageError if it is not installed."""
-    # The first stops reports of crashes to its makers.
-    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | environment
+def library() -> Any:
+    """Return wandb; raise UsageError if it is not installed."""
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # read at import
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
@@ -119,24 +114,19 @@ def library(**environment: str) -> Any:
         raise UsageError("wandb is not installed; type: pip install wandb") from None
 
 
-def _begun(wandb: Any, start: runlog.Line, *, scratch: str, **where: str) -> Any:
-    """Start a run in wandb.
-
-    `start` is the first line of its log. `scratch` gets wandb's files, which include logs full of paths and settings.
-    `where` is wandb's: its mode (send, or write files that `wandb sync` sends), the project, and the group that the
-    runs of one record share.
-    """
+def _begun(wandb: Any, start: runlog.Line, **where: str) -> Any:
+    """Start a run in wandb from the first line of its log; `where` is its project, group and folder."""
     event = start.event
     assert isinstance(event, runlog.RunStart)
     begun_s = datetime.fromisoformat(start.t_utc).timestamp()
     return wandb.init(
-        id=event.run_id[:_ID_LIMIT], name=event.run_id, config=event.config, dir=scratch, reinit="create_new",
+        id=event.run_id[:_ID_LIMIT], name=event.run_id, config=event.config, mode="online", reinit="create_new",
         settings=wandb.Settings(**_SETTINGS, x_start_time=begun_s), **where,
     )  # fmt: skip
 
 
 def _log(run: Any, line: runlog.Line) -> None:
-    """Log the numbers of a line; wandb joins those of one step into one row."""
+    """Log the numbers of a line; wandb joins those of one step into a row."""
     match line.event:
         case runlog.Val() as event:
             step, numbers = event.step, {"val/loss": loss_of(event)}
@@ -149,36 +139,12 @@ def _log(run: Any, line: runlog.Line) -> None:
     run.log({**numbers, "_timestamp": datetime.fromisoformat(line.t_utc).timestamp()}, step=step)
 
 
-def offline_runs(record: Record) -> dict[str, bytes]:
-    """Return the files of an offline run for each run, for `wandb sync`; raise UsageError without wandb."""
-    files = {}
-    # wandb also writes logs full of paths and settings. They stay in a temporary folder.
-    with tempfile.TemporaryDirectory() as scratch:
-        wandb = library(WANDB_CACHE_DIR=scratch)
-        for run in record.runs:
-            sent = _begun(wandb, run.lines[0], scratch=scratch, mode="offline", project="speedrun")
-            for line in run.lines:
-                _log(sent, line)
-            sent.finish()
-            (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{sent.id}.wandb")
-            begun = datetime.fromisoformat(run.lines[0].t_utc)
-            files[f"offline-run-{begun:%Y%m%d_%H%M%S}-{sent.id}/{written.name}"] = written.read_bytes()
-        wandb.teardown()
-    return files
-
-
 #: From a record to files by relative path.
-FORMS = {"classic": _classic, "csv": _csv, "text": _text, "wandb": offline_runs}
+FORMS = {"classic": _classic, "csv": _csv, "text": _text}
 
 
 def export(record: Record, form: str, out: Path) -> list[Path]:
-    """Write a record in one of the `FORMS` into a new or empty folder, which appears whole; return the files.
-
-    Raises:
-        UsageError: if the record cannot be read whole or holds a secret, the folder is part of it or not empty, or
-            wandb is missing.
-        StorageError: if a file cannot be written.
-    """
+    """Write a record in one of the `FORMS` into a new or empty folder, which appears whole; return the files."""
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
     leaks.refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
@@ -196,19 +162,20 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     if project is None:
         return nullcontext()
     old = [path.name for path in record.glob("runs/*")]
-    export = shlex.join(["speedrun", "export", str(record), "--to", "wandb"])
-    words, remedy = [str(record), project, *old], f"to send the record later: {export}"
-    return children.beside("wandb", "speedrun.board.exports", words, remedy, leave_s=_LEAVE_S)
+    remedy = "the record holds all numbers: " + shlex.join(["speedrun", "export", str(record), "--to", "csv"])
+    return children.beside(
+        "wandb", "speedrun.board.exports", [str(record), project, *old], remedy, leave_s=_LEAVE_S
+    )
 
 
 def _sent(path: Path, begin: Callable[[runlog.Line], Any]) -> Iterator[None]:
-    """Send the lines of a growing log to a run that its first line begins; pause where there is none yet."""
+    """Send the lines of a growing log to the run that its first line begins; yield when there are no more."""
     tail, run = Tail(path), None
     while True:
         for raw in (raw for piece in iter(tail.read, None) for raw in piece.lines):
             line = runlog.decode(raw)
             if isinstance(line.event, runlog.RunStart):
-                # The only line with free text of which wandb gets anything.
+                # The only line whose free text is sent.
                 if secret := next((leak for leak in leaks.find(raw) if leak.secret), None):
                     raise UsageError(f"line 1 of {path} holds {secret.kind}; nothing of it is sent")
                 run = begin(line)
@@ -220,17 +187,13 @@ def _sent(path: Path, begin: Callable[[runlog.Line], Any]) -> Iterator[None]:
 
 
 def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) -> None:
-    """Send the logs of a record but for some runs, and what is appended to them, until a stream ends.
-
-    Raises:
-        UsageError: if wandb is not installed or set not to send, or if there is a secret in what it would be sent.
-        wandb.Error: from wandb.
-    """
+    """Send the growing logs of a record, except those of some runs, until a stream ends."""
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
         raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
     with tempfile.TemporaryDirectory() as scratch:
         wandb, group = library(), record.resolve().name
-        begin = partial(_begun, wandb, scratch=scratch, mode="online", project=project, group=group)
+        # Its folder gets logs full of paths and settings.
+        begin = partial(_begun, wandb, dir=scratch, project=project, group=group)
         logs: dict[Path, Iterator[None]] = {}
         is_over = False
         while not is_over:

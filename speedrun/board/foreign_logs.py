@@ -1,33 +1,13 @@
-"""Import a file of somebody else's validations: a text log, or a CSV table of many runs.
+"""Import other people's validations, from a text log or a CSV table of many runs.
 
     step:125/1770 val_loss:4.6539 train_time:12051ms step_avg:96.41ms     modded-nanogpt
     step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms   its third track: seconds
     s:250 tel:6.1710                                                      llm.c: no time
     [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax
+    log,step,num_steps,val_loss,train_time_ms                             head of a table; rows of a run are adjacent
 
-A log may begin with the whole text of the script that wrote it, with versions and with the table of nvidia-smi. None
-of it is read: a line counts only if it consists of `key:value` words (or fields between bars), the first of which is
-the step. Source: the public logs, and the print statements inside them.
-
-    log,step,num_steps,val_loss,train_time_ms
-
-is the head of a table; the lines of a run are adjacent.
-
-The file is not trusted. It is read once, up to a limit that also holds after decompression. Bytes that are not UTF-8
-are replaced, names are cleaned before they are shown, and lines that cannot be read are reported by number.
-
-Logs from elsewhere have no seed, no digest of the data and no chain of hashes, so none of them can become a `Record` or
-is ever ranked. Losses are nats per token. Times are seconds on the clock of whoever made the log; what that clock
-counted is unknown.
-
-Each dialect turns its validations into `Reading`s. The rules for their order are the same for all:
-
-- A loss that is not finite is kept as None and reported.
-- A reading that repeats the one before is dropped: a console and a log file may have been joined.
-- A step at or below the first step of the run starts the next run. Any other step that does not rise is left out.
-- A time that goes back is left out and its loss is kept, except before step 11: the oldest scripts of the speedrun
-  restarted their clock after ten steps.
-- A run with the same validations as an earlier run of the file is a copy and left out.
+A line counts only if it consists of `key:value` words, or fields between bars, and starts with the step: a log may
+begin with the script that wrote it. The file is not trusted: its size is limited, and names are cleaned.
 """
 
 import csv
@@ -50,15 +30,12 @@ from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.wholefile import read_regular
 from speedrun.record.layout import sha256
 
-MOST_RUNS = 20_000
-_MOST_PROBLEMS = 100
-_FIRST_STEPS = 11  #: before the clock restarts
+_FIRST_STEPS = 11  #: the oldest scripts of the speedrun restarted their clock here
 _NAME_LIMIT = 200  #: characters
 _MOST = 1e12  #: of a loss, of seconds
 MAX_BYTES = 32 * 2**20
 _GZIP = b"\x1f\x8b"
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
-#: Short enough to be read.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|nan|inf)")
 _WHOLE = re.compile(r"[0-9]{1,12}")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
@@ -69,20 +46,20 @@ _STEP = re.compile(r"(?:step|s):\s*[0-9]")
 class Point(msgspec.Struct, frozen=True, omit_defaults=True):
     """One loss of a curve."""
 
-    step: int  #: steps done
-    loss: float | None  #: None where it was not finite
-    train_time_s: float | None = None  #: None where the log has none, or one that goes back
+    step: int
+    loss: float | None  #: None if it was not finite
+    train_time_s: float | None = None  #: by the clock of the log; None without one, or if it goes back
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A line that could not be taken as it is, and what was done with it."""
+    """A line that was left out or changed."""
 
     line: int  #: from 1
     message: str
 
 
 class ContextRun(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One run of a source."""
+    """One run of a file."""
 
     name: str
     num_steps: int | None  #: planned; the last validation may come earlier
@@ -97,17 +74,16 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
     source: str  #: its name, without folders
     sha256: str  #: of the file, before decompression
     runs: tuple[ContextRun, ...]
-    problems: tuple[Problem, ...] = ()  #: the first ones
-    num_problems: int = 0  #: all of them
+    problems: tuple[Problem, ...] = ()
 
 
 def can_identify(points: Sequence[Point]) -> bool:
-    """Whether two runs with these validations are copies; a single loss without a time may be equal by chance."""
+    """Return whether equal validations prove a copy; a single loss without a time may be equal by chance."""
     return len(points) > 1 or any(point.train_time_s is not None for point in points)
 
 
 class Reading(NamedTuple):
-    """A validation, as a line of a log has it."""
+    """A validation as a line of a log states it."""
 
     line: int
     name: str  #: of its log
@@ -117,25 +93,15 @@ class Reading(NamedTuple):
     train_time_s: float | None
 
 
-class Problems:
-    """Problems by line: the first hundred, and the number of all."""
-
-    def __init__(self) -> None:
-        self.kept: list[Problem] = []
-        self.count = 0
-
-    def add(self, line: int, message: str) -> None:
-        """Add one; the message may quote the file."""
-        self.count += 1
-        if len(self.kept) < _MOST_PROBLEMS:
-            self.kept.append(Problem(line, clean(message, limit=160)))
+def _problem(line: int, message: str) -> Problem:
+    return Problem(line, clean(message, limit=160))
 
 
 def _split(log: Iterable[Reading]) -> Iterator[list[Reading]]:
-    """Yield the readings of each run of one log, without repeated ones."""
+    """Yield the readings of each run of a log. A run ends where the step falls to its first one or below."""
     run: list[Reading] = []
     for reading in log:
-        # NaN is not equal to itself, so texts are compared.
+        # Repeated where a console and a log file were joined. As text, since NaN is not equal to itself.
         if run and repr(run[-1][1:]) == repr(reading[1:]):
             continue
         if run and reading.step <= run[0].step:
@@ -145,37 +111,34 @@ def _split(log: Iterable[Reading]) -> Iterator[list[Reading]]:
     yield run
 
 
-def _points(run: Sequence[Reading], problems: Problems) -> tuple[Point, ...]:
-    """Return the curve of a run."""
+def _points(run: Sequence[Reading], problems: list[Problem]) -> tuple[Point, ...]:
+    """Return the curve of a run, without steps and times that go back."""
     points: list[Point] = []
     reached_s = 0.0
     for line, _, step, _, loss, time_s in run:
         if points and step <= points[-1].step:
-            problems.add(line, f"step {step} comes after step {points[-1].step}; left out")
+            problems.append(_problem(line, f"step {step} comes after step {points[-1].step}; left out"))
             continue
         if not math.isfinite(loss):
-            problems.add(line, f"the loss of step {step} is {loss}")
+            problems.append(_problem(line, f"the loss of step {step} is {loss}"))
         if time_s is not None and time_s < reached_s and step > _FIRST_STEPS:
-            problems.add(line, f"step {step}: the time goes back from {reached_s} to {time_s} s; left out")
+            said = f"step {step}: the time goes back from {reached_s} to {time_s} s; left out"
+            problems.append(_problem(line, said))
             time_s = None
         points.append(Point(step, loss if math.isfinite(loss) else None, time_s))
         reached_s = reached_s if time_s is None else time_s
     return tuple(points)
 
 
-def _runs_of(readings: Iterable[Reading], problems: Problems) -> Iterator[ContextRun]:
-    """Yield runs in order, with names that are safe to print; the second of a log is called `name#2`."""
-    left = MOST_RUNS
+def _runs_of(readings: Iterable[Reading], problems: list[Problem]) -> Iterator[ContextRun]:
+    """Yield runs in order; the second run of a log is called `name#2`."""
     for name, log in groupby(readings, lambda reading: reading.name):
         seen: dict[tuple[Point, ...], int] = {}
         for number, run in enumerate(_split(log), 1):
-            if not left:
-                problems.add(run[0].line, f"more than {MOST_RUNS:,} runs; the rest is left out")
-                return
-            left -= 1
             points = _points(run, problems)
             if can_identify(points) and points in seen:
-                problems.add(run[0].line, f"run {number} of {name} repeats run {seen[points]}; left out")
+                said = f"run {number} of {name} repeats run {seen[points]}; left out"
+                problems.append(_problem(run[0].line, said))
                 continue
             seen[points] = number
             shown = clean(name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
@@ -185,13 +148,7 @@ def _runs_of(readings: Iterable[Reading], problems: Problems) -> Iterator[Contex
 
 
 def import_file(path: Path, name: str) -> Context:
-    """Return the runs of a text log or a CSV table, either compressed by gzip or not.
-
-    `name` is that of a text log's run; a table names its own.
-
-    Raises:
-        UsageError: the file cannot be read, is larger than 32 MiB, or holds no curve.
-    """
+    """Return the runs of a text log or a CSV table, possibly compressed by gzip; `name` is that of a log's run."""
     advice = "need a text log or a CSV of curves"
     with translate_read_errors(clean(str(path)), advice, EOFError, zlib.error, kind=UsageError):
         raw = read_regular(path, MAX_BYTES)
@@ -209,7 +166,7 @@ def import_file(path: Path, name: str) -> Context:
 
 def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
     """Return the runs of uncompressed bytes; there may be none."""
-    problems = Problems()
+    problems: list[Problem] = []
     text = raw.decode("utf-8-sig", errors="replace")
     head = text[:200].partition("\n")[0].strip().split(",")
     if {"log", "step", "val_loss"} <= {*head}:
@@ -217,12 +174,11 @@ def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
     else:
         readings = _readings_of_log(text, name, problems)
     runs = tuple(_runs_of(readings, problems))
-    kept = sorted(problems.kept, key=lambda problem: problem.line)
-    return Context(clean(source, limit=200), digest, runs, tuple(kept), problems.count)
+    return Context(clean(source, limit=200), digest, runs, tuple(sorted(problems, key=lambda one: one.line)))
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each file: its path from the parent of the folder that all share, without machine paths."""
+    """Return a name for each file: its path from the parent of the folder that all of them share."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     shared = Path(os.path.commonpath([path.parent for path in absolute])).parent
     return [path.relative_to(shared).as_posix() for path in absolute]
@@ -239,7 +195,7 @@ def _inflated(raw: bytes) -> bytes:
     return inflated
 
 
-def _readings_of_log(text: str, name: str, problems: Problems) -> Iterator[Reading]:
+def _readings_of_log(text: str, name: str, problems: list[Problem]) -> Iterator[Reading]:
     for number, raw in enumerate(text.split("\n"), 1):
         line = _MARK.sub("", _COLOURS.sub("", raw[: _LONGEST_LINE + 1]), count=1).strip()
         if not _STEP.match(line):
@@ -255,11 +211,11 @@ def _readings_of_log(text: str, name: str, problems: Problems) -> Iterator[Readi
                 per_s = 1e3 if is_ms else 1.0
                 yield _reading(number, name, step, num_steps, loss, time.rstrip("ms"), per_s)
         except ValueError as error:
-            problems.add(number, f"{error} in {line!r}; left out")
+            problems.append(_problem(number, f"{error} in {line!r}; left out"))
 
 
 def _words(line: str) -> dict[str, str]:
-    """Return the `key:value` words of a line, or fields between bars, the first of each key; refuse other text."""
+    """Return the `key:value` words of a line, or its fields between bars; raise ValueError for other text."""
     fields = line.split("|") if "|" in line else re.sub(r":\s+", ":", line).split()
     words: dict[str, str] = {}
     for field in fields:
@@ -271,7 +227,7 @@ def _words(line: str) -> dict[str, str]:
 
 
 def _reading(line: int, name: str, step: str, num_steps: str, loss: str, time: str, per_s: float) -> Reading:
-    """Return a reading; number of steps and time may be empty. `per_s`: units of time in a second."""
+    """Parse a reading; `num_steps` and `time` may be empty, and `per_s` is the units of time in a second."""
     wholes, numbers = (step, num_steps or "0"), (loss, time or "0")
     if not all(map(_WHOLE.fullmatch, wholes)) or not all(map(_NUMBER.fullmatch, numbers)):
         raise ValueError("a number that cannot be read")
@@ -281,7 +237,7 @@ def _reading(line: int, name: str, step: str, num_steps: str, loss: str, time: s
     return Reading(line, name, int(step), int(num_steps) if num_steps else None, nats, time_s)
 
 
-def _readings_of_table(text: str, problems: Problems) -> Iterator[Reading]:
+def _readings_of_table(text: str, problems: list[Problem]) -> Iterator[Reading]:
     rows = csv.DictReader(io.StringIO(text, newline=""))
     try:
         for row in rows:
@@ -292,6 +248,7 @@ def _readings_of_table(text: str, problems: Problems) -> Iterator[Reading]:
                     raise ValueError("more cells than columns")
                 yield _reading(rows.line_num, cells["log"], *steps, cells["val_loss"], time_ms, 1e3)
             except ValueError as error:
-                problems.add(rows.line_num, f"{error} in {','.join(cells.values())!r}; left out")
+                said = f"{error} in {','.join(cells.values())!r}; left out"
+                problems.append(_problem(rows.line_num, said))
     except csv.Error as error:
-        problems.add(rows.line_num, f"{error}; the rest is left out")
+        problems.append(_problem(rows.line_num, f"{error}; the rest is left out"))

@@ -1,10 +1,7 @@
-"""The ghost of a record: its time and loss after the same number of training tokens, for a run that races it.
+"""The ghost of a record: the time and loss of its mean run after the same number of training tokens.
 
-The ghost is the mean of the runs of a record, and straight lines join its steps, so batch sizes may differ. The loss of
-one step is mostly noise. Both losses are therefore means over the same stretch of tokens, a twentieth of the ghost's:
-where data come in one order, as on every track, both read the same text there, and most of the noise cancels.
-
-Everything is read before the run. A step costs microseconds, and nothing of this enters a log.
+Straight lines join the steps, so batch sizes may differ. Both losses are means over the last twentieth of the ghost's
+tokens: both runs read the same text there, so most of the noise cancels.
 """
 
 import sys
@@ -29,12 +26,12 @@ class Curve:
     """Train time and loss over training tokens, with straight lines between steps."""
 
     def __init__(self, tokens: int) -> None:
-        """Start after this number of tokens, with a clock at zero."""
+        """Start after this number of tokens, with the clock at zero."""
         self.tokens = [tokens]
         self._time_s, self._nats = [0.0], [0.0]
 
     def add(self, tokens: int, time_s: float, loss: float) -> None:
-        """Add a step: tokens and train time after it, and the mean loss of its batch."""
+        """Add a step: the tokens and train time at its end, and the mean loss of its batch."""
         self._nats.append(self._nats[-1] + loss * (tokens - self.tokens[-1]))
         self._time_s.append(time_s)
         self.tokens.append(tokens)
@@ -55,10 +52,10 @@ class Curve:
 
 
 class Ghost:
-    """Called with each step of a run, in order; returns the text for its line on the console."""
+    """A function from each step of a run to the text on its console line."""
 
     def __init__(self, record: Path, runs: list[Run]) -> None:
-        """Take the mean of runs that saw the same batches: see `read`."""
+        """Average runs that saw the same batches."""
         self.record = record
         self._num_runs, self._curve = len(runs), Curve(0)
         for steps in zip(*(run.steps for run in runs), strict=True):
@@ -70,14 +67,14 @@ class Ghost:
 
     @property
     def legend(self) -> str:
-        """What the numbers mean, in one line."""
+        """The meaning of the numbers, in one line."""
         runs = f"{self._num_runs} run{'s' * (self._num_runs > 1)}"
         name = f"ghost {self.record} ({runs}, {self._curve.time_s(self._last):.2f} s)"
         loss = f"loss: mean of the last {self._stretch:,} tokens"
         return f"{name} | below zero: ahead of it at equal tokens | {loss}"
 
     def points(self) -> dict[str, list[float]]:
-        """Return tokens and train time after each step, and the mean loss of its batch, as lists of one length."""
+        """Return tokens and train time after each step, and the mean loss of its batch."""
         seen = self._curve.tokens
         return {
             "tokens": [float(tokens) for tokens in seen[1:]],
@@ -86,7 +83,7 @@ class Ghost:
         }
 
     def __call__(self, step: Step) -> str:
-        """Return the differences in time and loss after a step; negative where the run is ahead."""
+        """Return the differences in time and loss after a step, negative if the run is ahead."""
         if self._own is None:
             self._own = Curve(step.tokens_seen - step.batch_tokens)
         seen, own = step.tokens_seen, self._own
@@ -99,7 +96,7 @@ class Ghost:
 
 
 def same_batches(runs: Sequence[Run]) -> list[Run]:
-    """Return the finished runs that were never resumed and saw the same batches as the first of them."""
+    """Return the finished, never resumed runs that saw the same batches as the first of them."""
     whole = [run for run in runs if run.finished and not run.resumed and run.steps]
     return [run for run in whole if _tokens(run) == _tokens(whole[0])]
 
@@ -109,11 +106,7 @@ def _tokens(run: Run) -> list[int]:
 
 
 def read(folder: Path, track: str) -> Ghost:
-    """Return the ghost of a record of any standing; `track` is the name and version of the run's track.
-
-    Raises:
-        UsageError: no record of that track, or none with a finished run.
-    """
+    """Return the ghost of a record; raise UsageError without a finished run on the track `NAME@VERSION`."""
     try:
         record = load(folder)
         runs = same_batches(record.runs)
@@ -130,11 +123,7 @@ def read(folder: Path, track: str) -> Ghost:
 
 
 def best(records: Path, track: str) -> Path | None:
-    """Return the fastest qualified record of a track, according to the built board; None if there is none.
-
-    Raises:
-        UsageError: if there is a board that cannot be read.
-    """
+    """Return the fastest qualified record of a track on the built board, or None."""
     board = read_built(records)
     rows = [row for row in (board.of(track) if board else ()) if row.standing == "qualified"]
     timed = [(row.train_time_s, row.path) for row in rows if row.train_time_s is not None]
@@ -142,10 +131,7 @@ def best(records: Path, track: str) -> Path | None:
 
 
 def chosen(choice: str | None, track: str) -> Ghost | None:
-    """Return the chosen ghost; where it cannot be read, warn and return None, because a run needs no ghost.
-
-    `choice` is the folder of a record, or 'best': the fastest qualified record of the track in `records/`.
-    """
+    """Return the ghost of a folder or of the 'best' record; warn and return None if it cannot be read."""
     try:
         folder = best(_RECORDS, track) if choice == "best" else choice and Path(choice)
         return read(folder, track) if folder else None

@@ -1,8 +1,7 @@
-"""Find what must not leave this machine: secrets, and traces of a person or a host.
+"""Finds secrets, and traces of a person or a host, and reports their lines without their text.
 
-A leak is a line number and a kind; the text that was found is never repeated. Time is linear in the bytes: each pattern
-starts with a literal or with a short class after a boundary, its repeats are bounded or at its end, and no two repeats
-can match the same character.
+The time is linear in the bytes: each pattern starts with a literal or with a short class after a boundary, its repeats
+are bounded or at its end, and no two repeats match the same character.
 """
 
 import json
@@ -19,9 +18,9 @@ import msgspec
 
 from speedrun.base.errors import UsageError
 
-#: Environment variables with one of these words in their name hold secrets,
+#: In the names of environment variables that hold secrets.
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
-#: if they are at least this long. Shorter values are switches, and occur in any text by chance.
+#: Shorter values of such variables are switches, and occur in any text by chance.
 _SHORTEST_BYTES = 8
 _MOST_OF_A_KIND = 5  #: in one file
 
@@ -29,9 +28,9 @@ _MOST_OF_A_KIND = 5  #: in one file
 class Leak(msgspec.Struct, frozen=True):
     """One place in a file."""
 
-    path: str  #: of the file; a part that is itself a secret is hidden
+    path: str  #: parts that are secrets are hidden
     line: int  #: from 1
-    kind: str  #: what it looks like, without its text
+    kind: str
     secret: bool  #: else a trace of a person or a machine, which is a warning
 
 
@@ -47,13 +46,13 @@ def _token(kind: str, pattern: str) -> Shape:  # at the start of a word
     return Shape(kind, re.compile(rb"(?<![A-Za-z0-9_-])" + pattern.encode()))
 
 
-#: The older key of wandb is 40 hex digits, as is a git commit. The word before it decides.
+#: An old key of wandb has 40 hex digits, like a git commit. The word before it decides.
 _OLD_WANDB = rb"(?i:wandb|key|token|secret|passw(?:or)?d|login)\W{1,10}[0-9a-f]{40}(?![A-Za-z0-9])"
 _HOME = rb"(?<![\w.])(?:/home/|/Users/|[A-Z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))[\w.-]"
 _LOGIN = rb"""://[^\s/?#@:"'<>]{0,256}:[^\s/?#@"'<>]{1,256}@[A-Za-z0-9\[]"""
 
 
-#: Tokens as their issuers write them. Lengths are lower bounds, because issuers change them.
+#: Lengths are lower bounds, because issuers change them.
 SHAPES = (
     _token("a Hugging Face token", r"(?:hf|api_org)_[A-Za-z0-9]{30,}"),
     _token("a wandb key", r"wandb_v1_[A-Za-z0-9_]{40,}"),
@@ -73,7 +72,7 @@ SHAPES = (
 
 
 def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None) -> tuple[Shape, ...]:
-    """Return shapes of the values of secret variables, of the home folder, and of the host name (None: this host's)."""
+    """Return shapes of the values of secret variables, the home folder and the host name (None: this host's)."""
     secrets = {name: value.strip() for name, value in environ.items() if _SECRET_NAME.search(name)}
     shapes = [
         Shape(f"the value of ${name}", re.compile(re.escape(spelling)))
@@ -83,7 +82,7 @@ def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None)
     ]
     home, name = environ.get("HOME", ""), socket.gethostname() if host is None else host
     if len(Path(home).parts) > 2:  # /root names nobody
-        shapes.append(_word("the own home folder", home.rstrip("/")))
+        shapes.append(_word("your home folder", home.rstrip("/")))
     parts = [part for part in sorted({name, name.partition(".")[0]}) if len(part) > 3 and part != "localhost"]
     return (*shapes, *(_word("the name of this machine", part) for part in parts))
 
@@ -94,16 +93,16 @@ def _word(kind: str, text: str) -> Shape:
 
 
 def _spellings(value: str) -> set[bytes]:
-    """Return a value as it is written in plain text, in JSON and in a URL."""
+    """Return a value as plain text, in JSON and in a URL."""
     escaped = json.dumps(value, ensure_ascii=False)[1:-1]
     raw = os.fsencode(value)
     return {raw, escaped.encode(errors="surrogateescape"), quote(raw, safe="").encode()}
 
 
 def find(raw: bytes, own: Iterable[Shape] | None = None, path: str = "") -> list[Leak]:
-    """Return what looks like a secret or a trace of this machine, by line, at most five of a kind.
+    """Return the leaks by line, at most five of a kind; `own` is the result of `own_shapes`.
 
-    Zero bytes are skipped, so UTF-16 is read as well. `own` is the result of `own_shapes`; None calls it.
+    Zero bytes are removed, so that UTF-16 is searched, too.
     """
     raw = raw.replace(b"\0", b"")
     found = {
@@ -115,7 +114,7 @@ def find(raw: bytes, own: Iterable[Shape] | None = None, path: str = "") -> list
 
 
 def in_files(files: Mapping[str, bytes]) -> tuple[Leak, ...]:
-    """Return what leaks from any of these files or their names, by path and line."""
+    """Return the leaks of files and their names, by path and line."""
     own, found = own_shapes(), []
     for path, content in sorted(files.items()):
         shown = "/".join("(hidden)" if find(part.encode(), own) else part for part in path.split("/"))
@@ -124,6 +123,6 @@ def in_files(files: Mapping[str, bytes]) -> tuple[Leak, ...]:
 
 
 def refuse_secrets(files: Mapping[str, bytes], remedy: str) -> None:
-    """Raise UsageError, which ends with the remedy, if one of these files holds a secret."""
+    """Raise UsageError if one of these files holds a secret."""
     if secret := next((leak for leak in in_files(files) if leak.secret), None):
         raise UsageError(f"{secret.path}:{secret.line} holds {secret.kind}; nothing was written; {remedy}")

@@ -1,9 +1,7 @@
-"""The board as Markdown and as one HTML page that loads nothing, and the marks between which pages state figures.
+"""The board as Markdown and as an HTML page that loads nothing; and figures in pages.
 
-A page has a figure between two marks, `<!-- figure: NAME -->1.23<!-- end -->`, and `filled` writes it again.
-
-Titles, names of authors and names of folders come from strangers. They are escaped for the place where they are put,
-and plots are drawn again from the logs.
+A page has a figure between two marks, `<!-- figure: NAME -->1.23<!-- end -->`. Titles, authors and folder names come
+from strangers, so they are escaped.
 """
 
 import base64
@@ -33,22 +31,21 @@ class _Entry(NamedTuple):
     """One line of a table."""
 
     cells: dict[str, str]  #: our own words and numbers, by column
-    keys: dict[str, float]  #: to sort by, where the cell is no plain number
     name: str
-    path: str  #: of the record, from the folder of records, or a link
-    about: str  #: what follows the name
+    path: str  #: of the record in the folder of records, or a link
+    about: str  #: text after the name
     changes: tuple[str, ...]
     published: bool  #: by somebody else
 
 
 def _tables(board: Board) -> Iterator[tuple[str, list[str], list[_Entry]]]:
-    """Yield head, used columns and lines of a table for each track with a record of ours, then for all of others."""
+    """Yield head, columns and lines of a table for each track with a record, then of one for others' results."""
     first = {row.track: row for row in board.rows}
     parts = [(track, row.rules.rank_by, [*map(_of_record, board.of(track))]) for track, row in first.items()]
     if theirs := sorted(board.published, key=lambda one: (one.track, one.minutes)):
         parts.append((_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
     for head, rank_by, entries in parts:
-        # What the track ranks by follows the rank.
+        # The column that the track ranks by follows the rank.
         names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
         used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
         yield head, used, entries
@@ -68,17 +65,14 @@ def _of_record(row: Row) -> _Entry:
         "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
         "date": row.date,
     }
-    keys = {"train time": row.train_time_s or 0.0, "steps": row.num_steps, "tokens": row.num_tokens}
-    keys |= {"cold wall": row.cold_wall_s or 0.0, "lines changed": row.changed_lines or 0}
     about = "".join(f", {author}" for author in row.authors)
-    return _Entry(cells, keys, row.title, row.path, about, row.changes, published=False)
+    return _Entry(cells, row.title, row.path, about, row.changes, published=False)
 
 
 def _of_published(one: Published) -> _Entry:
     cells = {"track": one.track, "train time": f"{one.minutes:g} min", "standing": one.standing}
     cells |= {"date": one.date, "by our rules": one.rules}
-    keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
-    return _Entry(cells, keys, one.name, one.link, about, (), published=True)
+    return _Entry(cells, one.name, one.link, f": {one.hardware}; {one.caveat}", (), published=True)
 
 
 def _seconds(mean: float | None, half_width: float | None) -> str:
@@ -88,14 +82,14 @@ def _seconds(mean: float | None, half_width: float | None) -> str:
 
 
 def filled(page: str, figures: Mapping[str, str]) -> str:
-    """Return a page with these figures between their marks; raise UsageError for a mark without its end."""
+    """Return a page with these figures between their marks."""
     if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
         raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
     return _MARK.sub(lambda mark: f"{mark[1]}{figures.get(mark[2], mark[3])}{mark[4]}", page)
 
 
 def markdown(board: Board, *, records: str = "records") -> str:
-    """Return all tables; `records` is the path from the Markdown file to the folder of records."""
+    """Return all tables; `records` is the path to the folder of records."""
     return "\n\n".join(_markdown(*table, records) for table in _tables(board)) + "\n"
 
 
@@ -112,44 +106,34 @@ def _markdown(head: str, columns: list[str], entries: list[_Entry], records: str
 
 
 def _words(text: str, limit: int = _LONGEST) -> str:
-    """Return a stranger's text as Markdown that is nothing but text."""
+    """Return a stranger's text as plain text in Markdown."""
     return _MARKUP.sub(r"\\\1", clean(text, limit=limit))
 
 
 _STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--grey:#5d6974;--line:#dde3e9;--hover:#eef2f6;
+:root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--grey:#5d6974;--line:#dde3e9;
 --link:#1f5fa8;--good:#1b7a3d;--bad:#b5391f}
-@media(prefers-color-scheme:dark){:root{--paper:#12181e;--ink:#e3e9ef;--grey:#98a4af;--line:#313b45;--hover:#202a33;
+@media(prefers-color-scheme:dark){:root{--paper:#12181e;--ink:#e3e9ef;--grey:#98a4af;--line:#313b45;
 --link:#7ab6f5;--good:#5fce87;--bad:#ff8b73}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:80rem;margin:2rem auto;
 padding:0 1rem}
 a{color:var(--link)}:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;width:100%;margin:1rem 0 2rem}
 th,td{text-align:left;padding:.35rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
-th{padding:0}th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:.35rem .6rem;
-cursor:pointer;white-space:nowrap}th button:hover{background:var(--hover)}
-th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
+th{white-space:nowrap}
 .published{color:var(--grey);font-style:italic}.qualified .standing{color:var(--good);font-weight:600}
 .refused .standing{color:var(--bad)}.number{white-space:nowrap;font-variant-numeric:tabular-nums}
 figure{display:inline-block;margin:0 1rem 1rem 0;max-width:36rem;vertical-align:top}
 img{width:100%}figcaption{color:var(--grey)}
 @media(max-width:50rem){table{display:block;overflow-x:auto}figure{margin:0 0 1rem}}
 """
-_SCRIPT = """
-for(const button of document.querySelectorAll('th button'))button.onclick=()=>{
-const th=button.parentNode,body=th.closest('table').tBodies[0];
-const key=row=>row.cells[th.cellIndex].dataset.key??row.cells[th.cellIndex].textContent;
-const up=th.ariaSort!=='ascending';for(const other of th.parentNode.cells)other.ariaSort=null;
-th.ariaSort=up?'ascending':'descending';
-[...body.rows].sort((a,b)=>key(a).localeCompare(key(b),'en',{numeric:true})*(up?1:-1)).forEach(row=>body.append(row))}
-"""
 
 
 def page(board: Board, plots: dict[str, bytes]) -> str:
-    """Return the board as one HTML page with its plots; `plots` holds SVGs by caption."""
+    """Return the board as one HTML page; `plots` are SVGs by caption."""
     parts: list[str] = []
     for head, columns, entries in _tables(board):
-        heads = [f'<th scope="col"><button type="button">{name}</button></th>' for name in columns]
+        heads = [f'<th scope="col">{name}</th>' for name in columns]
         rows = [_html_row(entry, columns) for entry in entries]
         body = f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody>"
         parts.append(f"<h2>{_text(head)}</h2>\n<table>{body}</table>\n")
@@ -162,9 +146,9 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>speedrun: the board</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{_STYLE}</style>\n<h1>The board</h1>\n<p>Every record was validated again for this page. Times and "
-        "losses are means, with 95 % intervals where there are two runs or more. What others published or claim is "
+        "losses are means, with 95 % intervals for two runs or more. Results that others published or claim are "
         "grey: unranked, not verified by us.</p>\n"
-        f"{''.join(parts)}{''.join(figures)}\n<script>{_SCRIPT}</script></html>\n"
+        f"{''.join(parts)}{''.join(figures)}\n</html>\n"
     )
 
 
@@ -174,14 +158,13 @@ def _html_row(entry: _Entry, columns: Sequence[str]) -> str:
     record = f'<a href="{link}">{_text(entry.name)}</a>{_text(entry.about, limit=200)}{changes}'
     cells = []
     for name in columns:
-        key = f' data-key="{entry.keys[name]:.4f}"' if name in entry.keys else ""
         kind = name if name in ("record", "standing") else "rules" if name == "by our rules" else "number"
         content = record if name == "record" else _text(entry.cells.get(name, ""), limit=200)
-        cells.append(f'<td class="{kind}"{key}>{content}</td>')
+        cells.append(f'<td class="{kind}">{content}</td>')
     standing = "published" if entry.published else entry.cells["standing"].partition(":")[0]
     return f'<tr class="{standing.replace(" ", "-")}">{"".join(cells)}</tr>\n'
 
 
 def _text(text: str, limit: int = _LONGEST) -> str:
-    """Return a stranger's text as HTML that is nothing but text."""
+    """Return a stranger's text as plain text in HTML."""
     return html.escape(clean(text, limit=limit), quote=True)

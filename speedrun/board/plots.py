@@ -1,10 +1,9 @@
-"""The pictures of one record, and those of a board.
+"""The pictures of a record and of the board.
 
-Of a record: loss against train time, loss against tokens, and a histogram of step times. Of a board: how fast its
-records became, and how they trade cost against loss; the cost is what the track ranks by, train time or steps.
+The cost on the board's axes is what the track ranks by: train time or steps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -26,28 +25,19 @@ if TYPE_CHECKING:
 
 Kind = Literal["loss", "tokens", "steps"]  #: also the names of the files
 KINDS: tuple[Kind, ...] = get_args(Kind)
-#: What the horizontal axis of a loss curve shows of a step, and its name.
+#: The attribute of a step on the horizontal axis, and the axis label.
 _AXES = {"loss": ("train_time_s", "train time (s)"), "tokens": ("tokens_seen", "training tokens")}
 
 _MAX_LABELS = 6
 _NUM_BINS = 60
-_FAR = 3.0  #: times the 95th percentile; longer steps are counted in the key and not shown
+_FAR = 3.0  #: times the 95th percentile; longer steps are counted in the key and not drawn
 _NARROWEST_MS = 0.01  #: half width of a histogram whose steps all take the same time
-#: Ratios of the largest to the smallest from which the scale is logarithmic: of bars, and of costs.
-_LOG_BARS, _LOG_COSTS = 50.0, 10.0
-_MOST_ON_AXIS = 6  #: dates, and costs that are written
 _MOST_NAMED = 12
 _MOST_NAME = 32  #: characters
 
 
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
-    """Draw a record into `plots/<kind>.png`; return the paths.
-
-    The kinds are `loss` against train time, loss against `tokens`, or a histogram of `steps`.
-
-    Raises:
-        UsageError: if no run of the folder can be read and has a step, or a number is too large to draw.
-    """
+    """Draw a record into `plots/<kind>.png`; return the paths."""
     record = load(record_dir)
     runs = [run for run in record.runs if run.steps]
     if not runs:
@@ -113,14 +103,14 @@ def _band(axes: "Axes", runs: Sequence[Run], of: str) -> None:
 
 
 def _vals(run: Run, of: str) -> list[tuple[float, float]]:
-    """Return place and loss of the validations; one before step s is placed at the end of step s - 1."""
+    """Return place and loss of the validations; the one before step s is at the end of step s - 1."""
     ends = [getattr(at, of) for at in (run.origin, *run.steps)]
     places = [(val.step - run.origin.step, val) for val in run.vals]
     return [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
 
 
 def _label_validations(axes: "Axes", vals: Sequence[Sequence[tuple[float, float]]]) -> None:
-    """Write the mean loss of the runs at some of the validations, always at the last."""
+    """Write the mean loss of the runs at some validations, including the last."""
     last = max(map(len, vals)) - 1
     every = max(1, -(-last // (_MAX_LABELS - 1)))
     for number in range(last, -1, -every):
@@ -139,12 +129,7 @@ def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
     p50_ms, p95_ms, max_ms = quantiles_ms(times_s)
     shown_ms = [1e3 * seconds for seconds in times_s if 1e3 * seconds <= _FAR * p95_ms]
     ends_ms = min(shown_ms) - _NARROWEST_MS, max(shown_ms) + _NARROWEST_MS
-    counts, _, _ = axes.hist(shown_ms, bins=_NUM_BINS, range=ends_ms, color=TRAIN, zorder=1)
-    tall = [float(count) for count in counts if count]
-    if max(tall) > _LOG_BARS * min(tall):
-        axes.set_yscale("log", nonpositive="clip")
-        axes.set_ylim(bottom=0.7)
-        drawing.number_decades(axes.yaxis)
+    axes.hist(shown_ms, bins=_NUM_BINS, range=ends_ms, color=TRAIN, zorder=1)
     for at_ms, colour in ((p50_ms, VAL), (p95_ms, TARGET)):
         axes.axvline(at_ms, color=colour, linewidth=1.2, linestyle=DASHED, zorder=2)
     names = [(f"median {p50_ms:,.1f} ms", VAL), (f"95th percentile {p95_ms:,.1f} ms", TARGET)]
@@ -176,34 +161,18 @@ def _headline(runs: Sequence[Run]) -> str:
 
 
 def pictures(board: Board) -> dict[str, bytes]:
-    """Draw the history and the trade-off of each track that has a result; return SVGs by caption."""
+    """Draw loss against cost for each track that has a result; return SVGs by caption."""
     drawn: dict[str, bytes] = {}
     for name in sorted({row.track for row in board.rows}):
-        rows = results(board.of(name))
-        if any(row.standing != "missed" for row in rows):
-            caption = "each record that reached the target; the line is the best qualified (filled) one"
-            with drawing.canvas(6.0, 3.2) as figure:
-                _draw_history(figure.add_subplot(), rows)
-                drawn[f"{name}: {_unit(rows)[0]} of {caption}"] = drawing.svg(figure)
-        if rows:
+        if rows := results(board.of(name)):
             with drawing.canvas(6.0, 3.2) as figure:
                 _draw_pareto(figure, name, rows)
                 drawn[f"{name}: loss against {_unit(rows)[0]}, with the Pareto front"] = drawing.svg(figure)
     return drawn
 
 
-def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw loss against cost into `pareto-<track>-<version>.png` for each track; return the paths."""
-    paths: list[Path] = []
-    for name in sorted({row.track for row in rows}):
-        with drawing.canvas(8.0, 4.5) as figure:
-            _draw_pareto(figure, name, sorted((row for row in rows if row.track == name), key=_place))
-            paths.append(drawing.save(figure, folder, f"pareto-{name.replace('@', '-')}"))
-    return paths
-
-
 def results(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with a time and a loss that no check refused and that can be drawn."""
+    """Return the rows that are not refused and whose numbers can be drawn."""
 
     def is_drawable(row: Row) -> bool:
         numbers = row.train_time_s, row.val_loss, row.num_steps
@@ -215,14 +184,9 @@ def results(rows: Iterable[Row]) -> list[Row]:
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """Return the Pareto front, fastest first: rows not dominated in cost and loss."""
-    return _falling(sorted(rows, key=_place), lambda row: _place(row)[1])
-
-
-def _falling(rows: Iterable[Row], number: Callable[[Row], float]) -> list[Row]:
-    """Return the rows whose number is below that of every row before."""
     best: list[Row] = []
-    for row in rows:
-        if not best or number(row) < number(best[-1]):
+    for row in sorted(rows, key=_place):
+        if not best or _place(row)[1] < _place(best[-1])[1]:
             best.append(row)
     return best
 
@@ -231,56 +195,23 @@ def _place(row: Row) -> tuple[float, float]:
     return row.cost or 0.0, row.val_loss or 0.0
 
 
-def _unit(rows: Sequence[Row]) -> tuple[str, str, list[float]]:
-    """Return the name of the rows' cost, how it is written, and its half widths. Equal runs take equal steps."""
+def _unit(rows: Sequence[Row]) -> tuple[str, list[float]]:
+    """Return the name of the rows' cost, and its half widths."""
     if rows[0].rules.rank_by == "steps":
-        return "steps", "{:,.0f}", [0.0] * len(rows)
-    return "train time (s)", "{:.1f} s", [row.train_time_half_width_s or 0.0 for row in rows]
-
-
-def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Return place and cost of each qualified row that beats all qualified rows before it."""
-    qualified = (row for row in rows if row.standing == "qualified")
-    return [(rows.index(row), _place(row)[0]) for row in _falling(qualified, lambda row: _place(row)[0])]
-
-
-def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draw a point for each record that reached the target, by date, filled where qualified, and the best so far."""
-    from matplotlib.ticker import MaxNLocator
-
-    rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
-    places, costs = range(len(rows)), [_place(row)[0] for row in rows]
-    name, form, half_widths = _unit(rows)
-    steps = progress(rows)
-    if steps:
-        line = [*steps, (len(rows) - 1, steps[-1][1])]
-        axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    _points(axes, rows, places, costs, half_widths, [0.0] * len(rows))
-    bests = [place for place, _ in steps]
-    for place in places if len(rows) <= _MOST_ON_AXIS else bests[-_MOST_ON_AXIS:]:
-        drawing.label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
-    dates: dict[float, str] = {place: row.date for place, row in enumerate(rows)}
-    axes.xaxis.set_major_locator(MaxNLocator(_MOST_ON_AXIS, integer=True))
-    axes.xaxis.set_major_formatter(lambda place, _: dates.get(place, ""))
-    axes.tick_params(axis="x", rotation=20)
-    axes.set_ylim(bottom=0, top=1.25 * max(c + h for c, h in zip(costs, half_widths, strict=True)))
-    axes.margins(x=0.15)
-    axes.set_ylabel(name)
+        return "steps", [0.0] * len(rows)
+    return "train time (s)", [row.train_time_half_width_s or 0.0 for row in rows]
 
 
 def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
-    """Draw a point with intervals for each record, filled where qualified, and the Pareto front; names to the right."""
+    """Draw the records with intervals and the Pareto front; their names are on the right."""
     axes, best = figure.add_subplot(), frontier(rows)
     axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
     costs, losses = zip(*map(_place, rows), strict=True)
     loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
-    name, _, half_widths = _unit(rows)
+    name, half_widths = _unit(rows)
     _points(axes, rows, costs, losses, loss_half_widths, half_widths)
     target = tracks.load(track.rpartition("@")[0]).target.loss
     axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
-    if min(costs) > 0 and max(costs) > _LOG_COSTS * min(costs):
-        axes.set_xscale("log")
-        drawing.number_decades(axes.xaxis)
     drawing.title(axes, f"{track} (filled: qualified)")
     axes.margins(x=0.12, y=0.15)
     axes.set_xlabel(f"mean {name}")

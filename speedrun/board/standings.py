@@ -1,7 +1,4 @@
-"""The board: every record of a folder, validated again and by track, standing and cost; and what others published.
-
-Standing, means and intervals are recomputed from the logs. Nothing a record claims about itself is copied.
-"""
+"""The board: the records of a folder, judged from their logs alone, and the results that others published."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -42,8 +39,10 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: Annotated[str, Meta(pattern="^https://")]
     caveat: str
     date: Annotated[str, Meta(pattern=r"^(\d{4}-\d\d(-\d\d)?)?$")] = ""
-    claim: Literal["", "merged", "open", "closed"] = ""  #: state of its thread, if it is only claimed there
-    rules: str = ""  #: what RULES.md says of it
+    claim: Literal["", "merged", "open", "closed"] = (
+        ""  #: state of its pull request, if it is only claimed there
+    )
+    rules: str = ""  #: verdict of RULES.md
 
     def __post_init__(self) -> None:
         if self.claim and len(self.date) != len("2026-07-17"):
@@ -51,25 +50,25 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def standing(self) -> str:
-        """What the board says of it."""
+        """The standing on the board."""
         return f"claimed, {self.claim}" if self.claim else "published"
 
 
 class PastRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A record of the PyTorch speedrun. One that was timed again is listed again; the last listing holds."""
+    """A record of the PyTorch speedrun. If it was timed again, its last entry counts."""
 
     record: int
     date: date
     minutes: Minutes
-    label: str = ""  #: shown beside the point
-    recipe: str = ""  #: of this repository, if one implements the record
-    link: Annotated[str, Meta(pattern="^(https://.+)?$")] = ""  #: with one, the record is also on the board
+    label: str = ""  #: text next to the point
+    recipe: str = ""  #: our recipe that implements the record
+    link: Annotated[str, Meta(pattern="^(https://.+)?$")] = ""  #: puts the record on the board
     caveat: str = ""
     rules: str = ""
 
     @property
     def published(self) -> Published:
-        """As the board shows it."""
+        """The record as a row of the board."""
         name = f"PyTorch, record {self.record}" + (f": {self.label}" if self.label else "")
         where, when = ("main-8xh100", "8 H100", self.minutes, self.link), self.date.isoformat()
         return Published(name, *where, self.caveat, when, rules=self.rules)
@@ -79,20 +78,19 @@ class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A recipe of the ladder, oldest first."""
 
     recipe: str
-    #: That it mirrors; the minutes of the last one are its own.
-    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]
-    #: At the end of runs on a small track, one for each seed.
+    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]  #: published ones that it implements
+    #: At the end of runs on a small track, by seed.
     losses: Annotated[tuple[float, ...], Meta(min_length=2)]
 
 
 class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What `speedrun plan` says of a recipe."""
+    """The output of `speedrun plan` for a recipe."""
 
     recipe: str
     kind: str  #: a key of `accelerators.DEVICES`
     num_devices: int
-    total_s: float  #: of all steps
-    step_ms: float  #: in the mean
+    total_s: float
+    step_ms: float  #: mean
     memory_gb: float  #: 10^9 bytes, on one device
     mfu: float  #: of the first stage
 
@@ -104,14 +102,14 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     published: tuple[Published, ...] = ()
     ladder: tuple[Rung, ...] = ()
     predicted: tuple[Prediction, ...] = ()
-    scaling: str = ""  #: what `speedrun plan --nodes` prints
+    scaling: str = ""  #: output of `speedrun plan --nodes`
 
 
 class Row(msgspec.Struct, frozen=True):
     """One record."""
 
     track: str  #: name and version
-    path: str  #: of its folder, from the folder of records
+    path: str  #: in the folder of records
     standing: str  #: one of STANDINGS
     failed: tuple[str, ...]  #: ids of the checks that failed
     title: str
@@ -130,17 +128,17 @@ class Row(msgspec.Struct, frozen=True):
     num_steps: int
     num_tokens: int
     source_lines: int
-    changed_lines: int | None = None  #: of science, against the parent; None without a readable one
+    changed_lines: int | None = None  #: of science, against the parent; None without a readable parent
     rank: int | None = None  #: among the qualified records of a ranked track
 
     @property
     def rules(self) -> tracks.Rules:
-        """The rules of its track."""
+        """The rules of the track."""
         return tracks.load(self.track.rpartition("@")[0]).rules
 
     @property
     def cost(self) -> float | None:
-        """What the track ranks by: seconds of training, or steps; None without a finished run."""
+        """Seconds of training or steps, whichever the track ranks by; None without a finished run."""
         return self.num_steps or None if self.rules.rank_by == "steps" else self.train_time_s
 
     @property
@@ -150,7 +148,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def moment(self) -> datetime:
-        """The start of the first run, to sort records by."""
+        """The start of the first run."""
         return datetime.fromisoformat(self.created_utc)
 
 
@@ -200,29 +198,21 @@ def read(folder: Path) -> Board:
 
 
 def read_context(folder: Path) -> Context:
-    """Return the context of a folder of records, which is empty without its file.
-
-    Raises:
-        UsageError: if it is malformed.
-    """
+    """Return the context of a folder of records, empty without its file."""
     path = folder / CONTEXT
     with translate_read_errors(path, "correct it", kind=UsageError):
         return msgspec.toml.decode(path.read_bytes(), type=Context) if path.exists() else Context()
 
 
 def read_built(folder: Path) -> Board | None:
-    """Return the board that was last built in a folder of records, or None if there is none.
-
-    Raises:
-        UsageError: if it cannot be read.
-    """
+    """Return the board that was last built in a folder of records, or None."""
     path = folder / BOARD
     with translate_read_errors(path, "run 'speedrun leaderboard build' to make it again", kind=UsageError):
         return msgspec.json.decode(path.read_bytes(), type=Board) if path.exists() else None
 
 
 def judge(record: Record, path: str) -> Row | LeftOut:
-    """Judge one record; `path` is the name to show for its folder."""
+    """Judge one record; `path` is the name of its folder on the board."""
     report = examine(record)
     if record.track is None or not record.whole:
         failed = report.having("failed")

@@ -1,8 +1,7 @@
-"""Prepare a record to be sent: scan it for leaks, pack it, write the text of its pull request and list the commands.
+"""Prepares the submission of a record: scans and packs it, and writes its pull request and the commands to type.
 
-The bytes that are validated, scanned and packed are the same: each file of the record is read once. Nothing here runs
-a command or uses a network. Text from a record is put into code spans, where it cannot become a mention, a link, a
-reference or markup.
+Each file of the record is read once: the validated bytes are scanned and packed. Text from a record goes into code
+spans, where it cannot become a mention, a link or markup.
 """
 
 import gzip
@@ -33,7 +32,7 @@ _BOARD = ("records/LEADERBOARD.md", "records/leaderboard.json", "records/leaderb
 
 _LONGEST = 200  #: characters of a stranger's text
 
-#: The rules of RULES.md that no check can verify, as promises of whoever submits.
+#: The rules of RULES.md that no check can verify.
 PROMISES = (
     "Every run that was started for this record is in it, including those that failed.",
     "No seed, no number of steps and no run was chosen by its loss.",
@@ -45,27 +44,22 @@ PROMISES = (
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """What is sent, and where to."""
+    """A record to send, its pull request, and the commands to type in a checkout."""
 
     record: str  #: its folder
-    place: str  #: its folder in the repository, as `records/<track>/<date>-<slug>`
+    place: str  #: `records/<track>/<date>-<slug>`
     archive: str  #: path
     archive_bytes: int
     archive_sha256: str
     title: str
     text: str  #: Markdown
     text_path: str
-    commands: tuple[str, ...]  #: to be typed in the checkout; none is run
+    commands: tuple[str, ...]
     findings: tuple[Leak, ...]  #: secrets stop the submission; the others are warnings
 
 
 def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
-    """Refuse a record unless it passes all checks and whose outcome is the expected one.
-
-    Raises:
-        SpeedrunError: a check failed or warned, or the record missed its target without `missed`.
-        UsageError: it reached its target, and `missed` was given.
-    """
+    """Raise SpeedrunError unless all checks pass and the target is reached, or missed if `missed`."""
     root = record.root
     if report.exit_code:
         problems = (*report.having("failed"), *report.having("warning"))
@@ -73,18 +67,15 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         why = f"'speedrun validate --strict {root}' says why and what to do"
         raise SpeedrunError(f"{root} is refused: {bad}; {why}")
     loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
-    is_missed = standing_of(record, report) == "missed"
-    if is_missed and not missed:
+    if standing_of(record, report) == "missed" and not missed:
         raise SpeedrunError(
             f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass --missed "
             "to submit it as a run that missed"
         )
-    if missed and not is_missed:
-        raise UsageError(f"{root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
 
 
 def require_outside(record: Path, out: Path) -> None:
-    """Raise UsageError if what is written about a record would become part of it."""
+    """Raise UsageError if the output folder is inside the record."""
     if out.resolve().is_relative_to(record.resolve()):
         raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
 
@@ -96,19 +87,16 @@ def slug(text: str) -> str:
 
 
 def name_of(record: Record, wanted: str | None = None) -> str:
-    """Return the name of the record's folder in the repository: `<yyyy-mm-dd>-<slug>`.
+    """Return the name of the record's folder in the repository, `<yyyy-mm-dd>-<slug>`.
 
-    That is the folder's own name if it has that form, else the day of the first run and the title, or `wanted`.
-
-    Raises:
-        UsageError: if that gives no name.
+    The folder's own name is kept if it has this form. The slug is that of `wanted`, or of the title.
     """
     if wanted is None and _NAME.fullmatch(name := record.root.resolve().name):
         return name
     words = slug(record.about.title if wanted is None else wanted)
     name = f"{record.created_utc[:10]}-{words}"
     if not _NAME.fullmatch(name):
-        raise UsageError(f"the record would be named {name!r}; need a date and a word, give one with --name")
+        raise UsageError(f"the record would be named {name!r}; need a date and a word; give one with --name")
     return name
 
 
@@ -138,12 +126,12 @@ def literal(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return the same for a table, where a bar ends a cell even inside a code span."""
+    """Return `literal` for a table, where a bar ends a cell even inside a code span."""
     return literal(text).replace("|", r"\|")
 
 
 def pull_request_text(record: Record, report: Report, archive: str) -> str:
-    """Return the text as Markdown; `archive` is name, size and digest of the archive, as words."""
+    """Return the pull request as Markdown; `archive` describes the archive."""
     summary, lead = summarize(record), record.lead
     test, proof = summary.test, "none: no declared batch is complete"
     if test is not None:
@@ -164,26 +152,19 @@ def pull_request_text(record: Record, report: Report, archive: str) -> str:
     blocks = [
         literal(record.about.title),
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell(value)} |" for name, value in rows)]),
-        f"## What changed\n\n{changes or 'Nothing is named.'}",
+        f"## What changed\n\n{changes or 'None is named.'}",
         "## Rules",
         f"- [x] `speedrun validate --strict` passes: {passed}\n"
         f"- [x] Not applicable to such a record: {skipped or 'none'}\n"
         "- [x] No file holds anything that looks like a secret",
-        "To be ticked by whoever submits; no check can verify it:",
+        "To be ticked by the submitter, since no check can verify it:",
         "\n".join(f"- [ ] {promise}" for promise in PROMISES),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
 def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Submission, bytes]:
-    """Scan, pack and describe an acceptable record, named by `name_of`; write nothing.
-
-    Returns:
-        The submission, and the bytes of its archive, which belongs into `out`.
-
-    Raises:
-        UsageError: if another record already has this name.
-    """
+    """Scan, pack and describe an acceptable record, and write nothing; return also the bytes of its archive."""
     place = PurePosixPath("records", record.rules.name, name)
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
     about_archive = f"{archive.name}, {len(content):,} bytes, sha256 {sha256(content)}"
@@ -211,7 +192,7 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
 
 
 def _commands(root: Path, place: PurePosixPath, archive: Path, title: str, text: Path) -> tuple[str, ...]:
-    """Return what to type in the checkout. The copy comes from the archive: what was scanned is what is sent."""
+    """Return the commands to type in the checkout. They copy the archive, which was scanned."""
     branch = f"record/{place.parent.name}/{place.name}"
     copy = [f"mkdir -p {place.parent}", shlex.join(["tar", "-xzf", str(archive), "-C", str(place.parent)])]
     if Path(place).exists():
@@ -230,7 +211,7 @@ def _commands(root: Path, place: PurePosixPath, archive: Path, title: str, text:
 
 
 def write(submission: Submission, content: bytes) -> None:
-    """Write the archive and the text; raise UsageError if their folder cannot be made."""
+    """Write the archive and the text."""
     archive = Path(submission.archive)
     with translate_os_errors(archive.parent, UsageError):
         archive.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""The command `speedrun`: a table of commands, each imported when it is called, and the handler of errors.
+"""The command `speedrun`: a table of commands, which are imported on use, and the handler of errors.
 
-A command is a click command in a module `speedrun.cli.<module>`, where it has its own name. No heavy imports:
-`speedrun --help` must be fast.
+No heavy imports: `speedrun --help` must be fast.
 """
 
 import importlib
@@ -17,7 +16,7 @@ from speedrun import __version__
 from speedrun.base.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
 from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 
-#: Of each command, its module and what it does.
+#: Module and description of each command.
 GROUPS = {
     "Train": {
         "data": ("data", "Fetch, make, list and check shards."),
@@ -26,36 +25,36 @@ GROUPS = {
         "batch": ("train", "Declare several runs, run them, and test their mean loss."),
     },
     "Check": {
-        "validate": ("check", "Check a record offline; recompute every claim."),
-        "reproduce": ("check", "Run a record again and judge whether its result holds, or two in turns."),
+        "validate": ("check", "Check a record offline, and recompute every claim."),
+        "reproduce": ("check", "Run a record again and judge its result, or compare two in turns."),
     },
     "Study": {
-        "plot": ("study", "Draw the loss and step times of records, or their time against their loss."),
-        "stats": ("study", "Report what the runs of a record prove, and how many more a proof needs."),
+        "plot": ("study", "Draw the loss and step times of records."),
+        "stats": ("study", "Report what the runs of a record prove, and how many more a proof takes."),
         "sweep": ("study", "Compare settings or features of a recipe, or a recipe with its ancestors."),
-        "import-log": ("study", "Read other people's logs, and report how much equal runs differ."),
+        "import-log": ("study", "Read other people's logs, and report the noise between equal runs."),
     },
     "Use": {
         "watch": ("use", "Show runs on a page, while they train or afterwards."),
-        "sample": ("use", "Let a trained model write."),
-        "play": ("use", "Let exported models write in a browser."),
+        "sample": ("use", "Sample texts from a trained model."),
+        "play": ("use", "Sample from exported models in a browser."),
         "eval": ("use", "Score a trained model on other text."),
     },
     "Publish": {
         "describe": ("publish", "Set title, authors, changes and parent of a record."),
         "submit": ("publish", "Validate a record, scan it for secrets, and pack it for a pull request."),
         "leaderboard": ("publish", "Build the board of all records, or check that it is up to date."),
-        "export": ("publish", "Write a record as text logs, CSV or wandb runs; or its model."),
+        "export": ("publish", "Write a record as text logs or CSV, or export its model."),
     },
     "Machine": {
-        "doctor": ("machine", "Report what this machine can run, and what to type next."),
+        "doctor": ("machine", "Report what this machine can run, and the next command."),
         "plan": ("plan", "Estimate memory, time and cost without the devices, on one node or many."),
         "bench": ("machine", "Time operations against their bounds."),
         "profile": ("machine", "Report where the time of a training step goes."),
     },
 }
 COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
-#: Environment variables that name folders, or that a run records.
+#: Environment variables with names of folders, or that a run records.
 _VARIABLES = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
@@ -82,14 +81,14 @@ class _Commands(click.Group):
             formatter.write_text("speedrun doctor")
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
-        """Run a command and exit. An expected error is one line; others keep their traceback."""
+        """Run a command and exit; an expected error is one line, any other a traceback."""
         words = list(sys.argv[1:] if args is None else args)
         try:
             _check_words(words)
             with self.make_context("speedrun", words[:]) as ctx:
                 self.invoke(ctx)
         except BaseException as error:
-            if known := expected(error):  # asked first: a recipe may raise what click does
+            if known := expected(error):  # first, since a recipe may raise click's exceptions
                 show_traceback(error)
                 _fail(text_of(known), known.exit_code, words)
             if isinstance(error, KeyboardInterrupt):
@@ -108,7 +107,7 @@ class _Commands(click.Group):
 
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
-    """Print one line and exit. The words are searched for --json, since the command may not have parsed them."""
+    """Print one line, or JSON if the words ask for it, and exit."""
     from speedrun.base.console import clean  # not light enough for --help
 
     said = clean(" ".join(said.split()), limit=len(said))  # it may quote a file
@@ -120,7 +119,7 @@ def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
 
 
 def _check_words(words: list[str]) -> None:
-    """Refuse arguments that are not UTF-8, which Python passes as surrogates: no record could hold them."""
+    """Raise UsageError for arguments that are not UTF-8: no record could hold them."""
     named = {name: os.environ.get(name, "") for name in _VARIABLES}
     for name, word in [*named.items(), *(("", word) for word in words)]:
         if not word.isprintable() and any("\udc80" <= char <= "\udcff" for char in word):
@@ -145,15 +144,15 @@ def _usage(error: click.UsageError) -> str:
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="speedrun %(version)s")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error, too. Comes before the command.")
+@click.option("--debug", is_flag=True, help="Also show the traceback of an error. Goes before the command.")
 def command(*, debug: bool) -> None:
-    """Time to 3.28: a speedrun harness for language models in JAX, with numbers that can be believed."""
+    """Time to 3.28: a speedrun harness for language models in JAX, with results that anyone can check."""
     if debug:
         os.environ[DEBUG] = "1"  # also for child processes
 
 
 def main() -> None:
-    """Run the command line of this process and exit; with 2 if only standard output is incomplete."""
+    """Run the command line of this process and exit, with 2 if only standard output is incomplete."""
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
         os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

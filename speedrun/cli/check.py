@@ -1,4 +1,4 @@
-"""Whether a record is right: `validate` checks its claims offline, `reproduce` runs it again, or two in turns."""
+"""The commands that check a record: `validate` and `reproduce`."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,15 +46,15 @@ def validate(
 ) -> cli.Answer:
     """Check every claim of the records in the folders RECORD.
 
-    Reads only: no network, no accelerator, and nothing of a record's source is executed without --relower. Exits
-    with 0 if all records are good, else with 1.
+    It needs no network and no accelerator, and runs a record's source only with --relower. Exits with 0 if all records
+    are good, else with 1.
 
     Options:
-        explain: Say what one check demands, why, and what to do; then stop.
-        replay: Also check V601 to V609 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.
-        relower: Also check V610: run its source in a sandbox, and see whether it makes its programs.
-        nonce: With --replay: seed of what is drawn. Default: random.
-        checkpoints: With --replay: checkpoints of one run. A run without them is trained again in full.
+        explain: Print what a check demands, why, and what to do; then stop.
+        replay: Also check V601 to V609 on two runs (=all: on every run), with the record's programs in a sandbox.
+        relower: Also check V610: whether the record's source, in a sandbox, makes its programs.
+        nonce: With --replay: seed of the draws. Default: random.
+        checkpoints: With --replay: checkpoints of one run. Without them, a run is trained again in full.
     """
     if explain is not None:
         return _explain(explain)
@@ -128,29 +128,29 @@ def reproduce(
     ] = None,
     rival: Annotated[Path | None, "--against RECORD"] = None,
     same_seeds: Annotated[bool, "Use the record's seeds, to compare bits. Default: fresh ones."] = False,
-    by: Annotated[str, "--by NAME", "Your name, for the result."] = "",
+    by: Annotated[str, "--by NAME", "Your name, for reproduction.json."] = "",
     data: cli.Data = None,
     out: Annotated[Path | None, "--out DIR"] = None,
     into_record: Annotated[bool, "Also put reproduction.json into the record."] = False,
     unsafe: cli.Unsafe = False,
 ) -> cli.Answer:
-    """Run RECORD again from its own source, and say whether its result holds. EXECUTES CODE FROM THE RECORD.
+    """Run RECORD again from its own source, and judge whether its result holds. EXECUTES CODE FROM THE RECORD.
 
-    First compares what the record names (data, packages, lock) with this machine, and says which promise each
-    difference costs. The verdict is within, faster, slower, loss mismatch or not the same hardware. Exits with 0 if it
-    is within or faster, else with 1; with 2 or 3, before anything runs, if the record or the data cannot be used.
+    First compares data, packages and lock of the record with this machine, and prints what each difference means. The
+    verdict is within, faster, slower, loss mismatch or not the same hardware. Exits with 0 for within and faster, else
+    with 1; with 2 or 3, before anything runs, if the record or the data cannot be used.
 
     With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
 
     Options:
-        rival: Run this one in turns with it, with the same fresh seeds, and report which is faster.
-        out: For runs and reproduction.json; the same command continues there. Default: below runs/.
+        rival: Run this record in turns with RECORD, with the same fresh seeds, and report which is faster.
+        out: Folder of runs and reproduction.json; the same command continues there. Default: below runs/.
     """
     # NumPy comes with it.
     from speedrun.record.examine import reproduce as again
 
     if rival is not None and (same_seeds or into_record or runs == 1):
-        raise UsageError("--against takes 2 runs or more with fresh seeds, here; leave the other options out")
+        raise UsageError("--against takes 2 runs or more with fresh seeds; leave the other options out")
     found = load_result(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
     pair = [(record, folder), *([(rival, folder / "rival")] if rival is not None else [])]
@@ -178,7 +178,7 @@ def reproduce(
 
 
 def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
-    """Write `comparison.json`, and return the answer about a record and its rival."""
+    """Write `comparison.json`, and return the answer for a record and its rival."""
     try:
         found = compare([*zip(*(result.runs for result in results), strict=True)])
     except ValueError as error:  # too few finished, or numbers that no honest run has
@@ -207,11 +207,13 @@ def _check_alike(*records: Record) -> None:
         for record in records
     ]
     if len(set(ran_on)) > 1:
-        raise UsageError(f"{' and '.join(ran_on)} do not compare; need the same for both; choose others")
+        raise UsageError(
+            f"{' and '.join(ran_on)} do not compare; need the same for both; choose other records"
+        )
 
 
 def _differences(points: Sequence[Point]) -> list[str]:
-    """Return one line that names all equal points, and one line for each other point."""
+    """Return a line for all equal points, and one for each difference."""
     same = ", ".join(clean(point.what) for point in points if point.equal)
     lines = [f"same     {same}"] if same else []
     for point in points:
@@ -222,7 +224,7 @@ def _differences(points: Sequence[Point]) -> list[str]:
 
 
 def _table(result: "Result") -> list[str]:
-    """Return the result for people: points, loss and time with intervals, equal bits, and the verdict."""
+    """Return the lines of a result."""
     record, runs, found, judgement = result
     number = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     seeds = "the record's seeds" if found.same_seeds else "fresh seeds"
@@ -241,7 +243,7 @@ def _table(result: "Result") -> list[str]:
 
 
 def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
-    """Return how many losses of steps are equal to those of the record's run of the same seed, to the last bit."""
+    """Return the number of step losses that equal those of the same seed to the last bit."""
     recorded = {run.start.seed: run.steps for run in record.finished}
     pairs = [
         (old.loss, new.loss)
@@ -255,7 +257,7 @@ def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
 
 
 def _numbers(result: "Result") -> list[str]:
-    """Return loss and time of both sides, of the runs that stayed finite."""
+    """Return loss and time of both sides, from finite runs."""
     record, runs, found, judgement = result
     done = [run for run in runs if run.finished]
     blown = [f"loss     {len(runs) - len(done)} of {len(runs)} runs became non-finite"]

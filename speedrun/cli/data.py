@@ -1,4 +1,4 @@
-"""`speedrun data`: fetches, makes, lists and checks the shards of a track; trains tokenizers."""
+"""The commands `speedrun data`: shards of a track, and tokenizers."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ from speedrun.data.shards import MAX_TOKENS, Manifest, data_folder
 from speedrun.data.vocabulary import RANKS
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
-_FINEWEB_TRACK = "main-8xh100"  #: whose folder FineWeb's shards go to by default
+_FINEWEB_TRACK = "main-8xh100"  #: FineWeb's shards go to its folder by default
 
 _Out = Annotated[
     Path | None, "--out DIR", "Output folder. Default: the track's, in $SPEEDRUN_DATA or ./data."
@@ -33,17 +33,14 @@ _Sources = Annotated[
 
 
 class Reading(NamedTuple):
-    """Options that say how a source is read."""
+    """Options for reading a source."""
 
-    column: Annotated[str, "--column NAME", "Field that is the text."] = "text"
-    document_token: Annotated[str, "Token that opens a document, in a .json tokenizer."] = (
-        tokenizers.END_OF_TEXT
-    )
+    column: Annotated[str, "--column NAME", "Field with the text."] = "text"
+    document_token: Annotated[str, "Document token of a .json tokenizer."] = tokenizers.END_OF_TEXT
     revision: Annotated[str | None, "--revision COMMIT", "Of a hub: dataset. Default: its newest."] = None
 
 
 def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -61,11 +58,11 @@ def get(
     *,
     track: cli.Track = _FINEWEB_TRACK,
     shards: Annotated[cli.Count | None, "Training shards. Default: as the track says, or 1."] = None,
-    vocabulary: Annotated[bool, "Also GPT-2's ranks, for recipes that read the bytes of ids."] = False,
-    repo: Annotated[str | None, "--repo OWNER/NAME", "Dataset, on a track that takes any shards."] = None,
+    vocabulary: Annotated[bool, "Also get GPT-2's ranks, for recipes that read the bytes of ids."] = False,
+    repo: Annotated[str | None, "--repo OWNER/NAME", "Dataset, for a track that takes any shards."] = None,
     out: _Out = None,
 ) -> cli.Answer:
-    """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN apply."""
+    """Fetch missing shards from the Hugging Face hub. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
     source = fetch.source_of(rules, repo, shards)
     folder = data_folder(rules, out)
@@ -87,20 +84,20 @@ def prep(
     *,
     source: _Sources = (),
     tokenizer: Annotated[str, "gpt2, bytes, a .tiktoken file of GPT-2, or a .json file."] = "gpt2",
-    workers: Annotated[cli.Count | None, "Threads that tokenize. Default: one a core."] = None,
+    workers: Annotated[cli.Count | None, "Threads that tokenize. Default: one per core."] = None,
     out: _Out = None,
-    prefix: Annotated[str, "First word of the shards' names."] = "fineweb",
-    shard_tokens: Annotated[int, cli.Integer(1, MAX_TOKENS), "Of each shard."] = 10**8,
-    max_tokens: Annotated[cli.Count | None, "Stop after so many tokens."] = None,
+    prefix: Annotated[str, "Prefix of the shards' names."] = "fineweb",
+    shard_tokens: Annotated[int, cli.Integer(1, MAX_TOKENS), "Tokens of a shard."] = 10**8,
+    max_tokens: Annotated[cli.Count | None, "Stop after this number of tokens."] = None,
 ) -> cli.Answer:
-    """Make shards of text; without --source, of FineWeb's sample of 10 billion tokens.
+    """Make shards of text, by default of FineWeb's sample of 10 billion tokens.
 
-    A stopped or killed command continues after its last whole shard when it is run again. The bytes do not depend
-    on that, nor on the number of workers.
+    If the command is stopped or killed, run it again to continue. The bytes depend neither on interruptions nor on the
+    number of workers.
     """
     cut = prepare.Cut(prefix, shard_tokens, max_tokens)
     if source and out is None:
-        raise UsageError(f"--source {source[0]} without --out; the shards need a folder; name one")
+        raise UsageError(f"--source {source[0]} without --out; need a folder for the shards; name one")
     # Local files are checked before the network.
     chosen = tokenizers.load(tokenizer, document_text=reading.document_token)
     folder = data_folder(tracks.load(_FINEWEB_TRACK), out)
@@ -113,7 +110,7 @@ def prep(
 
 @cli.command("speedrun data docs --track docs-cpu", of=data)
 def docs(*, track: cli.Track = "docs-cpu", out: _Out = None) -> cli.Answer:
-    """Make the shards of a track from the documentation of this Python; half a minute."""
+    """Make the shards of a track from the documentation of this Python, in half a minute."""
     return _made(track, out)
 
 
@@ -132,7 +129,6 @@ def _made(track: str, out: Path | None) -> cli.Answer:
 
 
 def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> cli.Answer:
-    """Return what a folder of shards holds, and where they come from."""
     tokens = sum(entry.tokens for entry in manifest.shards.values())
     return cli.Answer(
         {"track": rules.id, "folder": str(folder), "manifest": manifest},
@@ -147,7 +143,7 @@ def verify(
     data: cli.Data = None,
     full: Annotated[bool, "Read every byte: digests, ids, documents."] = False,
 ) -> cli.Answer:
-    """Check the shards of a track: headers and sizes at once, every byte with --full."""
+    """Check the shards of a track: headers and sizes, or every byte with --full."""
     rules = tracks.load(track)
     folder = data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
@@ -159,7 +155,7 @@ def verify(
 
 @cli.command("speedrun data list", "speedrun data list --json", of=data)
 def list_() -> cli.Answer:
-    """List what is there of the data of every track."""
+    """List the data of every track."""
     holdings = [overview.holding(tracks.load(name)) for name in tracks.names()]
     lines = [clean(line) for holding in holdings for line in holding.lines()]
     return cli.Answer({"tracks": [holding._asdict() for holding in holdings]}, lines)
@@ -170,12 +166,12 @@ def train_bpe(
     reading: Reading,
     *,
     source: _Sources = (),
-    vocab_size: Annotated[int, cli.Integer(258, 2**16), "Ids, with the document token."],
+    vocab_size: Annotated[int, cli.Integer(258, 2**16), "Number of ids, with the document token."],
     out: Annotated[Path, "--out FILE", "A .json file."],
 ) -> cli.Answer:
-    """Train a byte-level BPE on texts, through `tokenizers`: the same texts give the same file."""
+    """Train a byte-level BPE on texts with `tokenizers`; the same texts give the same file."""
     if not source:
-        raise UsageError("no --source; texts are needed to train on; name a file or a folder")
+        raise UsageError("no --source; need texts to train on; name a file or a folder")
     opened = open_source(source, column=reading.column, revision=reading.revision)
     document = reading.document_token
     size = tokenizers.train_bpe(texts(opened), vocab_size, out, document_text=document)

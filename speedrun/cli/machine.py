@@ -1,10 +1,6 @@
-"""This machine: what it can run (`doctor`), and how far operations and steps are from their bounds on it.
-
-`bench` times them, `profile` traces them.
-"""
+"""The commands about this machine: `doctor`, `bench` and `profile`."""
 
 import sys
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
@@ -32,7 +28,7 @@ def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] =
     Exits with 0 if the track can run here (its data may be missing), else with 1.
 
     Options:
-        track: Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.
+        track: Check only what this track needs. Default: all tracks; proposes the hardest one that fits.
     """
     from speedrun.machine import checkup
 
@@ -56,18 +52,17 @@ def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] =
 
 
 def _print(check: "Check") -> None:
-    """Print a check at once, as some take seconds."""
+    """Print a check at once, since others take seconds."""
     mark = click.style(f"{check.mark:<4}", fg=_COLOURS[check.mark])
     click.echo(f"{mark}  {clean(f'{check.name}: {check.found}')}")
 
 
 @click.group(epilog=cli.epilog("speedrun bench head", "speedrun bench attention"))
 def bench() -> None:
-    """Time operations side by side, in one run."""
+    """Time operations against each other and their bounds."""
 
 
 def _answer(found: Any) -> cli.Answer:
-    """Answer with timings, one or several, which know their own text."""
     return cli.Answer(found, found if isinstance(found, list) else [found])
 
 
@@ -126,8 +121,8 @@ def norm(
 @cli.command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=bench)
 def muon(
     *,
-    recipe: Annotated[cli.Recipe, "Whose matrices."] = "smoke",
-    devices: Annotated[Literal[1, 2, 4, 8], "--devices N", "Time the share of one of N."] = 1,
+    recipe: Annotated[cli.Recipe, "Recipe with the matrices."] = "smoke",
+    devices: Annotated[Literal[1, 2, 4, 8], "--devices N", "Time the share of one of N devices."] = 1,
     settings: cli.Settings = (),
 ) -> cli.Answer:
     """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
@@ -137,24 +132,17 @@ def muon(
     return _answer(bench_kernels.muon(one, devices))
 
 
-@cli.command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=bench)
-def loader(*, data: Annotated[cli.Folder | None, "--data DIR"] = None) -> cli.Answer:
-    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch.
-
-    Options:
-        data: Folder of shards. Default: two of 100 million tokens, made for this and removed.
-    """
+@cli.command("speedrun bench loader --data data/fineweb10B", of=bench)
+def loader(*, data: Annotated[cli.Folder, "--data DIR", "Folder of shards."]) -> cli.Answer:
+    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
     from speedrun.machine import bench_step as timing
 
-    if data is None:
-        say("writes two shards of 100 million tokens, and removes them")
-    with nullcontext(timing.folder_shards(data)) if data else timing.synthetic_shards() as shards:
-        return _answer(timing.loader(shards))
+    return _answer(timing.loader(timing.folder_shards(data)))
 
 
 @cli.command("speedrun bench target", of=bench)
 def target() -> cli.Answer:
-    """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
+    """Print XLA's description of this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
     from speedrun.machine.rates import described
 
     text = described()
@@ -167,15 +155,15 @@ def target() -> cli.Answer:
 class ProgramOptions(NamedTuple):
     """Options of a program to time."""
 
-    recipe: Annotated[cli.Recipe, "What to train."] = "smoke"
-    devices: Annotated[cli.Count | None, "Default: all there are."] = None
+    recipe: Annotated[cli.Recipe, "Recipe to train."] = "smoke"
+    devices: Annotated[cli.Count | None, "Number of devices. Default: all."] = None
     microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 8
     attention: cli.Attention = "auto"
     first_step: cli.FirstStep = 0
     settings: cli.Settings = ()
 
     def program(self) -> "Program":
-        """Return the program; raise UsageError for a step past the end, and what recipe, devices and kernels refuse."""
+        """Return the program; raise UsageError if recipe, devices or kernels refuse an option."""
         overrides = cli.parse_settings(self.settings)
         import jax
 
@@ -186,7 +174,7 @@ class ProgramOptions(NamedTuple):
         chosen = recipes.load(self.recipe).override(overrides)
         if self.first_step >= chosen.num_steps:
             raise UsageError(
-                f"--first-step {self.first_step}: {self.recipe} has {chosen.num_steps} steps; need less"
+                f"--first-step {self.first_step}: {self.recipe} has {chosen.num_steps} steps; need fewer"
             )
         mesh.prepare("any")
         devices = mesh.make_mesh(self.devices or len(jax.devices()))
@@ -199,12 +187,12 @@ def step(
     *,
     steps: Annotated[cli.Count, "Number of timed steps."] = 10,
     data: Annotated[cli.Folder | None, "--data DIR"] = None,
-    one_by_one: Annotated[bool, "--no-command-buffers", "XLA launches kernels one by one."] = False,
+    one_by_one: Annotated[bool, "--no-command-buffers", "Launch kernels one by one."] = False,
 ) -> cli.Answer:
-    """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory.
+    """The training step as in a run: milliseconds, tokens per second, MFU, memory.
 
     Options:
-        data: Shards. Default: synthetic ids with the document lengths of FineWeb.
+        data: Folder of shards. Default: synthetic ids with the document lengths of FineWeb.
     """
     program = asked.program()
     from speedrun.machine import bench_step as timing
@@ -219,19 +207,19 @@ def step(
 def rival(
     folder: cli.Folder,
     *,
-    data: Annotated[cli.Folder, "--data DIR", "Shards that both read."],
-    recipe: Annotated[cli.Recipe, "Ours."] = "record21",
-    steps: Annotated[cli.Count, "Of each run."] = 60,
+    data: Annotated[cli.Folder, "--data DIR", "Shards for both programs."],
+    recipe: Annotated[cli.Recipe, "Our recipe."] = "record21",
+    steps: Annotated[cli.Count, "Steps of each run."] = 60,
     first_step: cli.FirstStep = 0,
-    devices: Annotated[cli.Count, "Of each program."] = 1,
+    devices: Annotated[cli.Count, "Devices of each program."] = 1,
     microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 1,
     attention: cli.Attention = "auto",
     settings: cli.Settings = (),
 ) -> cli.Answer:
-    """Time our step and another program's in turns, ABBA, on the same tokens; FOLDER/run is that program.
+    """Time our step and that of the program FOLDER/run in turns (ABBA), on the same tokens.
 
-    It is called with --shards DIR --steps N --first-step I --sequences N --seq-len N, and writes a line of JSON for
-    each step: {"step": i, "time_s": seconds since the first began, "loss": nats}.
+    The program is called with --shards DIR --steps N --first-step I --sequences N --seq-len N. For each step it prints
+    a line of JSON: {"step": i, "time_s": seconds since the first step began, "loss": nats}.
     """
     from speedrun import recipes
     from speedrun.machine import bench_step as timing

@@ -1,7 +1,7 @@
-"""Makes commands of functions: parameters become options, and the answer is printed as text or JSON.
+"""Makes commands from functions: parameters become options, and the answer is printed as text or JSON.
 
-An option is a keyword with a type. `Annotated` adds a kind of click's, a usage such as "--steps N" where name or value
-differ, and its help; a longer help is in the docstring. No heavy imports.
+`Annotated` gives a keyword a type of click, a usage such as "--steps N", and a help text; longer help texts are in the
+docstring. No heavy imports.
 """
 
 import math
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from speedrun.train.request import RunConfig
 
 
-_TEXTS = "\n\nOptions:\n"  #: heads the longer texts in a docstring
+_TEXTS = "\n\nOptions:\n"  #: begins the longer help texts in a docstring
 
 
 class Answer(NamedTuple):
-    """What a command found."""
+    """The output of a command."""
 
     facts: Any  #: for `--json`
-    lines: Iterable[object]  #: for people
+    lines: Iterable[object]  #: otherwise
     exit_code: int = 0
-    error: str | None = None  #: with exit code 1; for people, after the lines, as facts tell it themselves
+    error: str | None = None  #: printed after the lines, with exit code 1; the facts include it
 
 
 _Function = Callable[..., Answer | None]
 
 
 class Command(click.Command):
-    """A command with `--json`, which prints what its function answers, if anything."""
+    """A command with `--json`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read a bare `--replay` as `--replay=some`; click would take the record for its value."""
+        """Read a bare `--replay` as `--replay=some`, since click would take the record as its value."""
         has = any(parameter.name == "replay" for parameter in self.params)
         return super().parse_args(
             ctx, ["--replay=some" if has and word == "--replay" else word for word in args]
         )
 
     def invoke(self, ctx: click.Context) -> None:
-        """Run the command and exit with the code of its answer."""
+        """Run the command, print its answer, and exit with its code."""
         assert self.callback is not None
         hints = get_type_hints(self.callback)
         given = {name: _given(ctx, name, kind) for name, kind in hints.items() if name != "return"}
@@ -71,9 +71,9 @@ def _given(ctx: click.Context, name: str, kind: Any) -> Any:
 
 
 def command(*examples: str, of: click.Group | None = None) -> Callable[[_Function], Command]:
-    """Return a decorator that makes a command of a function; its help ends with the examples. Every command has some.
+    """Return a decorator that makes a command from a function; its help ends with the examples.
 
-    Positional parameters are arguments. A parameter whose type is a NamedTuple stands for several options, its fields.
+    Positional parameters are arguments. A NamedTuple stands for its fields.
     """
 
     def made(function: _Function) -> Command:
@@ -93,12 +93,12 @@ def command(*examples: str, of: click.Group | None = None) -> Callable[[_Functio
 
 
 def epilog(*examples: str) -> str:
-    """Return the end of a help."""
+    """Return the examples at the end of a help text."""
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in examples)])
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
-    """Yield the arguments and options that the signature of a function, or the fields of a NamedTuple, declare."""
+    """Yield the arguments and options of a function or NamedTuple."""
     hints = get_type_hints(function, include_extras=True)
     told = cleandoc(function.__doc__ or "").partition(_TEXTS)[2]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE))
@@ -112,7 +112,6 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
 
 
 def _parameter(name: str, hint: Any, default: Any, *, is_option: bool) -> click.Parameter:
-    """Return the argument or option that a parameter declares."""
     kind, notes = _unwrapped(hint)
     is_several = get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
     if is_several:
@@ -140,7 +139,7 @@ def _parameter(name: str, hint: Any, default: Any, *, is_option: bool) -> click.
 
 
 def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
-    """Return the type of a value, without None, and the notes that `Annotated` adds, the outermost first."""
+    """Return a type without None, and its `Annotated` notes, the outermost first."""
     if get_origin(hint) is Annotated:
         kind, notes = _unwrapped(hint.__origin__)
         return kind, [*reversed(hint.__metadata__), *notes]
@@ -150,18 +149,18 @@ def _unwrapped(hint: Any) -> tuple[Any, list[Any]]:
 
 
 class Integer(click.IntRange):
-    """A whole number in a range, which click's errors call "integer range" otherwise."""
+    """A whole number in a range, with a name that suits click's errors."""
 
     name = "integer"
 
 
 class Number(click.FloatRange):
-    """A finite number in a range. Infinity and NaN are refused."""
+    """A finite number in a range."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse a number."""
+        """Parse a number; refuse infinity and NaN."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -178,34 +177,26 @@ Amount = Annotated[float, Number(0)]
 Folder = Annotated[Path, click.Path(path_type=Path, file_okay=False)]
 Track = Annotated[str, "--track NAME", "Rules of the run."]
 Recipe = Annotated[str, click.types.FuncParamType(resolve), "--recipe NAME|FILE"]
-#: For `parse_settings`.
-Settings = Annotated[tuple[str, ...], "--set KEY=VALUE", "Change a recipe's number."]
+Settings = Annotated[tuple[str, ...], "--set KEY=VALUE", "Change a setting of the recipe."]
 Attention = Annotated[str, "--attention FORM", "Attention kernels."]
-FirstStep = Annotated[Natural, "--first-step I", "Of the schedule."]
-#: None means the track's own folder.
+FirstStep = Annotated[Natural, "--first-step I", "First step of the schedule."]
 Data = Annotated[
     Path | None, "--data DIR", "Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data."
 ]
-#: Of every command that executes a record's source.
 Unsafe = Annotated[
     bool,
     "--unsafe-here",
     "Run the record's code even where it cannot be isolated from your network, files and processes.",
 ]
-#: For `ghost.chosen`.
 Ghost = Annotated[
     str | None,
     "--ghost RECORD|best",
-    "Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the fastest "
+    "Show on the step lines how far the run is ahead of this record, in seconds and loss; 'best': the fastest "
     "qualified record of the track in records/.",
 ]
-#: For `exports.relayed`.
 Wandb = Annotated[str | None, "--wandb PROJECT", "Send the log to wandb. This cannot stop the run."]
-#: None means the recipe's own.
-Dtype = Annotated[
-    Literal["float32", "bfloat16"] | None, "Of the computation. Default: as the recipe computes."
-]
-Port = Annotated[int, Integer(0, 65_535), "Of the page, on this machine only; 0: any that is free."]
+Dtype = Annotated[Literal["float32", "bfloat16"] | None, "Type of the computation. Default: the recipe's."]
+Port = Annotated[int, Integer(0, 65_535), "Port of the page, on this machine only; 0: any free port."]
 WATCH_PORT = 3280  #: default of the page of `watch`
 
 
@@ -213,15 +204,15 @@ class RunOptions(NamedTuple):
     """Options of a run.
 
     Options:
-        recipe: What to train: a name, or your own file, path/to/mine.py. Default: the track's own recipe.
+        recipe: Recipe to train: a name, or your own file, path/to/mine.py. Default: the track's.
         microbatches: Parts of a step's batch. Default: 8, or one for each device if there are more.
-        out: A new folder. Default: below runs/, with date, track and a number.
+        out: New folder. Default: below runs/, with date, track and a number.
     """
 
     track: Track = "smoke-cpu"
     recipe: Recipe | None = None
     num_devices: Annotated[
-        Count | None, "--devices N", "Default: what the track asks for, or all there are."
+        Count | None, "--devices N", "Number of devices. Default: the track's, or all."
     ] = None
     attention: Attention = "auto"
     microbatches: Count | None = None
@@ -230,7 +221,7 @@ class RunOptions(NamedTuple):
     settings: Settings = ()
 
     def request(self, out: Path, overrides: dict[str, str], **more: Any) -> "RunConfig":
-        """Return the request for such a run, with `more` of its fields."""
+        """Return the request for such a run."""
         from speedrun.train.request import RunConfig
 
         same = {name: value for name, value in self._asdict().items() if name not in ("out", "settings")}
@@ -238,10 +229,10 @@ class RunOptions(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Options that choose the weights of a trained model: for `model.weight_sources`."""
+    """Options that choose the weights of a trained model."""
 
-    step: Annotated[Natural | None, "Of the checkpoint. Default: the newest."] = None
-    recipe: Annotated[Recipe | None, "The model's recipe, if it is in a file of your own."] = None
+    step: Annotated[Natural | None, "Step of the checkpoint. Default: the newest."] = None
+    recipe: Annotated[Recipe | None, "Recipe of the model, if it is your own file."] = None
     data: Data = None
 
 
@@ -254,21 +245,21 @@ def show(facts: Any, lines: Iterable[object], *, as_json: bool) -> None:
 
 
 def only_with_resume(ctx: click.Context, *others: str) -> None:
-    """Raise UsageError for an option that `--resume` does not take; it takes `--json` and the `others`."""
+    """Raise UsageError for an option that does not go with `--resume`; `--json` and the `others` do."""
     for param in typed(ctx):
         if param.name not in ("resume", "as_json", *others):
-            got = f"--resume keeps the settings of the run, got {param.opts[-1]} as well"
+            got = f"--resume keeps the settings of the run, got also {param.opts[-1]}"
             raise UsageError(f"{got}; leave it out, or start a new run")
 
 
 def typed(ctx: click.Context) -> list[click.Parameter]:
-    """Return the options that were typed."""
+    """Return the options of the command line."""
     source = click.core.ParameterSource.COMMANDLINE
     return [param for param in ctx.command.params if ctx.get_parameter_source(str(param.name)) is source]
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
-    """Parse `key=value` texts; raise UsageError for a text without `=` or a key given twice."""
+    """Parse `key=value` texts."""
     settings: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -281,9 +272,9 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: str) -> Path:
-    """Return the folder of several runs: that of `--resume`, or a new one, where a child declares what is asked for.
+    """Return the folder of several runs: that of `--resume`, or a new one that a child process declares.
 
-    The child is a `module` of ours. `allowed` are the options beside `--resume`.
+    The child runs `module` with the request. `allowed` are the options that go with `--resume`.
     """
     if ctx.params["resume"] is not None:
         only_with_resume(ctx, *allowed)
@@ -300,7 +291,7 @@ def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: s
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Parse `1,2,3`; raise UsageError for other text."""
+    """Parse `1,2,3`."""
     try:
         return [int(word) for word in text.split(",") if word.strip()]
     except ValueError:
@@ -309,6 +300,6 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def new_folder(name: str) -> Path:
-    """Return the first of today's folders below `runs/` that does not exist: `runs/<date>-<name>-<n>`."""
+    """Return the first folder `runs/<date>-<name>-<n>` that does not exist."""
     candidates = (Path("runs") / f"{clock.now().utc[:10]}-{name}-{i}" for i in range(1, 10_000))
     return next(path for path in candidates if not path.exists())

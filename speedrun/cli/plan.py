@@ -1,4 +1,4 @@
-"""What recipes are, and what they need: the commands `recipes` and `plan`, on devices that need not be here."""
+"""The commands `recipes` and `plan`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +16,7 @@ from speedrun.cli import options as cli
 
 @cli.command("speedrun recipes", "speedrun recipes smoke")
 def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
-    """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
-
-    A recipe that cannot be loaded is left out, with a warning.
-    """
+    """List the recipes, or the settings of the recipe NAME, in the form of --set."""
     from speedrun import recipes
     from speedrun.science import params
     from speedrun.science.recipe import IDENTITY, settings
@@ -60,28 +57,30 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
 def plan(
     ctx: click.Context,
     *,
-    recipe: Annotated[cli.Recipe | None, "What to train. Default: the track's, or smoke."] = None,
+    recipe: Annotated[cli.Recipe | None, "Recipe to train. Default: the track's, or smoke."] = None,
     track: Annotated[str | None, "--track NAME", "Add data, time and cost of a batch on this track."] = None,
-    runs: Annotated[cli.Count | None, "Runs of that batch. Default: as many as a rank needs."] = None,
+    runs: Annotated[cli.Count | None, "Runs of that batch. Default: as many as a rank takes."] = None,
     kind: Annotated[str, "--device-kind KIND", ", ".join(kinds.DEVICES)] = "h100",
-    devices: Annotated[cli.Count | None, "In one machine. Default: the track's, or 8."] = None,
-    microbatches: Annotated[cli.Count, "Per step and node."] = 8,
+    devices: Annotated[cli.Count | None, "Devices of a machine. Default: the track's, or 8."] = None,
+    microbatches: Annotated[cli.Count, "Parts of a node's batch."] = 8,
     settings: cli.Settings = (),
     compiled: Annotated[bool | None, "--compile/--arithmetic"] = None,
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
-    nodes: Annotated[str | None, "--nodes N,N", "Instead: how the step scales over so many machines."] = None,
+    nodes: Annotated[
+        str | None, "--nodes N,N", "Instead, scale the step over these numbers of machines."
+    ] = None,
     network: Annotated[float | None, cli.Number(0, min_open=True), "--network GBIT"] = None,
     check: Annotated[tuple[Path, ...], "--check PATH"] = (),
 ) -> cli.Answer:
-    """Predict what a recipe needs on devices that need not be here: memory, floors, time, cost.
+    """Predict memory, bounds, time and cost of a recipe on devices that need not be here.
 
-    Exits with 1 if it does not fit into memory, and says what would. With --nodes the step is compiled for all the
-    nodes, each with tokens of its own; docs/scaling.md has the model.
+    Exits with 1 if it does not fit into memory, with advice. With --nodes, the step is compiled for all nodes, each
+    with its own tokens; docs/scaling.md has the model.
 
     Options:
-        compiled: Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
-        network: With --nodes: the rate of a device.
-        check: Instead: compare the model with a trace of torch.profiler, or with a record, from a GPU.
+        compiled: Analyse the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
+        network: With --nodes: network rate of a device.
+        check: Instead, compare the model with a trace of torch.profiler, or with a record, from a GPU.
     """
     if check:
         return _checked(check)
@@ -90,7 +89,7 @@ def plan(
     on_gpu = rules is None or rules.rules.platform == "gpu"
     _check(ctx.params, on_gpu=on_gpu)
     overrides = cli.parse_settings(settings)
-    # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
+    # JAX is imported only now, so that an error above is quick.
     from speedrun import recipes
     from speedrun.lab import budget as budgets
     from speedrun.plan import deviceless, scaling
@@ -130,13 +129,12 @@ def _checked(paths: tuple[Path, ...]) -> cli.Answer:
 
 
 def _check(given: dict[str, Any], *, on_gpu: bool) -> None:
-    """Raise UsageError for options that do not go together."""
     track, nodes = given["track"], given["nodes"]
     if given["runs"] is not None and not track:
-        raise UsageError(f"--runs {given['runs']}: of a batch on which track? add --track NAME")
+        raise UsageError(f"--runs {given['runs']} needs a track; add --track NAME")
     if not on_gpu and (given["devices"] or given["compiled"]):
         option = "--devices" if given["devices"] else "--compile"
-        raise UsageError(f"{option}: {track} asks for no GPU; leave it out, or leave out --track")
+        raise UsageError(f"{option}: {track} needs no GPU; leave it out, or leave out --track")
     if nodes and (track or given["compiled"] is False or given["dollars"] is not None):
         raise UsageError("--nodes goes with neither --track, --arithmetic nor --dollars; leave one out")
     if given["network"] and not nodes:

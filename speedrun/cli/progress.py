@@ -1,4 +1,4 @@
-"""Progress of a long transfer or check, on stderr: a line that a terminal rewrites, elsewhere one from time to time."""
+"""The progress of a long transfer or check on stderr: one line on a terminal, elsewhere a line every ten seconds."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ _ERASE = "\r\x1b[K"  #: the line of the cursor
 
 @contextmanager
 def resumable(what: str, folder: Path) -> Iterator["Progress"]:
-    """Show the progress of a command that SIGINT and SIGTERM may stop, and how to continue it."""
+    """Show the progress of a command; if a signal stops it, say how to continue."""
     try:
         with signals.handled_by(signals.stop), Progress(what) as progress:
             yield progress
@@ -31,7 +31,7 @@ def resumable(what: str, folder: Path) -> Iterator["Progress"]:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows how much is done, the rate and the time left. Use as a context manager."""
+    """A display of the progress, its rate and the time left."""
 
     def __init__(self, what: str, unit: str = "B") -> None:
         """Start the clock at the first `update`."""
@@ -41,7 +41,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._first: int | None = None
 
     def update(self, done: int, total: int, facts: str = "") -> None:
-        """Show how much of how much is done, and other facts; `total` is 0 if unknown."""
+        """Show the progress and other facts; `total` is 0 if unknown."""
         if self._first is None:
             self._first, self._watch, self._line = done, Stopwatch(), Stopwatch()
         elif self._line.seconds >= (_REWRITE_S if self._erase else _LINE_S):
@@ -60,7 +60,7 @@ class Progress(AbstractContextManager["Progress"]):
         return [f"{done / total:.0%}", of, quantity(rate, f"{self._unit}/s"), left]
 
     def say(self, line: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         click.echo(self._erase + clean(line), err=True)
 
     def __exit__(self, *exc: object) -> None:

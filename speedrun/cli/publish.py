@@ -1,4 +1,4 @@
-"""What people see of a record: its description, its pull request, the board, and its files for other tools."""
+"""The commands that publish a record: `describe`, `submit`, `leaderboard` and `export`."""
 
 import importlib
 import os
@@ -31,20 +31,20 @@ from speedrun.record.validate import examine
 def describe(
     record: Path,
     *,
-    title: Annotated[str | None, "What it is, in a few words."] = None,
-    authors: Annotated[tuple[str, ...], "--author NAME", "A name or handle."] = (),
+    title: Annotated[str | None, "Title of the record."] = None,
+    authors: Annotated[tuple[str, ...], "--author NAME", "Name or handle of an author."] = (),
     changes: Annotated[tuple[str, ...], "--change TEXT", "A change from the parent, in one sentence."] = (),
-    parent: Annotated[Path | None, "--parent RECORD", "The record it was made from."] = None,
+    parent: Annotated[Path | None, "--parent RECORD", "The record that it builds on."] = None,
 ) -> cli.Answer:
     """Write title, authors, changes and parent of RECORD into its about.json and the head of its README.
 
-    Fields that are not given stay as they are. README.md below its head is yours to write.
+    Other fields stay as they are. The README below its head is yours to write.
     """
     need_record(record)
     if parent is not None and not (parent / "source.txt").is_file():
         raise UsageError(f"{parent} is not a record; give --parent a folder that holds source.txt")
     if parent is not None and parent.resolve() == record.resolve():
-        raise UsageError(f"{parent} is the record itself; give --parent the record that it was made from")
+        raise UsageError(f"{parent} is the record itself; give --parent the record that it builds on")
     if not (parent or title or authors or changes):
         raise UsageError("nothing to change; give --title, --author, --change or --parent")
     place = None if parent is None else "/".join(parent.resolve().parts[-2:])
@@ -60,18 +60,18 @@ def submit(
     *,
     out: Annotated[Path | None, "--out DIR"] = None,
     name: Annotated[str | None, "--name WORDS"] = None,
-    dry_run: Annotated[bool, "Show everything and write nothing."] = False,
+    dry_run: Annotated[bool, "Print everything and write nothing."] = False,
     missed: Annotated[bool, "Submit a record that missed its target."] = False,
 ) -> cli.Answer:
     """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
 
-    Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 and writes
-    nothing if a check fails or warns, if the record missed its target and --missed is not given, or if a file seems to
-    hold a secret.
+    Prints the commands that send it, and runs none of them; type them in the root of a checkout. Exits with 1 and
+    writes nothing if a check fails or warns, the record missed its target without --missed, or a file seems to hold a
+    secret.
 
     Options:
-        out: Where to write. Default: the folder that holds the record.
-        name: What changed, in a few words, for the folder's name. Default: the title.
+        out: Output folder. Default: the folder that holds the record.
+        name: Words for the folder's name. Default: the title.
     """
     need_record(record)
     loaded = load(record)
@@ -105,7 +105,7 @@ def submit(
 
 
 def _line(finding: Leak) -> str:
-    """Name file, line and kind, never the secret."""
+    """Return file, line and kind, never the secret."""
     status = "secret " if finding.secret else "warning"
     return f"{status} {clean(finding.path)}:{finding.line}  {clean(finding.kind)}"
 
@@ -123,8 +123,8 @@ def leaderboard() -> None:
 def build(*, records: _Records = Path("records")) -> cli.Answer:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
-    They go into the folder of records. If it is called records, README.md beside it gets the board between its marks. A
-    record that cannot be judged is left out and named, and the exit code is 1.
+    They go into the folder of records. If its name is records, the README.md next to it gets the board between its
+    marks. A record that cannot be judged is left out, with a warning and exit code 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
@@ -150,7 +150,7 @@ def check(*, records: _Records = Path("records")) -> cli.Answer:
 
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
-    """Return every generated file by its path, but the page in HTML."""
+    """Return the content of every generated file except the HTML page."""
     table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
@@ -159,7 +159,7 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
     readme = records.absolute().parent / "README.md"
     if records.absolute().name != "records" or not readme.exists():
         return files
-    known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
+    known = tuple(one for one in board.published if not one.claim)  # the README shows no claims
     block = pages.markdown(replace(board, published=known), records=records.name)
     page = readme.read_text(encoding="utf-8")
     try:
@@ -179,7 +179,6 @@ MODEL_FORMS = {
 
 @cli.command(
     "speedrun export records/smoke-cpu/2026-11-25-first --to classic",
-    "speedrun export RECORD --to wandb --out curves",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",
 )
@@ -196,13 +195,12 @@ def export(
     out: Annotated[Path | None, "--out DIR", "New folder. Default: RECORD's name and the format."] = None,
     dtype: Literal["float32", "float16"] | None = None,
 ) -> cli.Answer:
-    """Write the curves of RECORD as text logs, CSV or offline wandb runs, or its model.
+    """Write the curves of RECORD as text logs or CSV, or its model.
 
-    A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
-    nothing is sent. The record is not changed.
+    A model needs the weights of a run with --checkpoint-every. The files contain nothing about this machine.
 
     Options:
-        dtype: How web stores large arrays; the page computes in float32. Default: float32.
+        dtype: Of the large arrays in the form web; the page computes in float32. Default: float32.
     """
     folder = out or Path(f"{record.resolve().name}-{form}")
     folder = folder if folder.name else folder.resolve()

@@ -1,6 +1,5 @@
-"""What runs show: pictures (`plot`), proofs (`stats`), comparisons of variants (`sweep`), other people's logs."""
+"""The commands that study runs: `plot`, `stats`, `sweep` and `import-log`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -10,53 +9,30 @@ from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs, plots
-from speedrun.board.standings import LeftOut, Row, judge
 from speedrun.cli import options as cli
 from speedrun.lab import proof, trials
 from speedrun.lab.effects import table
 from speedrun.lab.trials import Kind, Request
-from speedrun.record.reader import load
 from speedrun.record.statistics import Interval
 
 
 @cli.command(
     "speedrun plot records/smoke-cpu/2026-11-25-first",
     "speedrun plot runs/first --kind all",
-    "speedrun plot runs/first runs/second --kind pareto --out runs",
 )
 def plot(
     records: Annotated[tuple[Path, ...], "RECORD..."],
     *,
-    kind: Literal[plots.Kind, "all", "pareto"] = "loss",
-    out: Annotated[Path | None, "--out DIR"] = None,
+    kind: Literal[plots.Kind, "all"] = "loss",
 ) -> cli.Answer:
-    """Draw records as PNG.
+    """Draw records as PNG, into RECORD/plots.
 
     Options:
-        kind: Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss
-            against mean train time of several records in one picture.
-        out: Where to write one picture of several records; others go into RECORD/plots. Default: this folder.
+        kind: Loss against train time, loss against tokens, a histogram of step times, or all three.
     """
-    if kind == "pareto":
-        found = plots.pareto(_rows(records), out or Path())
-    else:
-        kinds: list[plots.Kind] = [known for known in plots.KINDS if kind in (known, "all")]
-        found = [path for record in records for path in plots.plot(record, kinds)]
-    paths = [str(path) for path in found]
+    kinds: list[plots.Kind] = [known for known in plots.KINDS if kind in (known, "all")]
+    paths = [str(path) for record in records for path in plots.plot(record, kinds)]
     return cli.Answer({"plots": paths}, paths)
-
-
-def _rows(records: Sequence[Path]) -> list[Row]:
-    """Return the results of the records that have one, with a warning for the others; raise UsageError if none has."""
-    rows = {record: judge(load(record), record.resolve().name) for record in records}
-    shown = plots.results(row for row in rows.values() if isinstance(row, Row))
-    for record, row in rows.items():
-        if row not in shown:
-            why = row.why if isinstance(row, LeftOut) else f"{row.standing}: {', '.join(row.failed)}"
-            say(f"warning: {record} is left out, {why}")
-    if not shown:
-        raise UsageError("no record with a result; 'speedrun validate RECORD' says why")
-    return shown
 
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
@@ -71,8 +47,8 @@ def stats(
 ) -> cli.Answer:
     """Test the mean loss of the finished runs of RECORD against the target.
 
-    A declared batch is tested at its declared looks. Other runs are tested as well, but prove nothing for the board.
-    Exits with 0 if the target is proven, with 1 if not.
+    A declared batch is tested at its declared looks. Tests of other runs prove nothing for the board. Exits with 0 if
+    the target is proven, else with 1.
     """
     found = proof.stats(record, target=target, parent=against)
     return cli.Answer(found, _lines(found, against), 0 if found.passed else 1)
@@ -117,11 +93,11 @@ def _number(number: float | None) -> str:
 
 
 class Variants(NamedTuple):
-    """Options of which variants of a recipe to compare, and how often.
+    """The variants of a recipe, and the number of runs.
 
     Options:
-        features: Instead, switch off one feature at a time: 'all', or names in speedrun/lab/design.py.
-        confirm: Number of fresh seeds for the best arm and its reference. Default: that of --runs.
+        features: Instead, turn off one feature at a time: 'all', or names in speedrun/lab/design.py.
+        confirm: Fresh seeds for the best arm and its baseline. Default: as many as --runs.
     """
 
     features: Annotated[str | None, "--features NAME,..."] = None
@@ -144,13 +120,13 @@ def sweep(
     *,
     resume: Annotated[Path | None, "--resume DIR", "Run what is missing."] = None,
 ) -> cli.Answer:
-    """Run a recipe as it is and in other variants, all with the same seeds; report which are better.
+    """Run a recipe and its variants with the same seeds, and report which are better.
 
-    The variants have other settings, lack a feature (--features), or are ancestors (--ladder). For the first, --set
-    takes the values to try, separated by commas; a single value applies to every arm.
+    A variant has other settings, lacks a feature (--features), or is an ancestor (--ladder). --set takes the values to
+    try, separated by commas; a single value applies to every arm.
 
-    Runs are compared in pairs of one seed, p is adjusted for the number of arms, and the best arm runs again with fresh
-    seeds. This is research: its results are never ranked.
+    Loss and time are compared in pairs of equal seeds, p is adjusted for the number of arms, and the best arm runs
+    again with fresh seeds. Nothing of this is ranked.
     """
     from speedrun.lab.several_runs import Sweep  # NumPy comes with it
 
@@ -160,14 +136,13 @@ def sweep(
 
 
 def _request(asked: Variants, config: cli.RunOptions) -> Request:
-    """Return the experiment that the options describe."""
     settings = {key: trials.values(text) for key, text in cli.parse_settings(config.settings).items()}
     fixed = {key: values[0] for key, values in settings.items() if len(values) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
     if (asked.features is not None) + asked.ladder + bool(free) > 1:
         raise UsageError("--features, --ladder and several values in --set exclude each other; keep one")
     if asked.runs is None:
-        raise UsageError("number of runs missing; pass --runs N; noise needs at least two runs")
+        raise UsageError("no number of runs; the noise takes at least two; pass --runs N")
     kind: Kind = "ladder" if asked.ladder else "features"
     variants: list[dict[str, str]] = []
     if asked.features is None and not asked.ladder:
@@ -191,28 +166,26 @@ _MOST_SHOWN = 5  #: problems of a file
 @cli.command(
     "speedrun import-log logs/*.txt --json",
     "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
-    "speedrun import-log runs.csv.gz --steps 1770",
 )
 def import_log(
     files: Annotated[tuple[Path, ...], "FILE..."],
     *,
     match: Annotated[tuple[str, ...], "Only runs with TEXT in their name."] = (),
-    steps: Annotated[cli.Count | None, "Only runs that planned this number of steps."] = None,
     mean: Annotated[tuple[float, float] | None, "--mean LOW HIGH"] = None,
 ) -> cli.Answer:
     """Read the logs of other people's runs, and show how much equal runs differ.
 
     A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
-    log,step,num_steps,val_loss,train_time_ms; either may be compressed by gzip. Runs of one folder that end at the
-    same step form a group; copies of a run count once. Imported runs have no seed and no chain of hashes, so they are
-    never ranked. Nothing in a FILE is executed.
+    log,step,num_steps,val_loss,train_time_ms; gzip is allowed. Runs of one folder that end at the same step form a
+    group; a copy of a run counts once. Imported runs have no seed and no hashes, and are never ranked. Nothing in a
+    FILE is executed.
 
     Options:
         mean: Only groups with a mean loss in this range.
     """
     names = foreign_logs.names(files)
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
-    runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
+    runs = (run for one in contexts for run in one.runs)
     chosen = proof.distinct(run for run in runs if not match or any(text in run.name for text in match))
     groups = tuple(proof.groups(chosen))
     if mean is not None:
@@ -230,11 +203,10 @@ def import_log(
 
 
 def _of_file(one: foreign_logs.Context) -> list[str]:
-    lines = [f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems"]
-    lines += [f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]]
-    if one.num_problems > _MOST_SHOWN:
-        lines.append(f"        and {one.num_problems - _MOST_SHOWN:,} more")
-    return lines
+    lines = [f"file    {one.source}: {len(one.runs):,} runs, {len(one.problems):,} problems"]
+    return lines + [
+        f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]
+    ]
 
 
 def _of_group(group: proof.Group) -> str:

@@ -1,4 +1,4 @@
-"""Training on a track: `run`, one run and its record, and `batch`, several that are declared before the first one."""
+"""The commands that train on a track: `run` and `batch`."""
 
 import importlib
 import os
@@ -12,7 +12,6 @@ import click
 from speedrun.base import children, signals
 from speedrun.base import track as tracks
 from speedrun.base.errors import INTERRUPTED, UsageError, unknown
-from speedrun.base.recipe_files import own_file
 from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
 from speedrun.record import reader
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
-    """Parse `phase=seconds` texts, as `--deadline` takes them."""
+    """Parse the `phase=seconds` texts of `--deadline`."""
     found: dict[str, float] = {}
     for text in texts:
         phase, _, seconds = text.partition("=")
@@ -41,42 +40,41 @@ def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
 
 
 class Single(NamedTuple):
-    """Options of a single run: how it starts, keeps checkpoints, resumes, and does not hang.
+    """Options of a single run: its start, checkpoints and deadlines.
 
     Options:
         replicas: Copies of the state, each sharded over as many devices. Default: one for each node.
-        init_from: Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.
-        checkpoint_every: Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default:
-            none.
+        init_from: Start from the weights of an exported folder or a GPT-2, as in 'speedrun eval'. Never ranked.
+        checkpoint_every: Steps between checkpoints in DIR.checkpoints; saving counts as train time. Default: none.
         resume: Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.
     """
 
-    seed: Annotated[cli.Seed, "Of the initial weights."] = 0
+    seed: Annotated[cli.Seed, "Seed of the initial weights."] = 0
     replicas: cli.Count | None = None
     init_from: Annotated[Path | None, "--init-from SOURCE"] = None
     checkpoint_every: cli.Count | None = None
-    keep_checkpoints: Annotated[cli.Natural, "How many of the newest to keep; 0: all."] = 2
+    keep_checkpoints: Annotated[cli.Natural, "Number of checkpoints to keep, the newest ones; 0: all."] = 2
     resume: Annotated[Path | None, "--resume DIR"] = None
     deadlines: Annotated[
         tuple[str, ...],
         "--deadline PHASE=SECONDS",
-        f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
+        f"Longest time in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
     ] = ()
 
 
 class Processes(NamedTuple):
-    """Options of a run in several processes: the first one, and what `connect.find_group` takes.
+    """Options of a run in several processes.
 
     Options:
-        local_processes: Start N processes on this machine that share its devices, to try out what a cluster does.
-        coordinator: Of process 0, if several share the run. SLURM and Open MPI need no such options.
-        heartbeat: A process that is silent for so long is lost, and the run ends.
+        local_processes: Start N processes on this machine that share its devices, to imitate a cluster.
+        coordinator: Address of process 0. SLURM and Open MPI set this themselves.
+        heartbeat: End the run if a process is silent for this long.
     """
 
     local_processes: cli.Count | None = None
     coordinator: Annotated[str | None, "--coordinator HOST:PORT"] = None
-    processes: Annotated[cli.Count | None, "How many share the run."] = None
-    process: Annotated[cli.Natural | None, "--process I", "The number of this process."] = None
+    processes: Annotated[cli.Count | None, "Number of processes."] = None
+    process: Annotated[cli.Natural | None, "--process I", "Index of this process."] = None
     heartbeat: Annotated[int, cli.Integer(5), "--heartbeat SECONDS"] = connect.HEARTBEAT_S
     meet_within: Annotated[cli.Count, "--meet-within SECONDS", "Time for all processes to connect."] = (
         connect.MEET_S
@@ -84,20 +82,19 @@ class Processes(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Options of what a single run does beside training. A resumed run takes them, too.
+    """Options of a single run that leave its training alone; a resumed run takes them, too.
 
     Options:
-        sample_every: Let the checkpoints of each N steps write a text, beside the record; a child process does it.
-            Without --checkpoint-every, it makes them.
-        sample_prompts: What these texts begin with. Default: the start of a document.
-        verbose: Print the kernel of each operation, and why. The log has both.
+        sample_every: Sample a text every N steps, in a child process, from a checkpoint. Sets --checkpoint-every.
+        sample_prompts: Start of these texts. Default: the start of a document.
+        verbose: Print the kernel of each operation, and the reason. The log has both.
     """
 
     ghost: cli.Ghost = None
     wandb: cli.Wandb = None
     watch: Annotated[bool, "Serve a page of the run from a child process. It cannot stop the run."] = False
     watch_port: Annotated[
-        int | None, cli.Integer(1, 65_535), f"Serve it at this port. Default: {cli.WATCH_PORT}."
+        int | None, cli.Integer(1, 65_535), f"Port of that page. Default: {cli.WATCH_PORT}."
     ] = None
     sample_every: cli.Count | None = None
     sample_prompts: Annotated[tuple[str, ...], "--sample-prompt TEXT"] = ()
@@ -116,7 +113,7 @@ def run(
 ) -> cli.Answer | None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
-    Exits with 0 if the target is reached and every check passes, with 1 if not.
+    Exits with 0 if the target is reached and every check passes, else with 1.
     """
     tracks.load(options.track)
     # Before JAX, whose import is slow.
@@ -163,7 +160,7 @@ def run(
 
 
 def _import_jax() -> None:
-    """Import JAX; handle signals afterwards, since an exception while C++ libraries start would crash the process."""
+    """Import JAX, and handle signals only afterwards: an exception in its C++ start crashes the process."""
     got: list[int] = []
     with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
         importlib.import_module("speedrun.train.run")
@@ -172,7 +169,7 @@ def _import_jax() -> None:
 
 
 def _child_words(ctx: click.Context, out: Path) -> list[str]:
-    """Return the arguments of this command for a process that shares the run. All but paths are as they were typed."""
+    """Return the arguments of this command for a process that shares the run."""
     words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
     for param in cli.typed(ctx):
         if param.name not in ("resume", "out", "local_processes"):
@@ -183,15 +180,15 @@ def _child_words(ctx: click.Context, out: Path) -> list[str]:
 
 
 class Size(NamedTuple):
-    """Options that say how many runs a batch has.
+    """The number of runs of a batch, and their seeds.
 
     Options:
-        expect: Expected mean loss, for as many runs as prove it 9 of 10 times.
-        seeds: Choose them. Default: derived from source and config.
+        expect: Expected mean loss; declares enough runs to prove it 9 of 10 times.
+        seeds: Seeds of the runs. Default: derived from source and config.
     """
 
-    runs: Annotated[int | None, cli.Integer(2), "How many."] = None
-    then: Annotated[int | None, cli.Integer(3), "Total, if the first look proves nothing."] = None
+    runs: Annotated[int | None, cli.Integer(2), "Number of runs."] = None
+    then: Annotated[int | None, cli.Integer(3), "Total number, if the first look proves nothing."] = None
     expect: Annotated[cli.Amount | None, "--expect LOSS"] = None
     seeds: Annotated[str | None, "--seeds N,N,..."] = None
 
@@ -206,14 +203,14 @@ def batch(
     options: cli.RunOptions,
     size: Size,
     *,
-    title: Annotated[str | None, "What the record is, in a few words."] = None,
+    title: Annotated[str | None, "Title of the record."] = None,
     resume: Annotated[Path | None, "--resume DIR", "Resume a declared batch."] = None,
     ghost: cli.Ghost = None,
     wandb: cli.Wandb = None,
 ) -> cli.Answer:
-    """Declare a batch, run it, and test its mean loss. The record holds all runs, also failed ones.
+    """Declare a batch, run it, and test its mean loss. The record holds all runs, including failed ones.
 
-    Exits with 0 if the batch proves its target and every check passes, with 1 if not.
+    Exits with 0 if the batch proves its target and every check passes, else with 1.
     """
     from speedrun.lab.several_runs import run_batch  # NumPy comes with it
 
@@ -227,7 +224,6 @@ def batch(
 
 
 def _promise(options: cli.RunOptions, size: Size) -> "Promise":
-    """Return the batch that the options say."""
     from speedrun.lab.several_runs import num_runs
     from speedrun.lab.trials import Promise
 
@@ -254,7 +250,7 @@ def _answer(folder: Path, done: "Outcome") -> cli.Answer:
 
 
 def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
-    """Return the result in three lines, and a line for each check that failed or warned."""
+    """Return the result in three lines, then a line for each check that failed or warned."""
     reached = "reached" if summary.target_reached else "NOT reached"
     words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
     others = [(word, report.having(status)) for status, word in words.items() if report.having(status)]
@@ -279,7 +275,6 @@ def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
 
 
 def _standing(rules: tracks.Rules, summary: Summary) -> str:
-    """Return what the result is worth on the track."""
     if not rules.ranked:
         return "shown, not ranked"
     if summary.test is None or summary.num_finished < rules.min_runs:
@@ -288,25 +283,12 @@ def _standing(rules: tracks.Rules, summary: Summary) -> str:
 
 
 def following(config: RunConfig, summary: Summary, report: Report) -> str:
-    """Return the most useful next command: explain a failed check, reproduce a success, or try another seed."""
+    """Return the most useful next command: explain a failed check, repeat a success, or look at the steps."""
     data = ["--data", str(config.data)] if config.data else []
     if failed := report.having("failed"):
         words = ["validate", "--explain", failed[0].check.id]
     elif summary.target_reached:
         words = ["reproduce", str(config.out), "--same-seeds", *data]
     else:
-        words = ["run", "--track", config.track, *_chosen(config), *data, "--seed", str(config.seed + 1)]
+        words = ["plot", str(config.out), "--kind", "all"]
     return shlex.join(["speedrun", *words])
-
-
-def _chosen(config: RunConfig) -> list[str]:
-    """Return the options of a run besides track, data and seed."""
-    options = {
-        "--recipe": own_file(config.recipe) or config.recipe,
-        "--devices": config.num_devices,
-        "--replicas": config.replicas,
-        "--microbatches": config.microbatches,
-        "--attention": None if config.attention == "auto" else config.attention,
-    }
-    words = [word for name, value in options.items() if value for word in (name, str(value))]
-    return words + [word for setting in config.overrides.items() for word in ("--set", "=".join(setting))]

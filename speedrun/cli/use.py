@@ -1,4 +1,4 @@
-"""What people do with runs and trained models: watch them, let them write, here or in a browser, and score them."""
+"""The commands that use runs and models: `watch`, `sample`, `play` and `eval`."""
 
 import shlex
 import socket
@@ -11,7 +11,6 @@ import click
 
 from speedrun.base import signals
 from speedrun.base.children import say
-from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.serving import serving, stoppable
@@ -40,17 +39,17 @@ def watch(
 ) -> None:
     """Show runs on a page until Ctrl-C or SIGTERM: loss, step times, memory, events.
 
-    Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
+    The default is the newest folder below runs/. A folder may appear later.
 
     Options:
-        ghost: Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.
+        ghost: Also draw this record; 'best': the fastest qualified one of the track in records/.
     """
     from speedrun.model import watch_server
 
     folders = runs or (_newest(),)
     for folder in folders:
         watch_server.check(folder)
-    # Outside: pages still get the last lines.
+    # Stop before the server ends: pages still get the last lines.
     with stoppable() as stopped, watch_server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
         lines = [
@@ -63,10 +62,10 @@ def watch(
 
 
 def _newest() -> Path:
-    """Return the folder below runs/ that was made last."""
+    """Return the newest folder below runs/."""
     folders = [path for path in _RUNS.glob("*") if path.is_dir() and not path.name.endswith(".checkpoints")]
     if not folders:
-        raise UsageError(f"there is nothing below {_RUNS}/ to watch; name the folder of a run")
+        raise UsageError(f"nothing to watch below {_RUNS}/; name the folder of a run")
     return max(folders, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -83,23 +82,23 @@ def sample(
     weights: cli.Weights,
     *,
     prompts: Annotated[tuple[str, ...], "--prompt TEXT"] = (),
-    ids: Annotated[tuple[str, ...], "--ids I,J,...", "A prompt as ids, taken as they are."] = (),
-    tokens: Annotated[cli.Count, "How many to write."] = 100,
-    samples: Annotated[cli.Count, "Texts of each prompt."] = 1,
-    temperature: Annotated[cli.Amount, "Of the softmax; 0: always the most probable token."] = 0.8,
-    top_k: Annotated[cli.Natural, "--top-k K", "Only the K most probable tokens; 0: all."] = 0,
+    ids: Annotated[tuple[str, ...], "--ids I,J,...", "A prompt as token ids."] = (),
+    tokens: Annotated[cli.Count, "Number of tokens to write."] = 100,
+    samples: Annotated[cli.Count, "Number of texts for each prompt."] = 1,
+    temperature: Annotated[cli.Amount, "Softmax temperature; 0: always the most probable token."] = 0.8,
+    top_k: Annotated[cli.Natural, "--top-k K", "Draw from the K most probable tokens; 0: all."] = 0,
     top_p: Annotated[float, cli.Number(0, 1), "--top-p P"] = 1.0,
-    seed: Annotated[cli.Seed, "Of the draws."] = 0,
+    seed: Annotated[cli.Seed, "Seed of the draws."] = 0,
     dtype: cli.Dtype = None,
 ) -> cli.Answer:
-    """Continue prompts with the weights of RUN, which it keeps with --checkpoint-every.
+    """Continue prompts with the weights of RUN, trained with --checkpoint-every.
 
-    Or with those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large
-    or gpt2-xl on the hub. A text ends where the model ends the document. The same seed gives the same text.
+    RUN may also be a folder from 'speedrun export', a folder with a GPT-2, or gpt2, gpt2-medium, gpt2-large or gpt2-xl
+    on the hub. A text ends where the model ends the document. The same seed gives the same text.
 
     Options:
-        prompts: What the text begins with. Default: the start of a document.
-        top_p: Only the most probable tokens with probability P together.
+        prompts: Start of the text. Default: the start of a document.
+        top_p: Draw from the most probable tokens that have the probability P together.
     """
     from speedrun.model import decode, weight_sources
 
@@ -112,13 +111,9 @@ def sample(
     say(str(trained))
     how = decode.Draw(temperature, top_k, top_p, seed)
     found = [decode.Text(spoken, start) for start in starts]
-    num_written, seconds = _write(decoder, starts, found, tokens, how, is_shown=not ctx.params["as_json"])
-    rate = num_written / seconds if seconds else None
-    if rate is not None:
-        rates = f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s"
-        say(f"{rates} after the first {decode.CHUNK} of each text")
+    _write(decoder, starts, found, tokens, how, is_shown=not ctx.params["as_json"])
     written = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
-    return cli.Answer({**trained.facts, **how._asdict(), "tokens_per_s": rate, "samples": written}, ())
+    return cli.Answer({**trained.facts, **how._asdict(), "samples": written}, ())
 
 
 def _write(
@@ -129,35 +124,25 @@ def _write(
     how: "Draw",
     *,
     is_shown: bool,
-) -> tuple[int, float]:
-    """Continue all texts, and show one as it grows, several when they are done.
-
-    Returns:
-        Tokens that were computed after the first chunk, and the seconds for them: the first one compiles.
-    """
+) -> None:
+    """Continue all texts; show a single one as it grows, several when they are done."""
     is_one = is_shown and len(found) == 1
     if is_one:
         click.echo(found[0].prompt, nl=False)
-    watch, num_timed, left = Stopwatch(), 0, num_tokens
+    left = num_tokens
     for ids_PN in decoder.continued(starts, num_tokens, how):
-        if left < num_tokens:
-            num_timed += ids_PN.size
         left -= ids_PN.shape[1]
         for text, ids_N in zip(found, ids_PN, strict=True):
             new = text.add(ids_N, is_last=not left)
             if is_one:
                 click.echo(new, nl=False)
-        if not num_timed:
-            watch = Stopwatch()
         if all(text.has_ended for text in found):
             break
-    seconds = watch.seconds
     if is_one:
         click.echo()
     elif is_shown:
         for number, text in enumerate(found, 1):
             click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
-    return num_timed, seconds if num_timed else 0.0
 
 
 @cli.command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
@@ -168,18 +153,18 @@ def play(
     recipe: cli.Recipe | None = None,
     port: cli.Port = 3281,
 ) -> None:
-    """Serve the page of DIR, which 'speedrun export RUN --to web' made, on this machine only.
+    """Serve the page of DIR, from 'speedrun export RUN --to web', on this machine only.
 
-    The browser computes. With several folders, two models write beside each other, with one seed. With --recipe, JAX
-    first trains a tiny preset on the CPU, for some seconds. Ctrl-C or SIGTERM ends it.
+    The browser computes. With several folders, two models write next to each other, with the same seed. Ctrl-C or
+    SIGTERM ends it.
 
     Options:
-        recipe: Also a page that trains this recipe, made tiny, beside what JAX computed.
+        recipe: Also serve a page that trains a tiny form of this recipe, and compare with JAX, which trains it first.
     """
     from speedrun.model.page_server import answering
 
     if not folders and recipe is None:
-        raise UsageError("got nothing to serve; name a folder that 'export --to web' made, or pass --recipe")
+        raise UsageError("nothing to serve; name a folder that 'export --to web' made, or pass --recipe")
     with tempfile.TemporaryDirectory() as scratch, signals.handled_by(signals.stop):
         if recipe is not None:
             folders = (_trainable(recipe, Path(scratch) / "page"), *folders)
@@ -213,20 +198,20 @@ def eval(
     *,
     shards: Annotated[tuple[Path, ...], "--shard FILE"] = (),
     context: Annotated[int | None, cli.Integer(2)] = None,
-    tokens: Annotated[cli.Count | None, "At most so many of each. Default: as the track."] = None,
-    hellaswag: Annotated[Path | None, "--hellaswag FILE", "Its questions, as lines of JSON."] = None,
+    tokens: Annotated[cli.Count | None, "Largest number of tokens of each. Default: the track's."] = None,
+    hellaswag: Annotated[Path | None, "--hellaswag FILE", "Questions of HellaSwag, as lines of JSON."] = None,
     tasks: Annotated[str | None, "--tasks A,B,..."] = None,
-    limit: Annotated[cli.Count | None, "Only the first N questions."] = None,
+    limit: Annotated[cli.Count | None, "Ask only the first N questions."] = None,
     dtype: cli.Dtype = None,
 ) -> cli.Answer:
-    """Score the weights of RUN, which it keeps with --checkpoint-every. Nothing of it is ranked.
+    """Score the weights of RUN, trained with --checkpoint-every. Scores are never ranked.
 
-    Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
-    gpt2-xl on the hub.
+    RUN may also be a folder from 'speedrun export', a folder with a GPT-2, or gpt2, gpt2-medium, gpt2-large or gpt2-xl
+    on the hub.
 
     Options:
         shards: Shard to score. Default: the official slice of the track, and the one after it.
-        context: Tokens of a sequence. Default: as the run scored.
+        context: Tokens of a sequence. Default: that of the run's validation.
         tasks: Tasks of lm-evaluation-harness, by name or file; pip install lm-eval.
     """
     from speedrun.model import eval_tasks, weight_sources
@@ -237,7 +222,7 @@ def eval(
         raise UsageError("--limit has no effect; it needs --hellaswag or --tasks; leave it out, or add that")
     for name, value in {"context": context, "tokens": tokens}.items():
         if value is not None and not scores:
-            needs = "--shard, beside --hellaswag or --tasks"
+            needs = "--shard, next to --hellaswag or --tasks"
             raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
     questions = eval_tasks.read(hellaswag, limit) if hellaswag is not None else []
     trained = weight_sources.load(source, **weights._asdict(), dtype=dtype)

@@ -1,8 +1,7 @@
 """Documents in the order of their source: files and folders, or a dataset of the hub.
 
-A source yields small blocks of documents, from any one on, which workers tokenize. Documents of files are rows of
-parquet, non-blank lines of JSON, or a whole .txt file, sorted by file name, then by row. `pyarrow` and `datasets` are
-imported where they are used.
+A document is a row of parquet, a non-blank line of JSON, or a whole .txt file. A source yields blocks of documents,
+starting at any document. `pyarrow` and `datasets` are imported on use.
 """
 
 import gzip
@@ -24,8 +23,8 @@ from speedrun.data import hub
 from speedrun.data.shards import Place, sha256
 
 HUB = "hub:"  #: prefix of the names of datasets
-BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
-BATCH_ROWS = 256  #: rows of parquet decoded at a time; those of FineWeb hold 3 kB each
+BLOCK_BYTES = 2**19  #: of text in a block: a larger one takes more memory, a smaller one more calls
+BATCH_ROWS = 256  #: rows of parquet decoded at a time, of 3 kB each in FineWeb
 
 
 class Block(NamedTuple):
@@ -33,23 +32,21 @@ class Block(NamedTuple):
 
     first: Place  #: of the first document
     texts: list[str]
-    read_bytes: int  #: of the source's files, up to the end of this block
+    read_bytes: int  #: bytes of the source up to the end of this block
 
 
 def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> "Source":
     """Return the source with these names: files and folders, or one `hub:OWNER/NAME[:CONFIG]`.
 
-    A folder stands for all readable files in it, sorted by name. `column` is the field of a row that holds the text.
-    The `revision` of a dataset is resolved to a commit.
-
-    Raises:
-        UsageError: if the names cannot be combined, or a package is missing.
-        DataError: if a file is missing, or the hub cannot be reached.
+    A folder stands for all its readable files, sorted by name. `column` is the field of a row that holds the text. The
+    `revision` of a dataset is resolved to a commit.
     """
     remote = [name for name in names if name.startswith(HUB)]
     if not remote:
         if revision is not None:
-            raise UsageError(f"--revision {revision} of {names[0]}; only {HUB} sources have it; leave it out")
+            raise UsageError(
+                f"--revision {revision} of {names[0]}; only {HUB} sources have one; leave it out"
+            )
         return Files(names, column)
     if len(names) > 1:
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
@@ -62,16 +59,10 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
 
 
 class Dataset:
-    """The `train` split of a dataset, streamed by `datasets` without storing it."""
+    """The `train` split of a dataset, streamed by `datasets`."""
 
     def __init__(self, path: str, config: str | None, revision: str | None, *, column: str) -> None:
-        """Keep the names; read nothing.
-
-        `path` is a repository of the hub, or a folder that `datasets` can read.
-
-        Raises:
-            UsageError: if `datasets` is not installed.
-        """
+        """Read nothing yet; `path` is a repository of the hub, or a folder that `datasets` can read."""
         need("datasets")
         self.name = f"{HUB}{path}" + (f":{config}" if config else "")
         self.total_bytes = 0  # unknown
@@ -83,11 +74,7 @@ class Dataset:
         return {**{key: value for key, value in chosen.items() if value}, "column": self._column}
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Yield all blocks from `start` on. `Place.reader` holds the state of `datasets` before that block.
-
-        Raises:
-            DataError: if the connection breaks, or there is no such column.
-        """
+        """Yield all blocks from `start` on; `Place.reader` is the state of `datasets` before the block."""
         import datasets
         from datasets.exceptions import DatasetsError
         from huggingface_hub.utils import httpx
@@ -114,8 +101,8 @@ class Dataset:
 def _unreachable(name: str, error: Exception) -> DataError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return DataError(
-        f"{name}: {reason}; its rows are needed from the hub; check the name and the network and run the same "
-        "command again, or pass local files: --source FOLDER"
+        f"{name}: {reason}; need its rows from the hub; check name and network and run the same command again, "
+        "or pass local files: --source FOLDER"
     )
 
 
@@ -126,18 +113,13 @@ class Files:
     """Files of parquet, JSON lines (also gzipped) and plain text."""
 
     def __init__(self, names: Sequence[str], column: str) -> None:
-        """Find the files; read none.
-
-        Raises:
-            UsageError: if two files have the same name: places in them would be ambiguous.
-            DataError: if there are none, or a name is not UTF-8.
-        """
+        """Find the files and read none; raise UsageError if two have the same name, as places would be ambiguous."""
         self.name = " ".join(names)
         self._column = column
         found = [file for name in names for file in _files_of(Path(name))]
         self._paths = dict(found)
         if len(self._paths) < len(found):
-            raise UsageError(f"{self.name}: two files have one name; need others; give the folder above them")
+            raise UsageError(f"{self.name}: two files have the same name; give the folder above them")
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
                 raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
@@ -147,13 +129,7 @@ class Files:
         self.total_bytes = sum(self._bytes.values())
 
     def identity(self) -> dict[str, str | int]:
-        """Return what determines the documents and their order: a digest of names and contents, and the column.
-
-        To tokenize takes many times as long as to read.
-
-        Raises:
-            DataError: if a file cannot be read.
-        """
+        """Return what determines the documents and their order: a digest of names and contents, and the column."""
         digests = {}
         for label, path in self._paths.items():
             with _one_line(path):
@@ -166,7 +142,7 @@ class Files:
         }
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Yield all blocks from `start` on; raise DataError if a file cannot be read or has no such column."""
+        """Yield all blocks from `start` on."""
         labels = list(self._paths)
         first = labels.index(start.file) if start.file else 0
         read_bytes = sum(self._bytes[label] for label in labels[:first])
@@ -180,21 +156,20 @@ class Files:
             read_bytes += self._bytes[label]
 
 
-#: Where documents come from.
 Source = Dataset | Files
 
 
 def _one_line(path: Path) -> AbstractContextManager[None]:
-    return translate_read_errors(path, "a readable file is needed; get it again", EOFError, zlib.error)
+    return translate_read_errors(path, "need a readable file; get it again", EOFError, zlib.error)
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file: a key of `READERS`, or another one."""
+    """Return the suffix of a file, a key of `READERS` if possible."""
     return next((suffix for suffix in READERS if path.name.endswith(suffix)), path.suffix)
 
 
 def _files_of(path: Path) -> list[tuple[str, Path]]:
-    """Return the files that a name stands for, with the label of each in places."""
+    """Return the files of a name, with their labels in places."""
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if suffix_of(file) in READERS and file.is_file())
         if not inside:
@@ -211,9 +186,8 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
 
 
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Yield the lines that are not blank."""
     with path.open("rb") as file:
-        # GzipFile itself splits lines in Python.
+        # Buffered, since GzipFile splits lines in Python.
         unpacked: IO[bytes] = (
             io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
         )
@@ -229,14 +203,13 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
 
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Yield one document."""
     if row == 0:
         text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
         yield Block(Place("", 0), [text], path.stat().st_size)
 
 
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Yield rows, without reading the row groups before `row`."""
+    """Yield rows; skip the row groups before `row`."""
     import pyarrow.parquet
     from pyarrow import ArrowException
 
@@ -252,9 +225,9 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in _of_batches(batches, column, Place("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
-    except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
+    except (ArrowException, UnicodeDecodeError) as error:  # Arrow does not check names and texts
         reason = " ".join(str(error).split())
-        raise DataError(f"{path}: {reason}; a whole parquet file is needed; get it again") from None
+        raise DataError(f"{path}: {reason}; need a whole parquet file; get it again") from None
 
 
 READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}
@@ -264,48 +237,44 @@ READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines
 
 
 def texts(source: Source) -> Iterator[str]:
-    """Yield all texts of a source; raise DataError as the source does."""
+    """Yield all texts of a source."""
     for block in source.blocks(Place("", 0)):
         yield from block.texts
 
 
 def valid(text: str) -> str:
-    """Return the text with surrogate pairs joined, and lone surrogates replaced by U+FFFD as in tiktoken."""
+    """Return the text with surrogate pairs joined and lone surrogates replaced by U+FFFD, as tiktoken does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def need(package: str) -> None:
-    """Raise UsageError, which says how to install it, unless a package is there."""
+    """Raise UsageError unless a package is installed."""
     if find_spec(package) is None:
-        raise UsageError(f"package {package} is needed, and not installed; scripts/install.sh prep adds it")
+        raise UsageError(f"package {package} is not installed; scripts/install.sh prep adds it")
 
 
 def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:
-    """Yield Arrow's consecutive batches or tables from a row on; the first of them is at `at`, `name` is for errors."""
+    """Yield blocks of Arrow's batches or tables from a row on; the first batch is at `at`."""
     for batch in batches:
         first, texts = max(row, at.row), []
         for number, value in enumerate(batch.column(column).slice(first - at.row), first):
-            try:
-                texts.append(_checked(value.as_py(), name, number, column))
-            except UnicodeDecodeError as error:  # Arrow itself does not check
-                raise _not_utf8(name, number, error) from None
+            texts.append(_checked(value.as_py(), name, number, column))
         if texts:
             yield Block(msgspec.structs.replace(at, row=first), texts, 0)
         at = msgspec.structs.replace(at, row=at.row + batch.num_rows)
 
 
 def _require_column(name: str, column: str, names: Sequence[str]) -> None:
-    """Raise DataError, with its columns, unless a source has that of the text."""
     if column not in names:
         raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
 
 
 def _of_line(line: bytes, column: str, name: str, row: int) -> str:
-    """Return the text of a line of JSON; `name` and `row` are for errors."""
     try:
-        found = json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
+        found = json.loads(line.decode("utf-8-sig"))  # from bytes, json accepts surrogates and UTF-16
     except UnicodeDecodeError as error:
-        raise _not_utf8(name, row, error) from None
+        said = f"row {row:,} is not UTF-8 at its byte {error.start:,}"
+        raise DataError(f"{name}: {said}; repair or remove it") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}: row {row:,} is not JSON: {error}; repair or remove it") from None
     if not isinstance(found, dict):
@@ -318,7 +287,3 @@ def _checked(text: object, name: str, row: int, column: str) -> str:
         got = f"{type(text).__name__} as {column!r}"
         raise DataError(f"{name}: row {row:,} has {got}; need a text; choose with --column or repair it")
     return valid(text)
-
-
-def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(f"{name}: row {row:,} is not UTF-8 at its byte {error.start:,}; repair or remove it")

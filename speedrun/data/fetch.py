@@ -1,8 +1,7 @@
-"""Downloads the shards of a track from the hub into a folder.
+"""Downloads the shards of a track from the hub.
 
-Several transfers run at once, into a hidden folder inside the folder. A shard gets its final name after its size,
-header, ids and digest were checked, after the manifest names it, and after all shards before it. So an interrupted
-folder holds the first shards of the track and no others. A lock on the folder excludes other writers.
+Transfers go to a hidden folder. A shard gets its name after it was checked, after the manifest names it, and after all
+shards before it: an interrupted folder holds the first shards of the track.
 """
 
 import fnmatch
@@ -37,7 +36,7 @@ from speedrun.data.shards import (
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
 
-STAGING = ".partial"  #: the hidden folder; removed when all shards are there
+STAGING = ".partial"  #: the hidden folder
 
 _NUM_TRANSFERS = 4
 _UPDATE_S = 0.2  #: between two updates of the progress
@@ -45,22 +44,19 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class Progress(Protocol):
-    """Where progress is shown."""
+    """A display of progress."""
 
     def update(self, done: int, total: int) -> None:
-        """Show how many bytes of how many are there."""
+        """Show how many bytes are there."""
 
     def say(self, line: str) -> None:
         """Show a line."""
 
 
 def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
-    """Return where to download the shards of a track.
+    """Return the hub's source of a track's shards.
 
-    `repo` is another repository, for a track that takes any shards. `num_train` is None for the track's own, or 1.
-
-    Raises:
-        UsageError: if the track's shards are not downloaded, or not from there.
+    Tracks that take any shards need `repo`. `num_train` is None for the track's number, or 1.
     """
     own = track.data.hub
     if track.synthetic is not None:
@@ -74,17 +70,10 @@ def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
 
 
 def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest:
-    """Download the validation shard and the first `source.train_shards` training shards.
+    """Download the validation shard and the first `source.train_shards` training shards; return the manifest.
 
-    Shards that are already there stay; those that the manifest does not name are compared with the hub's digests. A
-    complete folder needs no network.
-
-    Returns:
-        The manifest, with the commit and the digests of the shards.
-
-    Raises:
-        DataError: if the hub cannot be reached, has other shards, or keeps sending damaged ones; if the folder
-            holds foreign shards, or the disk is too small.
+    Shards in the folder stay; those that the manifest does not name are compared with the hub's digests. A complete
+    folder needs no network.
     """
     with lock_folder(folder, progress.say):
         manifest = read_manifest(folder)
@@ -123,7 +112,7 @@ def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:
 
 
 def _is_complete(folder: Path, data: Data, source: Hub, manifest: Manifest) -> bool:
-    """Return whether the folder holds enough shards, and exactly those of its manifest."""
+    """Return whether the folder holds enough shards, exactly those of its manifest."""
     train, val = _split(manifest.shards, data)
     return bool(val) and len(train) >= source.train_shards and _present(folder, data) == set(manifest.shards)
 
@@ -134,13 +123,13 @@ def _present(folder: Path, data: Data) -> set[str]:
 
 
 def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
-    """Return the names of training and validation shards, sorted; none lies in a subfolder."""
+    """Return the names of training and validation shards, sorted, without those in subfolders."""
     names = sorted(name for name in names if "/" not in name)
     return fnmatch.filter(names, data.train), fnmatch.filter(names, data.val)
 
 
 class _Download:
-    """Shards on their way from one commit of a repository into one folder."""
+    """A download from one commit of a repository into one folder."""
 
     def __init__(self, folder: Path, data: Data, info: "DatasetInfo", manifest: Manifest) -> None:
         self._folder, self._staging = folder, folder / STAGING
@@ -151,7 +140,7 @@ class _Download:
         self._stopped = threading.Event()
 
     def missing(self, num_train: int) -> list[str]:
-        """Return the shards to download, and those present that the manifest does not name, in order."""
+        """Return the shards to download and the present ones that the manifest does not name, in order."""
         (train, val), present = _split(self._remote, self._data), _present(self._folder, self._data)
         if not val or len(train) < num_train:
             has = f"at {self._commit} it has {len(train)} and {len(val)}"
@@ -170,8 +159,8 @@ class _Download:
         """Transfer shards in the background, and name them in order."""
         for part in self._staging.rglob("*.incomplete"):  # from a killed process; the client never resumes it
             part.unlink()
-        self._require_space(names, progress)
         total = self._size_bytes(names)
+        progress.say(f"{self._repo}@{self._commit}: {len(names)} shards, {total / 1e9:.2f} GB")
         with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
             transfers = pool.imap(self._obtain, names)
             try:
@@ -189,20 +178,8 @@ class _Download:
     def _size_bytes(self, names: Iterable[str]) -> int:
         return sum(self._remote[name].size or 0 for name in names)
 
-    def _require_space(self, names: list[str], progress: Progress) -> None:
-        here = {path.name for folder in (self._folder, self._staging) for path in folder.glob("*")}
-        new = [name for name in names if name not in here]
-        free_bytes, need_bytes = shutil.disk_usage(self._folder).free, self._size_bytes(new)
-        need = f"{need_bytes / 1e9:.2f} GB"
-        progress.say(f"{self._repo}@{self._commit}: {len(new)} shards to download, {need}")
-        if free_bytes < need_bytes:
-            raise DataError(
-                f"{self._folder}: {free_bytes / 1e9:.2f} GB free on its disk; need {need}; "
-                "free some, ask for fewer --shards, or choose another folder with --out"
-            )
-
     def _finish(self, name: str, entry: ShardEntry) -> None:
-        """Name a shard in the manifest, then in the folder: a kill between the two leaves no unknown file."""
+        """Name a shard in the manifest, then in the folder: a kill in between leaves no unknown file."""
         self._received[name] = self._size_bytes([name])
         shards = dict(sorted({**self._manifest.shards, name: entry}.items()))
         self._manifest = msgspec.structs.replace(self._manifest, shards=shards)
@@ -213,7 +190,7 @@ class _Download:
     # --- on a thread of the pool --------------------------------------------------------------------------
 
     def _obtain(self, name: str) -> ShardEntry:
-        """Check the shard that is there, or download it; try again after errors that may pass."""
+        """Check a present shard, or download it, with retries."""
         if (self._folder / name).exists():
             return self._checked(self._folder / name, "delete it and get it again")
         for pause_s in hub.PAUSES_S:
@@ -241,7 +218,7 @@ class _Download:
         self._received[name] += num_bytes
 
     def _checked(self, path: Path, advice: str) -> ShardEntry:
-        """Compare a shard with all digests that are known, and check every id."""
+        """Compare a shard with all known digests, and check every id."""
         shard, lfs = open_shard(path, vocab_size=self._data.vocab_size), self._remote[path.name].lfs
         known = self._manifest.shards.get(path.name)
         digests = {"the hub": lfs.sha256 if lfs else None, MANIFEST: known.sha256 if known else None}

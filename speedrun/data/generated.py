@@ -1,12 +1,8 @@
-"""Data that the harness makes by itself: the synthetic stream, and a corpus from the documentation of this Python.
+"""Generated data: the synthetic stream, and a corpus from the documentation of this Python.
 
-The corpus has docstrings and help topics, parsed and never executed. A document is the docstrings of a module, or one
-topic of `help()`: from the standard library, and from installed packages that a run needs. A docstring that an earlier
-document has is skipped. Documents are sorted by a digest of their names, so that validation, which comes first,
-resembles the rest.
-
-The texts depend on the installed versions, so losses compare on one machine only. The corpus is made where it is used,
-and none of it is part of this project. Licences: PSF, BSD, Apache.
+A document of the corpus holds the docstrings of a module, parsed and never executed, or one topic of `help()`, from the
+standard library and the packages of a run. They depend on the installed versions, so losses compare on one machine
+only. Licences of the texts: PSF, BSD, Apache.
 """
 
 import ast
@@ -29,41 +25,33 @@ from speedrun.data.shards import MANIFEST, Manifest, data_folder, read_manifest
 from speedrun.data.vocabulary import TOKENIZER
 
 PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")  #: dependencies of `speedrun run`
-#: Folders without documentation, or with little English.
+#: Folders with little documentation.
 _SKIPPED = {
     *("test", "tests", "site-packages", "dist-packages"),
     *("idlelib", "lib2to3", "__pycache__", "_vendor"),
 }
-_MIN_CHARACTERS = 80  #: shorter docstrings are remarks such as "See help(type(self))."
+_MIN_CHARACTERS = 80  #: shorter docstrings say little, such as "See help(type(self))."
 
 CORPUS = "corpus.jsonl"
 SOURCE = "the documentation of this Python"  #: in the manifest
 
 
 def make(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a track anew. Callers lock the folder (`base.wholefile`).
-
-    Raises:
-        UsageError: if the track needs other data, or the folder holds other shards.
-        DataError: if the folder cannot be written, the shards differ from the track's digests, or this Python has too
-            little documentation.
-    """
+    """Make the shards of a track again; callers lock the folder."""
     if track.synthetic is not None:
         return synthetic.write(track, folder)
     if track.python_docs is not None:
         return _make_docs(track, folder)
-    raise UsageError(
-        f"track {track.name!r} is not synthetic, nor Python's documentation; get its shards: {track.data.get}"
-    )
+    raise UsageError(f"track {track.name!r} has no generated shards; get its shards: {track.data.get}")
 
 
 def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
-    """Make the shards of a track that can be made, unless they are complete or `data` names others; raise as `make`."""
+    """Make the shards of a track that has generated ones, unless they are complete or `data` names others."""
     folder = data_folder(track, None)
     if data is not None or (track.synthetic is None and track.python_docs is None) or _is_complete(folder):
         return
     with lock_folder(folder, say):
-        if _is_complete(folder):  # by the program that held the lock
+        if _is_complete(folder):  # another program made them
             return
         made = make(track, folder)
     kind = "shards of Python's documentation" if track.synthetic is None else "synthetic shards"
@@ -81,14 +69,17 @@ def _is_complete(folder: Path) -> bool:
 
 
 def installed() -> dict[str, Path]:
-    """Return the folders to read, by name: the standard library and the installed ones of `PACKAGES`."""
+    """Return the folders to read, by name: the standard library and the installed `PACKAGES`."""
     specs = {package: find_spec(package) for package in PACKAGES}
     roots = {name: Path(spec.origin).parent for name, spec in specs.items() if spec and spec.origin}
     return {"python": Path(sysconfig.get_path("stdlib")), **roots}
 
 
 def collect(roots: dict[str, Path]) -> dict[str, str]:
-    """Return the texts of some folders, in order, by names such as `jax/numpy/linalg.py`."""
+    """Return the texts of some folders by names such as `jax/numpy/linalg.py`.
+
+    They are sorted by a digest of their names, so that validation, which comes first, resembles the rest.
+    """
     files = [
         (f"{name}/{path.relative_to(root).as_posix()}", path)
         for name, root in roots.items()
@@ -104,7 +95,7 @@ def collect(roots: dict[str, Path]) -> dict[str, str]:
                 warnings.simplefilter("ignore")  # about escapes in other people's code
                 tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # this Python cannot read the file, so it is not part of its documentation
+            continue  # this Python cannot parse the file
         if name == "python/pydoc_data/topics.py":
             tables = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
             topics = [item for table in tables for item in sorted(table.items())]
@@ -127,7 +118,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def _make_docs(track: Track, folder: Path) -> Manifest:
-    """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards."""
+    """Make corpus, tokenizer and shards of a track again."""
     settings = track.python_docs or {}
     manifest = read_manifest(folder)
     is_ours = manifest is not None and manifest.source == SOURCE

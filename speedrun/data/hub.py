@@ -1,7 +1,7 @@
-"""The Hugging Face hub: what a dataset repository holds, and single files of it or of a model's repository.
+"""The Hugging Face hub: listings of datasets, and files of datasets and models.
 
-`huggingface_hub` reads endpoint and token from HF_ENDPOINT, HF_TOKEN and `hf auth login`. It resumes a broken
-transfer within one process and checks only the size of a file: callers of `download` check the digest.
+`huggingface_hub` reads HF_ENDPOINT, HF_TOKEN and `hf auth login`. It resumes a broken transfer within one process, and
+checks only the size of a file: callers of `download` check the digest.
 """
 
 import os
@@ -23,26 +23,21 @@ if TYPE_CHECKING:
 PAUSES_S = (1, 2, 4)  #: after failed attempts
 
 _TIMEOUT_S = 10.0  #: of a request for metadata
-_BUSY = (408, 429, *range(500, 600))  #: answers after which it may answer again
-#: What the client raises at an answer that is none, such as the page of a network's login.
+_BUSY = (408, 429, *range(500, 600))  #: status codes that are worth a retry
+#: Raised by the client for a foreign answer, such as the login page of a network.
 _NO_ANSWER = (JSONDecodeError, UnicodeDecodeError, TypeError, KeyError)
 
 
 class HubError(Exception):
-    """Why a request to the hub failed, as the middle part of an error message."""
+    """A failed request; the message is the middle part of an error message. `may_pass`: worth a retry."""
 
     def __init__(self, reason: str, *, may_pass: bool = False) -> None:
-        """`may_pass`: the hub was reached, and may answer when it is asked again."""
         super().__init__(reason)
         self.may_pass = may_pass
 
 
 def reach(timeout_s: float) -> None:
-    """Send one request to the hub.
-
-    Raises:
-        HubError: if there is no answer in time. Name resolution does not count.
-    """
+    """Raise HubError unless the hub answers in time, not counting name resolution."""
     endpoint = _endpoint()
     from huggingface_hub.utils import get_session
 
@@ -51,14 +46,11 @@ def reach(timeout_s: float) -> None:
 
 
 def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = False) -> "DatasetInfo":
-    """Return the commit and the files of a dataset repository.
+    """Return the commit and the files of a dataset repository, with retries; raise HubError.
 
     `revision` is a branch, tag or commit; None: the default branch. With `files_metadata`, files have size and digest.
-
-    Raises:
-        HubError: if there is no answer, or no such repository or revision.
     """
-    # The tests cover plain HTTP, not Xet, which needs a real progress bar. The client reads this at import.
+    # Read at import. The tests cover plain HTTP, not Xet, which needs a real progress bar.
     os.environ["HF_HUB_DISABLE_XET"] = "1"
     endpoint = _endpoint()
     from huggingface_hub import HfApi
@@ -83,14 +75,10 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
 
 
 def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[int], None]) -> None:
-    """Download one file into a folder, unless an earlier call put it there. It appears when it is complete.
+    """Download one file into a folder, unless an earlier call did; raise HubError if the client gives up.
 
-    The folder also gets a `.cache` with the client's metadata and parts of files. `count` is called with the bytes of
-    each piece, negative if the transfer starts over; it may raise to stop it.
-
-    Raises:
-        HubError: if the client gives up.
-        StorageError: if the file cannot be written.
+    The file appears when it is complete. `count` gets the bytes of each piece, negative if the transfer starts over; it
+    may raise to stop the transfer.
     """
     from huggingface_hub import hf_hub_download
 
@@ -101,19 +89,15 @@ def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[i
 
 
 def model_folder(repo: str, names: Sequence[str]) -> Path:
-    """Return the folder with these files of a model repository, in the client's cache; its name is the commit.
+    """Return the folder of the client's cache with these files of a model; its name is the commit.
 
-    What is missing there is downloaded. If the hub cannot be reached, the newest commit in the cache is taken.
-
-    Raises:
-        HubError: if there is no answer, and not all files are in the cache.
-        StorageError: if a file cannot be written.
+    Missing files are downloaded. Without a connection, the newest commit in the cache is used. Raises HubError.
     """
     os.environ["HF_HUB_DISABLE_XET"] = "1"  # as above
     offline = None
     try:
         reach(_TIMEOUT_S)
-    except HubError as error:  # the client would try again for half a minute
+    except HubError as error:  # the client would retry for half a minute
         offline = error
     from huggingface_hub import hf_hub_download
 
@@ -130,7 +114,7 @@ def model_folder(repo: str, names: Sequence[str]) -> Path:
 
 
 def _endpoint() -> str:
-    """Return the address of the hub. The client reads it at import only, and fails there if it is malformed."""
+    """Return the address of the hub; the client would read it only at import, and crash on a malformed one."""
     address = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     try:
         parts = urlsplit(address)
@@ -144,10 +128,10 @@ def _endpoint() -> str:
 
 @contextmanager
 def _client_errors() -> Iterator[None]:
-    """Raise HubError in place of the client's own exceptions. Errors of the disk pass.
+    """Raise HubError for the client's exceptions, except errors of the disk.
 
-    All threads share a session. When one of them cannot connect, the client closes it under the others, in which this
-    raises whatever they come upon next: errors of the network, a RuntimeError, or an AttributeError of None.
+    All threads share a session. A thread that cannot connect closes it, and the others then raise a network error, a
+    RuntimeError or an AttributeError.
     """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import get_session, httpx
@@ -166,7 +150,7 @@ def _client_errors() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what went wrong, in one line without addresses: they may be signed."""
+    """Return the cause in one line, without addresses, which may be signed."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx
 

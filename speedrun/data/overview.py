@@ -1,4 +1,4 @@
-"""What the folder of a track holds: from headers and manifest, or with every byte compared."""
+"""The contents of a track's folder, from headers and manifest or from every byte."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from speedrun.data.shards import (
 
 _CHUNK_TOKENS = 2**24  #: held in memory at a time
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes
-_WRITTEN_BYTES = 2 * 10**9  #: more than records, plots, compiled programs and locally made shards take
+_WRITTEN_BYTES = 2 * 10**9  #: for records, plots, compiled programs and locally made shards
 
 
 class Verified(NamedTuple):
-    """One shard that passed."""
+    """One valid shard."""
 
     name: str
     tokens: int
@@ -38,21 +38,21 @@ class Verified(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """One track and its folder."""
+    """The folder of a track."""
 
     track: str
     folder: str
     shards: int  #: files with the names of shards
-    expected: int | None  #: how many the track's recipe needs, validation included; None: any number
-    tokens: int  #: in sound shards
-    documents: int | None  #: document tokens, where a manifest counts them
+    expected: int | None  #: shards that the track's recipe needs, including validation; None: any number
+    tokens: int
+    documents: int | None  #: None without a manifest
     size_bytes: int
-    source: str | None  #: the manifest's
-    complete: bool  #: `speedrun run` finds what it needs
-    problem: str | None  #: why it does not
+    source: str | None  #: of the manifest
+    complete: bool  #: enough for `speedrun run`
+    problem: str | None
 
     def lines(self) -> list[str]:
-        """Return what `speedrun data list` prints."""
+        """Return the lines of `speedrun data list`."""
         lines = [f"{self.track:<16} {'complete' if self.complete else 'incomplete':<10} {self.folder}"]
         if self.shards:
             of = "" if self.expected is None else f" of {self.expected}"
@@ -69,11 +69,8 @@ def verify(
 ) -> list[Verified]:
     """Check the shards of a track; return one entry per shard, training shards first.
 
-    If `full`, read every byte: digests against track and manifest, ids, the number of documents, and the document token
-    at the start of each validation shard. `report` is called with bytes read and bytes in total.
-
-    Raises:
-        DataError: at the first problem.
+    If `full`, read every byte: check the digests of track and manifest, ids, the number of documents, and the document
+    token at the start of each validation shard. `report` gets bytes read and bytes in total.
     """
     train, val = open_track(folder, data)
     manifest = read_manifest(folder)
@@ -97,11 +94,7 @@ def verify(
 
 
 def read_whole(shard: Shard, data: Data, digests: dict[str, str | None], advice: str) -> ShardEntry:
-    """Count the documents of a shard, and compare its digest with those of the track and of others, by name.
-
-    Raises:
-        DataError: if a digest differs, an id is outside the vocabulary, or the file was changed.
-    """
+    """Count the documents of a shard, and compare its digest with the track's and with `digests`, by authority."""
     starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
     chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
     documents = sum(int(np.count_nonzero(chunk == data.document_token)) for chunk in chunks)
@@ -113,7 +106,7 @@ def read_whole(shard: Shard, data: Data, digests: dict[str, str | None], advice:
 
 
 def holding(track: Track) -> Holding:
-    """Return what the folder of a track holds."""
+    """Describe the folder of a track."""
     folder, data = data_folder(track, None), track.data
     paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
@@ -133,7 +126,7 @@ def holding(track: Track) -> Holding:
 
 
 def to_fetch_bytes(track: Track) -> int:
-    """Return the bytes that `speedrun data get` would still download."""
+    """Return the bytes that `speedrun data get` would download."""
     here = holding(track)
     if track.data.hub is None or here.expected is None:
         return 0
@@ -141,14 +134,14 @@ def to_fetch_bytes(track: Track) -> int:
 
 
 def disk_bytes(track: Track) -> int:
-    """Return the disk space a batch on a track needs: missing data, and what runs write."""
+    """Return the disk space for a batch on a track: missing data, and the output of runs."""
     return to_fetch_bytes(track) + _WRITTEN_BYTES
 
 
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
-    """Convert a validation loss, nats per token, to bits per byte of text, which compare across tokenizers.
+    """Convert a validation loss, nats per token, to bits per byte: loss * tokens / bytes / ln 2.
 
-    loss * tokens / bytes / ln 2, over the tokens that the track scores. None if the manifest does not know them.
+    Tokens and bytes are those that the track scores; None if the manifest lacks them.
     """
     manifest = read_manifest(folder)
     if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:

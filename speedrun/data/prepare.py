@@ -1,12 +1,12 @@
-"""Makes shards from text: documents in the order of their source, tokens in files of equal length.
+"""Makes shards from text.
 
-    documents  d0, d1, d2, ...
-    tokens     D ids(d0) D ids(d1) D ids(d2) ...    D: the document token; an empty document is D alone
+    documents  d0, d1, d2, ... in the order of the source
+    tokens     D ids(d0) D ids(d1) D ids(d2) ...    D: the document token
     shards     those tokens, split every `shard_tokens`; the last shard is shorter
     names      PREFIX_val_000000.bin, PREFIX_train_000001.bin, PREFIX_train_000002.bin, ...
 
-The bytes do not depend on the number of workers, nor on interruptions. After each shard the manifest records where in
-the source the next one begins; a second run continues there.
+The bytes depend neither on the number of workers nor on interruptions: after each shard, the manifest records where the
+next one begins.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded, id_bytes_V
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
-_PIECE_TOKENS = 2**18  #: small enough for the processor's cache
+_PIECE_TOKENS = 2**18  #: fits into the processor's cache
 
 
 class Cut(NamedTuple):
-    """How the stream of tokens is split into files."""
+    """The division of the tokens into files."""
 
     prefix: str = "fineweb"
     shard_tokens: int = 100_000_000
-    limit_tokens: int | None = None  #: maximum over all shards
+    limit_tokens: int | None = None  #: of all shards together
     scored_tokens: int = SCORED_TOKENS  #: at the start of the validation shard, for bits per byte
 
     def name(self, index: int) -> str:
@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
     found_shards: int  #: of an earlier run
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields, and totals over all shards."""
+        """Return the fields and the totals of all shards."""
         entries = self.manifest.shards.values()
         sizes = [entry.text_bytes for entry in entries]
         return {
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
         }
 
     def summary(self) -> list[str]:
-        """Return the lines that tell what was made."""
+        """Return the lines to print."""
         facts, num_shards = self.facts(), len(self.manifest.shards)
         found = f" ({self.found_shards} were there)" if self.found_shards else ""
         tokens, documents, text_bytes = facts["tokens"], facts["documents"], facts["text_bytes"]
@@ -87,14 +87,9 @@ def prepare(
     num_workers: int = 1,
     report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Prepared:
-    """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`base.wholefile`).
+    """Make the shards of a source, or continue an interrupted preparation; callers lock the folder.
 
-    `num_workers` threads tokenize. `report` is called after every block with bytes read, bytes in total (0 if unknown),
-    and other facts.
-
-    Raises:
-        UsageError: if the folder was begun with other settings, or the prefix cannot begin a file name.
-        DataError: if source or tokenizer cannot be read, or the folder holds other shards or cannot be written.
+    `report` gets bytes read, bytes in total (0 if unknown), and other facts after every block.
     """
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
@@ -119,7 +114,7 @@ def prepare(
 
 
 def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | int | float]:
-    """Return everything that the bytes of the shards depend on."""
+    """Return everything that determines the bytes of the shards."""
     digest = hashlib.sha256(chosen.raw).hexdigest() if chosen.raw else ""
     own = {"document_text": chosen.document_text} if isinstance(chosen, FromFile) else {}
     lengths = {name: value for name, value in cut._asdict().items() if value is not None}
@@ -127,7 +122,7 @@ def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | in
 
 
 def _found(out: Path, fresh: Manifest) -> Manifest:
-    """Return the manifest of a folder that was begun with the same settings, or `fresh` for an empty folder."""
+    """Return the manifest of a folder with the same settings, or `fresh` for an empty folder."""
     with translate_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     found = shards.read_manifest(out)
@@ -154,7 +149,7 @@ def _found(out: Path, fresh: Manifest) -> Manifest:
 
 
 class _Writer:
-    """Fills shards one after the other, and writes each with its entry in the manifest."""
+    """Writes one shard after the other, each with its entry in the manifest."""
 
     def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
@@ -164,7 +159,7 @@ class _Writer:
         self._buffer = np.empty(self.left(), np.uint16)
 
     def left(self) -> int:
-        """Return how many tokens the current shard still takes; none if the limit of all shards is reached."""
+        """Return the number of tokens that the current shard still takes."""
         cut, left = self._cut, self._cut.shard_tokens - self._filled
         return left if cut.limit_tokens is None else min(left, cut.limit_tokens - self.tokens)
 
@@ -179,8 +174,8 @@ class _Writer:
         return sum(entry.tokens for entry in self._manifest.shards.values()) + self._filled
 
     def add(self, block: Encoded) -> None:
-        """Append the tokens of a block; write shards as they fill up."""
-        at = self.next.token  # not 0 if an earlier shard holds the beginning of the first document
+        """Append the tokens of a block; write the shards that are full."""
+        at = self.next.token  # not 0 if an earlier shard holds the beginning of the document
         while at < len(block.ids) and self.left():
             if self._filled == 0:
                 self._first = _place(block, at)
@@ -214,7 +209,7 @@ class _Writer:
         self._filled = 0
 
     def _counts(self, ids: np.ndarray) -> np.ndarray:
-        """Return how often each id occurs, int64 [V]; in pieces, since `bincount` copies to int64."""
+        """Return the number of each id, int64 [V]; in pieces, since `bincount` copies to int64."""
         pieces = (ids[at : at + _PIECE_TOKENS] for at in range(0, len(ids), _PIECE_TOKENS))
         counts_V = np.zeros(self._manifest.vocab_size, np.int64)
         for piece in pieces:
@@ -226,14 +221,16 @@ class _Writer:
         if self._filled:
             self._write()
         if not self._manifest.shards:
-            raise DataError(f"{self._manifest.source}: holds no document; need some; name another --source")
+            raise DataError(
+                f"{self._manifest.source}: holds no document; need at least one; name another --source"
+            )
         self._manifest = msgspec.structs.replace(self._manifest, complete=True)
         shards.write_manifest(self._out, self._manifest)
         return self._manifest
 
 
 def _place(block: Encoded, at: int) -> Place:
-    """Return the place in the source of an index of a block; at its end, of the first token after it."""
+    """Return the place of an index of a block, which may be its end."""
     if at == len(block.ids):
         row, token = len(block.starts), 0
     else:

@@ -1,9 +1,7 @@
 """Shards, files of tokens in llm.c's format, and the folder of a track's shards with its manifest.
 
-A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then that many little-endian uint16.
-It is read with `pread`, not `mmap`: a file that shrinks during a run is then an error and not a crash.
-
-Source: karpathy/llm.c, `dev/data/data_common.py`.
+A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens as little-endian uint16.
+It is read with `pread`: with `mmap`, a file that shrinks would crash the run. Source: llm.c, `dev/data/data_common.py`.
 """
 
 import fnmatch
@@ -36,14 +34,13 @@ class Shard:
 
     path: Path
     num_tokens: int
-    vocab_size: int  #: `read` returns smaller ids only
+    vocab_size: int
     identity: tuple[int, int, int]  #: inode, size, modification time: detects a file replaced during a run
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens `start` to `stop`, exclusive: uint16 [stop - start], read-only.
 
-        Raises:
-            DataError: if the file was changed or removed since it was opened, or an id is too large.
+        Raises DataError if the file has changed since it was opened, or an id is not below `vocab_size`.
         """
         advice = "it was readable at the start; restore it"
         with translate_read_errors(self.path, advice), self.path.open("rb") as file:
@@ -52,7 +49,7 @@ class Shard:
         if changed or len(raw) != 2 * (stop - start):
             raise DataError(f"{self.path}: changed since it was opened; shards must not change; start again")
         tokens = np.frombuffer(raw, "<u2")
-        if tokens.size and tokens.max() >= self.vocab_size:  # a gather on the device would clamp it silently
+        if tokens.size and tokens.max() >= self.vocab_size:  # a gather on the device clamps silently
             index = int(np.argmax(tokens >= self.vocab_size))
             raise DataError(
                 f"{self.path}: token {start + index:,} is id {tokens[index]}; every id must be below "
@@ -66,22 +63,23 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
-    """Open a shard: check header and size, and read no token; raise DataError unless it is a whole shard."""
-    with translate_read_errors(path, "a shard is needed here; make or download it"):
+    """Open a shard; check header and size, and read no token."""
+    with translate_read_errors(path, "need a shard here; make or download it"):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path}: not a regular file; a shard is one; remove it from the data folder")
+            raise DataError(f"{path}: not a regular file; need one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
     size_bytes = status.st_size
     if len(header) < HEADER_BYTES:
-        got = f"{size_bytes:,} bytes" if size_bytes else "empty"
-        raise DataError(f"{path}: {got}; a header alone has {HEADER_BYTES:,}; delete it and make it again")
+        raise DataError(
+            f"{path}: {size_bytes:,} bytes; a header alone has {HEADER_BYTES:,}; delete it and make it again"
+        )
     magic, version, count = (int(x) for x in np.frombuffer(header, "<i4", 3))
     if magic != MAGIC:
         raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; remove the file")
     if version != VERSION:
-        raise DataError(f"{path}: version {version}; only version {VERSION} is known; make it again")
+        raise DataError(f"{path}: version {version}; need version {VERSION}; make it again")
     if count < 1:
         raise DataError(f"{path}: header promises {count} tokens; need at least 1; make it again")
     if size_bytes != HEADER_BYTES + 2 * count:
@@ -93,12 +91,7 @@ def open_shard(path: Path, *, vocab_size: int) -> Shard:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> Shard:
-    """Write a shard of tokens [N], integers from 0 to 65,535, atomically. Its folder must exist.
-
-    Raises:
-        DataError: if there are no tokens, too many, or some outside uint16.
-        StorageError: if the file cannot be written.
-    """
+    """Write a shard of tokens [N], integers from 0 to 65,535, atomically, into an existing folder."""
     if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
             f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
@@ -123,7 +116,7 @@ def sha256(path: Path) -> str:
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The place of a token in a source of text."""
 
-    file: str  #: as the source names it; empty: the start of the source
+    file: str  #: empty: the start of the source
     row: int  #: index of the document in that file
     token: int = 0  #: index in the document; 0 is the document token
     reader: dict | None = None  #: state of the source's reader at or before this row
@@ -134,9 +127,9 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     tokens: int
     documents: int  #: number of document tokens
-    sha256: str  #: of the file
+    sha256: str
     first: Place | None = None  #: of its first token
-    text_bytes: int | None = None  #: of UTF-8 that its tokens stand for
+    text_bytes: int | None = None  #: UTF-8 bytes of its tokens
     source_tokens: int | None = None  #: in manifests until November 2026
 
 
@@ -151,40 +144,35 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     complete: bool = True  #: False until all shards are made
     next: Place | None = None  #: of the first token after the last shard
     scored_tokens: int | None = None  #: number of targets at the start of the validation shard
-    scored_bytes: int | None = None  #: of UTF-8 that they stand for
+    scored_bytes: int | None = None  #: their UTF-8 bytes
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, None if there is none; raise DataError if it cannot be read."""
+    """Return the manifest of a folder, or None if there is none."""
     path = folder / MANIFEST
     with translate_read_errors(path, "need a valid manifest or none; delete it or make the data again"):
         return msgspec.json.decode(read_regular(path), type=Manifest) if path.exists() else None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`: after a new shard is written, but before a downloaded shard gets its name."""
+    """Write `manifest.json`, after a new shard is written, but before a downloaded shard gets its name."""
     write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
 
 
 class TrackShards(NamedTuple):
-    """The shards of a track, sorted by name: the order of tokens."""
+    """The shards of a track, sorted by name, which is the order of tokens."""
 
     train: tuple[Shard, ...]
     val: tuple[Shard, ...]  #: the first one is scored
 
 
 def data_folder(track: Track, explicit: Path | None) -> Path:
-    """Return the given folder, or else the track's under $SPEEDRUN_DATA or ./data."""
+    """Return the given folder, or the track's in $SPEEDRUN_DATA or ./data."""
     return explicit or Path(os.environ.get("SPEEDRUN_DATA", "data")) / track.data.folder
 
 
 def open_track(folder: Path, data: Data) -> TrackShards:
-    """Open the shards of a track: check names, headers, sizes and the counts in the manifest.
-
-    Raises:
-        DataError: if a shard is missing, damaged, unknown, in both splits or not as the manifest says; if
-            there are too few tokens for validation.
-    """
+    """Open the shards of a track; check names, headers, sizes and the counts in the manifest."""
     train, val = (_open_split(folder, pattern, data) for pattern in (data.train, data.val))
     need = data.val_tokens + 1
     if val[0].num_tokens < need:
@@ -198,7 +186,7 @@ def open_track(folder: Path, data: Data) -> TrackShards:
 
 
 def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
-    """Open the shards of a split. If the track lists its shards, they must be the first of that list."""
+    """Open the shards of a split; they must be the first of the track's list, if it has one."""
     names = sorted(path.name for path in folder.glob(pattern))
     if not names:
         there = "no shards" if folder.is_dir() else "no such folder"
@@ -209,12 +197,13 @@ def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
     if listed and (wrong := set(names) ^ set(listed[: max(1, len(names))])):
         foreign = sorted(wrong & set(names))
         what = f"{foreign[0]} is not the track's" if foreign[0] not in listed else f"{min(wrong)} is missing"
-        raise DataError(f"{folder}: {what}; need its shards in order, no gap; remove or add it; {data.get}")
+        raise DataError(
+            f"{folder}: {what}; need its first shards without a gap; remove or add it; {data.get}"
+        )
     return tuple(open_shard(folder / name, vocab_size=data.vocab_size) for name in names)
 
 
 def _check_manifest(folder: Path, manifest: Manifest, data: Data, shards: Sequence[Shard]) -> None:
-    """Check that a manifest describes these shards and this vocabulary."""
     if not manifest.complete:
         raise DataError(
             f"{folder / MANIFEST}: unfinished after {len(manifest.shards)} shards; need all of them; "
@@ -225,8 +214,8 @@ def _check_manifest(folder: Path, manifest: Manifest, data: Data, shards: Sequen
         raise DataError(f"{folder / MANIFEST}: vocabulary, document token {made}; need {need}: {data.get}")
     if missing := sorted(set(manifest.shards) - set(os.listdir(folder))):
         raise DataError(
-            f"{folder}: {missing[0]} is missing, which {MANIFEST} names; need all its shards, which define the order "
-            f"of tokens; restore it, or make the data again: {data.get}"
+            f"{folder}: {missing[0]} is missing, which {MANIFEST} names; need all its shards, whose order is that of "
+            f"the tokens; restore it, or make the data again: {data.get}"
         )
     for shard in shards:
         entry = manifest.shards.get(shard.path.name)

@@ -1,13 +1,9 @@
-"""The order of tokens in batches, and the position at which a resumed run continues.
+"""The order of tokens in batches. B sequences of T tokens are read in order, shard by shard, without shuffling.
 
-    B sequences of a batch    T tokens of a sequence
-
-Tokens are read in order, shard by shard by name, without shuffling, and packed into sequences by one of two rules:
-
-    contiguous  A sequence may begin in the middle of a document, and targets cross the ends of sequences and documents.
-                The rest of a shard that is not longer than a batch and its last target is dropped (record 21).
+    contiguous  A sequence may begin inside a document, and targets cross the ends of sequences and documents. The rest
+                of a shard that is not longer than a batch and its last target is dropped (record 21).
     documents   A sequence takes whole documents, each cut at a given length, until it is full; the last one is cut to
-                fit. What is cut off is dropped, and so is the rest of a shard that does not fill a batch (record 89).
+                fit. The cut parts are dropped, as is the rest of a shard that does not fill a batch (record 89).
 
 Source: modded-nanogpt, `distributed_data_generator`.
 """
@@ -28,7 +24,7 @@ from speedrun.data.shards import Shard
 
 
 class Cursor(NamedTuple):
-    """The state of a stream: the position of the next token."""
+    """The position of the next token, which is the whole state of a stream."""
 
     shard: int
     offset: int  #: in tokens
@@ -42,18 +38,18 @@ class Shape(NamedTuple):
 
     num_sequences: int
     seq_len: int
-    document_tokens: int = 0  #: at which documents are cut; 0: contiguous text
+    document_tokens: int = 0  #: cut length of documents; 0: contiguous text
 
 
 class Batch(NamedTuple):
-    """The input of a step, int32: `targets_BT` has the token after each of `tokens_BT`."""
+    """The input of a step, int32; `targets_BT` has the token after each of `tokens_BT`."""
 
     tokens_BT: np.ndarray
     targets_BT: np.ndarray
 
 
 class TokenStream:
-    """Batches in order. `cursor` and `ranges` record what has been read."""
+    """Batches in order; `cursor` and `ranges` record what was read."""
 
     def __init__(
         self,
@@ -64,12 +60,9 @@ class TokenStream:
         num_processes: int = 1,
         document_token: int | None = None,
     ) -> None:
-        """Start or continue at `cursor`, that of a stream over the same shards in any process.
+        """Start at `cursor`, that of a stream over the same shards in any process.
 
-        `num_processes` share the rows of each batch in order. To pack documents, their first token must be given.
-
-        Raises:
-            DataError: if the cursor is not inside these shards.
+        `num_processes` share the rows of each batch in order. Packed documents need `document_token`, their first one.
         """
         self._shards = shards
         self._process, self._num_processes = process, num_processes
@@ -85,7 +78,7 @@ class TokenStream:
         index, offset = self.cursor
         while index < len(self._shards):
             shard = self._shards[index]
-            # As in record 21: this also drops a rest that is just long enough.
+            # As in record 21, which also drops a rest that is just long enough.
             if offset + num_tokens + 1 < shard.num_tokens:
                 tokens = shard.read(offset + start, offset + stop + 1)
                 self._advance(index, offset, num_tokens)
@@ -97,13 +90,9 @@ class TokenStream:
         )
 
     def batch(self, num_sequences: int, seq_len: int, document_tokens: int = 0) -> Batch:
-        """Return this process's rows of the next batch, `num_sequences` rows of `seq_len` tokens.
+        """Return this process's rows of the next batch of `num_sequences` rows.
 
-        Of contiguous text, read no other rows. `cursor` and `ranges` cover the whole batch, and so are the same in all
-        processes.
-
-        Raises:
-            DataError: if no remaining shard is long enough.
+        `cursor` and `ranges` cover the whole batch, so they are the same in all processes.
         """
         rows, rest = divmod(num_sequences, self._num_processes)
         assert not rest, "a program shares its sequences among devices, so among processes"
@@ -117,7 +106,7 @@ class TokenStream:
     def _packed(self, shape: Shape) -> np.ndarray:
         """Advance by a batch of documents; return it with the last targets, uint16 [B, T + 1]."""
         index, offset = self.cursor
-        num_tokens, left_tokens, left_documents = shape.num_sequences * shape.seq_len, 0, 0
+        num_tokens = shape.num_sequences * shape.seq_len
         while index < len(self._shards):
             shard, ahead, starts = self._shards[index], 0, 0
             while offset + ahead < shard.num_tokens:  # until enough documents have been read
@@ -134,11 +123,10 @@ class TokenStream:
                     f"{shard.path}: {ahead:,} tokens without document token {self._document_token}; need documents; "
                     "check where the shard came from"
                 )
-            left_tokens, left_documents = left_tokens + ahead, left_documents + starts
             index, offset = index + 1, 0
         raise DataError(
-            f"no shard of {len(self._shards)} has documents for {shape.num_sequences} x {shape.seq_len:,} tokens: "
-            f"read {left_documents:,} documents, {left_tokens:,} tokens; get more shards or run fewer steps"
+            f"no shard of {len(self._shards)} has documents for {shape.num_sequences} x {shape.seq_len:,} tokens after "
+            f"token {self.cursor.offset:,} of shard {self.cursor.shard + 1}; get more shards or run fewer steps"
         )
 
     def _advance(self, index: int, start: int, num_tokens: int, skipped: int = 0) -> None:
@@ -154,21 +142,21 @@ class TokenStream:
 
 
 class _Documents:
-    """The documents of a text, and which of them each sequence takes."""
+    """The documents of a text, and their division into sequences."""
 
     def __init__(
         self, text: np.ndarray, document_token: int | None, cut: int, *, is_end: bool = True
     ) -> None:
-        """Find the documents of a text, each cut to `cut` tokens. The last one has no end unless `is_end`."""
+        """Find the documents, each cut to `cut` tokens; the last one has no end unless `is_end`."""
         starts = np.flatnonzero(text == document_token).tolist()
         self._text = text
         self._cut = cut
         self.bounds = [*starts, len(text)] if is_end else starts
         lengths = np.minimum(np.diff(self.bounds), cut)
-        self._before = [0, *np.cumsum(lengths).tolist()]  #: tokens that are taken, before each document
+        self._before = [0, *np.cumsum(lengths).tolist()]  #: tokens before each document, after the cuts
 
     def sequences(self, offset: int, shape: Shape) -> list[tuple[int, int]] | None:
-        """Return the range of documents of each sequence, from `offset` on; None if they do not fill a batch."""
+        """Return the range of documents of each sequence from `offset` on; None if they do not fill a batch."""
         found: list[tuple[int, int]] = []
         stop = bisect_left(self.bounds, offset)
         while len(found) < shape.num_sequences and stop < len(self.bounds):
@@ -186,13 +174,7 @@ class _Documents:
 def require_steps(
     shards: Sequence[Shard], shapes: Sequence[Shape], document_token: int | None = None
 ) -> None:
-    """Check that the shards have enough tokens for a run; reads them only where documents are packed.
-
-    `shapes` are those of the batches of all steps, in order.
-
-    Raises:
-        DataError: if there are fewer tokens or documents than the steps need.
-    """
+    """Raise DataError unless the shards have enough tokens for these batches; read them only to pack documents."""
 
     @lru_cache(maxsize=1)
     def documents(shard: Shard, cut: int) -> _Documents:
@@ -229,11 +211,7 @@ def rows_of(tokens: np.ndarray, num_sequences: int) -> Batch:
 def validation_batches(
     shard: Shard, num_tokens: int, num_sequences: int, seq_len: int, start: int = 0
 ) -> Iterator[Batch]:
-    """Return batches of `num_tokens` targets of a shard, each once and in order; `start` is the first input.
-
-    Raises:
-        UsageError: if the batches do not divide `num_tokens`.
-    """
+    """Return batches of `num_tokens` targets of a shard, each once and in order; `start` is the first input."""
     batch_tokens = num_sequences * seq_len
     if num_tokens % batch_tokens:
         raise UsageError(
@@ -247,8 +225,8 @@ def validation_batches(
 class Prefetch:
     """Iterates over batches, and reads one batch ahead on a thread.
 
-    `cursor` and `ranges` cover the batches returned, not the one ahead. The first read starts with the first `next`,
-    so a clock started before covers it. Call `drain` before the clock pauses: then nothing is read in the pause.
+    `cursor` and `ranges` exclude the batch ahead. The first read starts with the first `next`, so a clock that started
+    before covers it. Call `drain` before the clock pauses, so that nothing is read in the pause.
     """
 
     def __init__(self, stream: TokenStream, shapes: Iterable[tuple[int, ...]]) -> None:
@@ -265,12 +243,7 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch.
-
-        Raises:
-            DataError: if it cannot be read; a batch ahead that is never requested raises nothing.
-            StopIteration: after the last shape.
-        """
+        """Return the next batch; raise DataError if it cannot be read."""
         waiting = Stopwatch()
         self._ahead = self._ahead or self._submit()
         if self._ahead is None:

@@ -6,12 +6,9 @@
                word and the class of the one before it, or any word (Zipf). The first word is any word
     repeat     exactly the words of the previous line
 
-So the distribution of each token given all earlier ones is known: openers have the entropy of three outcomes,
-repeated words have none, a new word that of its row. A model needs attention to repeat a line and to see the
-word before the last, and memory in its matrices for the rows.
-
-All probabilities are multiples of 2^-32 and all draws come from a counter-based integer hash, so the stream is
-the same, bit for bit, on every platform and with every version of numpy.
+A model needs attention to repeat a line and to see the word before the last, and must store the rows in its matrices.
+All probabilities are multiples of 2^-32, and all draws come from a counter-based integer hash, so the stream is the
+same, bit for bit, on every platform.
 
 Legend: L lines, W words a line, V vocabulary, C classes, S successors.
 """
@@ -54,7 +51,7 @@ class Source:
 
 
 def mix(*keys: int | np.ndarray) -> np.ndarray:
-    """Hash integers (arrays broadcast) to uint32 with rounds of splitmix64. Source: Steele et al. 2014."""
+    """Hash integers, which broadcast, to uint32 with rounds of splitmix64. Source: Steele et al. 2014."""
     with np.errstate(over="ignore"):
         h = np.zeros((), np.uint64)
         for key in keys:
@@ -99,10 +96,7 @@ def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
 
 
 def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
-    """Return the tokens of the first `num_lines` lines of a stream, u16 [L * (1 + W)].
-
-    Streams are independent, and each shard is one.
-    """
+    """Return the first `num_lines` lines of a stream, u16 [L * (1 + W)]; each shard is another stream."""
     lines_L = np.arange(num_lines)
     zipf_V, next_CVS = np.cumsum(zipf_weights_V(source)), successors_CVS(source)
     slots_S = np.cumsum(slot_weights_S(source))
@@ -127,12 +121,9 @@ def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`base.wholefile`).
+    """Make the shards of a synthetic track; callers lock the folder.
 
-    Shards with the digest in the track file are not written again: another program may be reading them.
-
-    Raises:
-        DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
+    Correct shards are not written again: another program may be reading them.
     """
     settings = track.synthetic or {}
     source = Source(**settings)
@@ -148,7 +139,7 @@ def write(track: Track, folder: Path) -> Manifest:
             write_shard(path, tokens)
         if want not in (got := sha256(path), None):
             raise DataError(
-                f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
+                f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes; report it"
             )
         shards[name] = ShardEntry(tokens.size, int(np.sum(tokens == DOCUMENT)), got)
     ids = track.data.vocab_size, track.data.document_token
@@ -159,13 +150,13 @@ def write(track: Track, folder: Path) -> Manifest:
 
 # --- random tokens in documents as long as FineWeb's, for timing without real shards -----------------------
 
-#: Tokens of a document of FineWeb, as modded-nanogpt's authors counted in ten shards; lengths are log-normal.
+#: Tokens of a document of FineWeb, counted by modded-nanogpt's authors in ten shards; lengths are log-normal.
 MEDIAN, MEAN = 403, 690
-_ZIPF_OFFSET = 2.7  #: of ids; the weight of rank r is 1 / (r + offset)
+_ZIPF_OFFSET = 2.7  #: the weight of the id of rank r is 1 / (r + offset)
 
 
 def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
-    """Return lengths of consecutive documents, i64 [N], with the sum `num_tokens`; the last one is cut off."""
+    """Return the lengths of documents, i64 [N], with the sum `num_tokens`; the last one is cut off."""
     sigma = np.sqrt(2 * np.log(MEAN / MEDIAN))
     rng, ends = np.random.default_rng(seed), np.zeros(1, np.int64)
     while ends[-1] < num_tokens:
@@ -175,10 +166,7 @@ def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
 
 
 def imitated(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) -> np.ndarray:
-    """Return a stream of documents with independent ids, of a Zipf distribution below `vocab_size`: i32 [num_tokens].
-
-    The document token opens each document and occurs nowhere else.
-    """
+    """Return documents with independent ids from a Zipf distribution below `vocab_size`: i32 [num_tokens]."""
     rng = np.random.default_rng(seed)
     weights = np.cumsum(1 / (np.arange(vocab_size - 1) + _ZIPF_OFFSET))
     ids = np.searchsorted(weights, rng.random(num_tokens) * weights[-1], side="right").astype(np.int32)
@@ -189,7 +177,7 @@ def imitated(num_tokens: int, *, vocab_size: int, document_token: int, seed: int
 
 
 def write_imitation(folder: Path, rules: Data, train_tokens: int) -> None:
-    """Write a training shard and a validation shard, named as a track finds them."""
+    """Write a training shard and a validation shard, with the names that tracks use."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = {"val_000000": rules.val_tokens + 1, "train_000001": train_tokens}
     for seed, (part, count) in enumerate(counts.items()):

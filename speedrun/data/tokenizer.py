@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's, any file of the `tokenizers` library, or bytes.
 
-Special tokens in a text are ordinary text: the characters "<|endoftext|>" on a web page never become a document token.
-`tiktoken` and `tokenizers` are imported where they are used.
+Special tokens in a text are ordinary text: "<|endoftext|>" on a web page never becomes a document token. `tiktoken` and
+`tokenizers` are imported on use.
 """
 
 import re
@@ -27,21 +27,14 @@ END_OF_TEXT = "<|endoftext|>"
 
 #: GPT-2's ranks in one file. Source: tiktoken, `tiktoken_ext/openai_public.py`.
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
-#: GPT-2's words, which are encoded independently of each other. Source: the same.
+#: The words of GPT-2, which are encoded independently. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 def load(name: str, *, document_text: str = END_OF_TEXT) -> "Tokenizer":
-    """Load a tokenizer.
+    """Load `gpt2`, `bytes`, a .tiktoken file with GPT-2's ranks, or a .json file of `tokenizers`.
 
-    Args:
-        name: `gpt2`, `bytes`, a .tiktoken file with GPT-2's ranks, or a .json file of `tokenizers`.
-        document_text: for a .json file, the document token.
-
-    Raises:
-        UsageError: if the name is unknown, a package is missing, the ids do not fit into uint16, or there is no such
-            document token.
-        DataError: if there is no such file, or it has another format.
+    `document_text` is the document token of a .json file.
     """
     if name == "bytes":
         return Bytes()
@@ -56,7 +49,7 @@ def load(name: str, *, document_text: str = END_OF_TEXT) -> "Tokenizer":
 
 
 def _read(name: str) -> bytes:
-    with translate_read_errors(name, "a tokenizer's file is needed; name another with --tokenizer"):
+    with translate_read_errors(name, "need a tokenizer's file; name another with --tokenizer"):
         return read_regular(Path(name))
 
 
@@ -66,13 +59,13 @@ def _read(name: str) -> bytes:
 class Bytes:
     """Ids 0 to 255 are the bytes of UTF-8; 256 is the document token."""
 
-    name, raw = "bytes", b""  #: raw is the content of the file of a tokenizer
+    name, raw = "bytes", b""  #: `raw` is the content of a tokenizer's file
     vocab_size, document_token = 257, 256
-    #: What each id stands for; special ones are missing.
+    #: The bytes of each id, without special ones.
     tokens: ClassVar = {byte: bytes([byte]) for byte in range(256)}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text, unsigned integers [N] below `vocab_size`; none is the document token."""
+        """Return the ids of each text, unsigned integers [N] without document tokens."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
@@ -80,12 +73,7 @@ class Bytes:
 
 
 def cached_ranks() -> bytes:
-    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing there, or damaged.
-
-    Raises:
-        UsageError: if tiktoken is not installed.
-        DataError: if they cannot be downloaded.
-    """
+    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing or damaged."""
     need("tiktoken")
     from tiktoken.load import read_file_cached
 
@@ -105,7 +93,7 @@ class Tiktoken:
     vocab_size, document_token = 50257, 50256
 
     def __init__(self, raw: bytes) -> None:
-        """Load the ranks from the content of their file; raise ValueError if they are not GPT-2's."""
+        """Load the content of a file of ranks; raise ValueError if they are not GPT-2's."""
         import tiktoken
 
         self.raw = raw
@@ -117,18 +105,18 @@ class Tiktoken:
             special_tokens={END_OF_TEXT: self.document_token},
             explicit_n_vocab=self.vocab_size,
         )
-        #: Each thread has a copy: two that shared one were sometimes slower than one thread.
+        #: A copy for each thread: two threads with one encoding were sometimes slower than one thread.
         self._own = threading.local()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Bytes`; the ids of `encode_ordinary`, without a Python integer per token."""
+        """Return the ids of `encode_ordinary`, as arrays."""
         if not hasattr(self._own, "encoding"):
             self._own.encoding = copy(self.encoding)  # 25 ms
         encode = partial(self._own.encoding.encode_to_numpy, disallowed_special=())
         return [np.concatenate([*map(encode, parts(text))]) for text in texts]
 
 
-#: Longer documents are split: tiktoken's matcher fails on much longer white space before a word.
+#: Longer documents are split, since tiktoken fails on very long white space before a word.
 _LONG_CHARACTERS = 2**16
 _WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 #: Starts of words: white space after printable ASCII, and the last character of long white space.
@@ -136,10 +124,7 @@ _BORDERS = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[
 
 
 def parts(text: str) -> Iterator[str]:
-    """Split a long document at starts of words; the parts encode to the ids of the whole.
-
-    This bounds memory, and lets tiktoken encode a million blanks before a word. A word is never split.
-    """
+    """Split a long document at starts of words; the parts encode to the ids of the whole."""
     start = 0
     if len(text) > _LONG_CHARACTERS:
         for border in _BORDERS.finditer(text):
@@ -154,14 +139,13 @@ def parts(text: str) -> Iterator[str]:
 
 
 class FromFile:
-    """A JSON file of the `tokenizers` library. Special tokens in texts are ordinary text."""
+    """A JSON file of the `tokenizers` library."""
 
     def __init__(self, name: str, raw: bytes, document_text: str) -> None:
-        """Load the file; raise as `load`."""
         import tokenizers
 
         self.name, self.raw, self.document_text = name, raw, document_text
-        advice = "a file as `tokenizers` saves it is needed; name another"
+        advice = "need a file as `tokenizers` saves it; name another"
         with translate_read_errors(name, advice, Exception):  # the library raises nothing more specific
             self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode())
         self._tokenizer.no_truncation()
@@ -170,7 +154,7 @@ class FromFile:
         vocab = self._tokenizer.get_vocab()
         self.vocab_size = max(vocab.values()) + 1
         if self.vocab_size > 2**16:
-            raise UsageError(f"{name}: {self.vocab_size:,} ids; a shard holds 65,536; choose a smaller one")
+            raise UsageError(f"{name}: {self.vocab_size:,} ids; need at most 65,536; choose a smaller one")
         if document_text not in vocab:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise UsageError(
@@ -180,33 +164,32 @@ class FromFile:
         self.document_token = vocab[document_text]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Bytes`; raise DataError if a text contains the document token, which is not special in the file."""
+        """Return the ids of each text; raise DataError for a document token in a text, if the file allows it."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         if any((of_text == self.document_token).any() for of_text in ids):
             raise DataError(
-                f"{self.name}: a text became token {self.document_token}, the document token; it must be special "
-                "in the file; make it so"
+                f"{self.name}: a text became token {self.document_token}, the document token; need a special token "
+                "in the file; mark it so"
             )
         return ids
 
     @cached_property
     def tokens(self) -> dict[int, bytes] | None:
-        """As `Bytes`; None unless the model is byte-level and so spells each byte as one character."""
+        """The bytes of each id, without special ones; None unless the model is byte-level."""
         from tokenizers.decoders import ByteLevel
 
         if isinstance(self._tokenizer.decoder, ByteLevel) and self._tokenizer.normalizer is None:
-            with suppress(KeyError):  # a character that stands for no byte
+            with suppress(KeyError):  # a character without a byte
                 return vocabulary.byte_level(self.raw)
         return None
 
 
-#: They have the same attributes and methods.
 Tokenizer = Bytes | Tiktoken | FromFile
 
 
 def id_bytes_V(chosen: Tokenizer) -> np.ndarray | None:
-    """Return how many bytes of UTF-8 each id stands for, int64 [V]; None if that is not known."""
+    """Return the number of UTF-8 bytes of each id, int64 [V]; None if unknown."""
     if (tokens := chosen.tokens) is None:
         return None
     return np.array([len(tokens.get(index, b"")) for index in range(chosen.vocab_size)], np.int64)
@@ -216,22 +199,16 @@ def id_bytes_V(chosen: Tokenizer) -> np.ndarray | None:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text: str = END_OF_TEXT) -> int:
-    """Train a byte-level BPE with `tokenizers`; the same texts give the same file.
-
-    Its ids, 258 to 65,536, are the document token, which is 0, 256 bytes, and merges.
+    """Train a byte-level BPE: id 0 is the document token, then come 256 bytes and merges.
 
     Returns:
-        The number of ids; less than `vocab_size` if the texts have no more pairs to merge.
-
-    Raises:
-        UsageError: if `out` is not a .json file.
-        StorageError: if the file cannot be written.
+        The number of ids; fewer than `vocab_size` if the texts have no more pairs to merge.
     """
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if out.suffix != ".json":
-        raise UsageError(f"{out}: the ending marks the kind of tokenizer; need .json; rename it")
+        raise UsageError(f"{out}: the suffix marks the kind of tokenizer; need .json; rename it")
     tokenizer = Model(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -251,25 +228,21 @@ _BLOCKS_PER_WORKER = 3
 
 
 class Encoded(NamedTuple):
-    """A block as ids; a document token precedes each document."""
+    """The ids of a block; a document token precedes each document."""
 
     first: Place  #: of the first document
     ids: np.ndarray  #: uint16 [N]
     starts: np.ndarray  #: int64 [D]: positions of the document tokens
-    read_bytes: int  #: of the source, up to the end of this block
+    read_bytes: int  #: bytes of the source up to the end of this block
 
 
 def encoded(
     blocks: Iterable[Block], chosen: Tokenizer, *, num_workers: int
 ) -> Generator[Encoded, None, None]:
-    """Yield all blocks as ids, in order. The calling thread reads them.
+    """Yield the ids of all blocks, in order; the calling thread reads them.
 
-    The tokenizers release Python's lock while they work, as gzip does. So threads are as fast as processes here, share
-    one tokenizer and start at once. Results are taken in the order of submission, and only a few blocks are in flight:
-    the output does not depend on the number of threads, and memory does not grow with the corpus.
-
-    Raises:
-        DataError: if a document cannot be read, or contains a document token.
+    Tokenizers release the GIL, so threads are as fast as processes. Few blocks are in flight, so memory does not grow
+    with the corpus.
     """
     in_flight: deque[Future[Encoded]] = deque()
     pool = ThreadPoolExecutor(num_workers, "encode")

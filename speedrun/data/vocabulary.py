@@ -1,4 +1,4 @@
-"""The bytes that the ids of a track's data stand for, from the file of its tokenizer beside the shards."""
+"""The bytes of each id of a track, from the tokenizer's file next to the shards."""
 
 import base64
 import hashlib
@@ -12,18 +12,14 @@ RANKS, TOKENIZER = "r50k_base.tiktoken", "tokenizer.json"
 #: Source: tiktoken, `tiktoken_ext/openai_public.py`.
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
-#: Byte-level models spell printable bytes as themselves, and the others as 256, 257, ... Source: GPT-2, `encoder.py`.
+#: Byte-level models spell printable bytes as themselves, others as 256, 257, ... Source: GPT-2, `encoder.py`.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted({*range(256)} - {*_PRINTABLE})
 _BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 
 def load(track: Track, folder: Path) -> tuple[bytes, ...]:
-    """Return the bytes of each id, b"" for special tokens; () if the track does not say what its ids stand for.
-
-    Raises:
-        DataError: if the file is missing, or not the track's.
-    """
+    """Return the bytes of each id, b"" for special tokens; () if the track has no tokenizer."""
     if track.data.hub is None and track.python_docs is None:
         return ()
     read, name, get = (ranks, RANKS, " --vocabulary") if track.data.hub else (byte_level, TOKENIZER, "")
@@ -41,7 +37,7 @@ def ranks(raw: bytes) -> dict[int, bytes]:
 
 
 def byte_level(raw: bytes) -> dict[int, bytes]:
-    """Return the bytes of the ids of a byte-level model of `tokenizers`, without special ones."""
+    """Return the bytes of the ids of a byte-level file of `tokenizers`, without special ones."""
     found = json.loads(raw)
     added = {token["id"]: token for token in found["added_tokens"]}
     vocab = found["model"]["vocab"].items()

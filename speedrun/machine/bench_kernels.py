@@ -1,6 +1,4 @@
-"""Kernels beside their definitions and the products that bound them: attention, QK-norm, the loss head, Newton-Schulz.
-
-All forms of one operation are timed in turns.
+"""Times kernels against their definitions and bounds: attention, QK-norm, the loss head, Newton-Schulz.
 
 Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary; stacks of K matrices [m, n].
 """
@@ -43,10 +41,10 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class FormTimings(msgspec.Struct, frozen=True):
-    """Every form of an operation that runs here."""
+    """All forms of an operation."""
 
     timings: list[Timing]
-    left_out: dict[str, list[str]]  #: the other forms, and why they do not run
+    left_out: dict[str, list[str]]  #: forms that do not run here, and why
     auto: str  #: the form that "auto" chooses
     reason: str
 
@@ -60,7 +58,7 @@ def compare_forms(
 ) -> FormTimings:
     """Time each form that can run `call`, with its gradients.
 
-    A form gets `x`, then `fixed`, then settings. `args` are `fixed`, the gradients of the result, and `x`.
+    A form takes `x`, then `fixed`, then settings. `args` are `fixed`, the gradients of the result, and `x`.
     """
 
     def program(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +75,7 @@ def compare_forms(
 
 
 def compare(forms: dict[str, Callable[..., Any]], *args: Any) -> list[Timing]:
-    """Time calls of each compiled form, in turns so that a slow moment affects all of them."""
+    """Time each compiled form, in turns, so that a slow moment affects all of them."""
     programs = {name: jax.jit(form).lower(*args).compile() for name, form in forms.items()}
     for program in programs.values():
         jax.block_until_ready(program(*args))
@@ -110,7 +108,7 @@ def attention(
     block_tokens: int,
     document_tokens: int,
 ) -> FormTimings:
-    """Time attention with its gradients in every form that runs here, on one sequence of equally long documents."""
+    """Time attention with its gradients in every form, on one sequence of equally long documents."""
     platform, compute_capability, dtype = _here()
     call = choose.AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
@@ -127,7 +125,7 @@ def attention(
 
 
 def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
-    """Time QK-norm and rotary with their gradients in every form that runs here. Memory is the bound."""
+    """Time QK-norm and rotary with their gradients in every form; memory is the bound."""
     platform, compute_capability, dtype = _here()
     call = choose.QkNormCall(head_dim, dtype, platform, compute_capability)
     qk, dqk = jax.random.normal(jax.random.key(0), (2, 2, 1, num_tokens, num_heads, head_dim), dtype)
@@ -137,7 +135,7 @@ def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
-    """Time loss and gradients of the vocabulary head. Three matrix products are the bound."""
+    """Time loss and gradients of the vocabulary head; three matrix products are the bound."""
     kx, kw, kt, kg = jax.random.split(jax.random.key(0), 4)
     x_ND = jax.random.normal(kx, (num_tokens, model_dim))
     head_VD = 0.02 * jax.random.normal(kw, (vocab_size, model_dim))
@@ -166,12 +164,9 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
 
 
 def muon(program: Program, num_devices: int) -> list[Timing]:
-    """Time Newton-Schulz on the matrices that one of `num_devices` devices owns. Its products alone are the bound.
+    """Time Newton-Schulz on the matrices of one of `num_devices` devices; its products alone are the bound.
 
     Ours and optax's include the norm and the sums of the polynomial; none includes momentum.
-
-    Raises:
-        UsageError: if the recipe trains without Muon.
     """
     optimizer = program.recipe.optimizer
     if not isinstance(optimizer, MuonAndAdam):
@@ -193,7 +188,6 @@ def muon(program: Program, num_devices: int) -> list[Timing]:
         return x_Kmn
 
     def of_optax(x_Kmn: jax.Array) -> Any:
-        """Return the direction of `optax.contrib`, without momentum."""
         axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
         transform = optax.contrib.scale_by_muon(
             beta=0.0, nesterov=False, ns_steps=steps, mu_dtype=dtype, weight_dimension_numbers=axes
@@ -210,6 +204,6 @@ def muon(program: Program, num_devices: int) -> list[Timing]:
 
 
 def _here() -> tuple[str, str, jnp.dtype]:
-    """Platform, compute capability and dtype: bfloat16 on a GPU, else float32."""
+    """Return platform, compute capability and dtype."""
     platform, compute_capability = meshes.accelerator(meshes.make_mesh(1))
     return platform, compute_capability, jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)

@@ -1,14 +1,10 @@
-"""Time the whole training step: by itself, or in turns with another program's, ABBA, on the same tokens.
-
-The loader is timed by itself, against the tokens that eight H100 consume.
-"""
+"""Time the training step, alone or in turns with another program (ABBA), and the loader of batches."""
 
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from itertools import repeat
 from pathlib import Path
 from statistics import median
@@ -23,7 +19,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.data import synthetic
-from speedrun.data.shards import UINT16_IDS, Shard, open_shard, write_shard
+from speedrun.data.shards import UINT16_IDS, Shard, open_shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
 from speedrun.machine.bench_kernels import middle
 from speedrun.science.step import TrainState
@@ -31,28 +27,25 @@ from speedrun.train import footprint
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.program import Program
 
-#: XLA option that launches kernels one by one. A profiler sees a command buffer as one event.
+#: Makes XLA launch kernels one by one. A profiler sees a command buffer as one event.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 #: Record 21 takes about 100 ms for a step of 393,216 tokens on eight H100.
 H100_TOKENS_PER_S = 4e6
 
 _NUM_SHARDS = 2
-_SYNTHETIC_TOKENS = 100_000_000  #: in each, as in FineWeb's
 _LOOPS_S = 1.0  #: batches are read for so long
 _MANY_EPOCHS = 2**20
-
-_POINTS = 12  #: of a curve
 
 
 class StepTimings(msgspec.Struct, frozen=True):
     """Training steps as in a run: each is dispatched before the loss of the one before is fetched."""
 
-    ms: list[float]  #: from the arrival of one loss to that of the next, the first from the start
+    ms: list[float]  #: between the arrivals of two losses
     mean_ms: float
     spread_ms: float  #: of `ms`, from the first to the ninth decile
     tokens_per_s: float
-    mfu: float | None  #: of the vendor's bf16 rate, attention scores not counted; None for an unknown device
-    peak_bytes: int  #: of the compiled program on one device, its arguments included
+    mfu: float | None  #: of the vendor's bf16 rate, without attention scores; None for an unknown device
+    peak_bytes: int  #: of the compiled program on one device, with its arguments
     compile_s: float
     losses: list[float]
     tokens: str  #: their source
@@ -80,12 +73,7 @@ def step(
 ) -> StepTimings:
     """Time the training step of a recipe, after two steps of warm-up from the initial state.
 
-    `first_step` of the schedule decides the window. Without shards, one batch of `synthetic.imitated` is repeated. With
-    `command_buffers`, XLA may launch kernels in groups.
-
-    Raises:
-        UsageError: if the compiled step needs more memory than a device has.
-        DataError: if the shards have too few tokens, or are damaged.
+    `first_step` of the schedule decides the window. Without shards, one batch of `synthetic.imitated` is repeated.
     """
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
     watch = Stopwatch()
@@ -132,14 +120,14 @@ def step(
 
 
 def _mfu(program: Program, tokens_per_s: float) -> float | None:
-    """Return the share of the devices' peak rate that the step's FLOPs take; None if the rate is unknown."""
+    """Return the share of the devices' peak rate that the step reaches; None if the rate is unknown."""
     device = accelerators.named(program.mesh.devices.flat[0].device_kind)
     flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
     return flops_per_s / (device.bf16_flops * program.num_devices) if device else None
 
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the lowered step at `first_step`, and its arguments: initial state, synthetic ids, schedule."""
+    """Return the lowered step at `first_step`, and its arguments: state, synthetic ids and schedule."""
     batch = (meshes.place(x_BT, program.mesh) for x_BT in _imitated(program, first_step))
     args = _state(program, first_step), *batch, program.schedule
     return program.train_step_for(program.static_at(first_step)).lower(*args), args
@@ -162,12 +150,12 @@ def _imitated(program: Program, first_step: int) -> Batch:
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """The loader by itself on this machine."""
+    """The speed of the loader on this machine."""
 
     batch_tokens: int
-    tokens_per_s: float  #: from batch to batch, files in memory
+    tokens_per_s: float  #: with the files in memory
     times_h100: float  #: that rate, relative to what eight H100 consume
-    first_batch_ms: float  #: from its request, files not in memory
+    first_batch_ms: float  #: with the files on the disk
     step_ms: float  #: of a simulated step
     waited: float  #: share of the time of simulated steps spent waiting, without the first batch
 
@@ -186,11 +174,11 @@ def loader(
     step_ms: float = 100,
     num_steps: int = 30,
 ) -> Pace:
-    """Read batches beside simulated steps, then as fast as possible. By default those of record 21 on eight H100.
+    """Read batches during simulated steps, then as fast as possible, by default those of record 21 on eight H100.
 
-    The shards are read in order, repeatedly. `shape` is the number and length of the sequences of a batch.
+    `shape` is the number and length of the sequences of a batch.
     """
-    if hasattr(os, "posix_fadvise"):  # out of the page cache, so that the first batch is from the disk
+    if hasattr(os, "posix_fadvise"):  # out of the page cache
         for shard in shards:
             with shard.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -214,33 +202,23 @@ def loader(
 
 
 def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
-    """Return the first `most` training shards of a folder; None: all. Raise DataError if there are none."""
+    """Return the first `most` training shards of a folder (None: all of them)."""
     paths = sorted(folder.glob("*_train_*.bin"))
     if not paths:
-        raise DataError(f"{folder}: no *_train_*.bin; need shards of tokens; or leave out the folder")
+        raise DataError(f"{folder}: no *_train_*.bin; need shards of tokens; choose another folder")
     return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:most]]
 
 
-@contextmanager
-def synthetic_shards() -> Iterator[list[Shard]]:
-    """Make two full shards, 0.4 GB of temporary files, and remove them afterwards."""
-    ids = np.resize(np.arange(UINT16_IDS, dtype=np.uint16), _SYNTHETIC_TOKENS)
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(_NUM_SHARDS):
-            write_shard(Path(folder) / f"any_train_{i:06d}.bin", ids)
-        yield folder_shards(Path(folder))
-
-
 class Curve(msgspec.Struct, frozen=True):
-    """One run of either program."""
+    """One run of either program, step by step."""
 
     who: str
-    ms: list[float]  #: of each step
+    ms: list[float]
     losses: list[float]
 
 
 class _RivalLine(msgspec.Struct):
-    """A step, as the other program writes it."""
+    """A step as the other program prints it."""
 
     step: int
     time_s: float
@@ -248,32 +226,23 @@ class _RivalLine(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Ratios and curves of runs in the order ours, rival, rival, ours."""
+    """Runs in the order ours, rival, rival, ours, and the ratio of our step time to the rival's."""
 
-    ratio: float  #: of our step time to the rival's
+    ratio: float
     ratio_least: float
     ratio_most: float
     ours_ms: list[float]
     rival_ms: list[float]
-    curve: list[dict[str, float]]  #: losses of both at some steps
     runs: list[Curve]
 
     def __str__(self) -> str:
-        ratio = f"ours / rival: {self.ratio:.3f} ({self.ratio_least:.3f} to {self.ratio_most:.3f})"
-        rows = ("step {step:>5}  ours {ours:.4f}  rival {rival:.4f}".format(**row) for row in self.curve)
-        return "\n".join([ratio, *rows])
+        return f"ours / rival: {self.ratio:.3f} ({self.ratio_least:.3f} to {self.ratio_most:.3f})"
 
 
 def compare(
     ours: Sequence[str], theirs: Sequence[str], num_steps: int, say: Callable[[str], object]
 ) -> Comparison:
-    """Run both command lines twice, in turns.
-
-    `ours` is `speedrun bench step --json`. `say` takes a line of progress.
-
-    Raises:
-        SpeedrunError: if one fails, with its last line; if the rival writes another number of steps.
-    """
+    """Run both command lines twice, in turns; `ours` is `speedrun bench step --json`."""
     runs = []
     for turn in "ABBA":
         if turn == "A":
@@ -286,16 +255,11 @@ def compare(
 
 
 def run_rival(argv: Sequence[str], num_steps: int) -> Curve:
-    """Run the other program and read its steps; raise SpeedrunError if it fails, or writes another number of them.
+    """Run the other program and read its steps.
 
-    It is the executable `run` of a folder, and called as
-
-        run --shards DIR --steps N --first-step I --sequences N --seq-len N
-
-    It compiles and warms up, then trains from its own initial state on the first N batches of DIR (`*_train_*.bin`, in
-    the order of `data.stream`), with the schedule of the whole record from step I on. For each step it writes a line of
-    JSON to standard output: {"step": i, "time_s": seconds since the first began, "loss": nats per token}. Other lines
-    are ignored. It stays in the process group that it was started in.
+    The program warms up, then trains from its own initial state on the first batches of the shards (`*_train_*.bin`, in
+    the order of `data.stream`), with the schedule of the whole record from the first step on. The help of `bench rival`
+    has its arguments and output. Other lines are ignored. It must stay in its process group.
     """
     lines = []
     for text in _output("the rival", argv).splitlines():
@@ -310,11 +274,11 @@ def run_rival(argv: Sequence[str], num_steps: int) -> Curve:
 
 
 def executable(folder: Path) -> Path:
-    """Return the path of the program in a folder; raise UsageError if there is none."""
+    """Return the path of the program in a folder."""
     path = folder.absolute() / "run"
     if not path.is_file() or not path.stat().st_mode & 0o100:
         raise UsageError(
-            f"{path} is no executable file; need one that trains; see speedrun/machine/bench_step.py"
+            f"{path} is no executable file; need one that trains; see 'speedrun bench rival --help'"
         )
     return path
 
@@ -324,15 +288,12 @@ def compared(runs: Sequence[Curve]) -> Comparison:
     first, second, third, fourth = (median(one.ms) for one in runs)
     ours_ms, rival_ms = [first, fourth], [second, third]
     least, most = sorted(a / b for a, b in zip(ours_ms, rival_ms, strict=True))
-    num_steps = len(runs[0].losses)
-    shown = sorted({round(i * (num_steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
     return Comparison(
         ratio=sum(ours_ms) / sum(rival_ms),
         ratio_least=least,
         ratio_most=most,
         ours_ms=ours_ms,
         rival_ms=rival_ms,
-        curve=[{"step": i, "ours": runs[0].losses[i], "rival": runs[1].losses[i]} for i in shown],
         runs=list(runs),
     )
 

@@ -116,36 +116,22 @@ def numbers(version: str) -> list[int]:
 def software() -> Iterator[Check]:
     """Check the minimum versions, then the lock."""
     version = ".".join(map(str, sys.version_info[:3]))
-    try:
-        python, requirements = declared()
-    except metadata.PackageNotFoundError:
-        yield Check("speedrun", "not installed; its requirements are unknown; pip install -e .", ok=False)
-        return
-    yield floor("python", version, f"python{python}")
+    text = git_history.files_here(["pyproject.toml"]).get("pyproject.toml")
+    # pip has checked the requirements of an installed wheel.
+    project = tomllib.loads(text.decode())["project"] if text else {"requires-python": "", "dependencies": []}
+    yield floor("python", version, f"python{project['requires-python']}")
     packages = []
-    for requirement in requirements:
+    for requirement in project["dependencies"]:
         name = re.split(r"[<>=!~; ]", requirement)[0]
         try:
             packages.append(floor(name, metadata.version(name), requirement))
         except metadata.PackageNotFoundError:
             packages.append(Check(name, f"missing; need {requirement}; pip install -e .", ok=False))
     yield from (check for check in packages if not check.ok)
-    if all(check.ok for check in packages):
+    if packages and all(check.ok for check in packages):
         versions = {check.name: check.found for check in packages}
         yield Check("packages", ", ".join(map(" ".join, versions.items())), ok=True, facts={**versions})
     yield lock()
-
-
-def declared() -> tuple[str, list[str]]:
-    """Return the requirements on Python and packages, from pyproject.toml or else from the installed package.
-
-    Raises PackageNotFoundError if there is neither.
-    """
-    if text := git_history.files_here(["pyproject.toml"]).get("pyproject.toml"):
-        project = tomllib.loads(text.decode())["project"]
-        return project["requires-python"], project["dependencies"]
-    about, requirements = metadata.metadata("speedrun"), metadata.requires("speedrun") or []
-    return about["Requires-Python"], [one for one in requirements if "extra ==" not in one]
 
 
 def floor(name: str, version: str, requirement: str) -> Check:
