@@ -66,9 +66,7 @@ def plan(
     settings: cli.Settings = (),
     compiled: Annotated[bool | None, "--compile/--arithmetic"] = None,
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
-    nodes: Annotated[
-        str | None, "--nodes N,N", "Instead, scale the step over these numbers of machines."
-    ] = None,
+    nodes: Annotated[str | None, "--nodes N,N", "Instead, scale the step over so many machines."] = None,
     network: Annotated[float | None, cli.Number(0, min_open=True), "--network GBIT"] = None,
     check: Annotated[tuple[Path, ...], "--check PATH"] = (),
 ) -> cli.Answer:
