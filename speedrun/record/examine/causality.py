@@ -1,10 +1,9 @@
-"""Finds what a model may not know: changes later tokens, other sequences and other rows of the head, and compares.
+"""Finds what a model may not know: changes later tokens, other sequences or other rows of the head, and compares.
 
-A program may condition on all that it sees, so a call that examines is drawn like a call that scores: whole batches of
-scored sequences, full chunks of their rows, both in random order, and nothing else to fill them. What is compared keeps
-its place in two such calls of one program, which then computes it by the same operations in the same order; what it may
-not depend on enters as an exact zero or not at all. So the log-probabilities have to be equal: with a tolerance,
-however small, a program could gain as much at every token. Equal numbers have equal means.
+A program may condition on all that it sees, so calls of an examination are drawn like calls of scoring: whole batches
+of scored sequences and full chunks of their rows, in random order. Compared values keep their place in two such calls of
+one program, which computes them by the same operations in the same order; inputs that they may not depend on enter as
+exact zeros or not at all. So the log-probabilities have to be equal: a program could use any tolerance at every token.
 
 Legend: B sequences, T time, D model, N outputs (B * T), K outputs of a chunk, V vocabulary, R texts, Q changes,
 M batches.
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _BLOCK = 64  #: positions cover every residue modulo this
-_EDGES = 3  #: positions at either end of a sequence
+_EDGES = 3  #: positions at each end of a sequence
 _ROUNDS = 2  #: changed ends of each text
 _KINDS = 6  #: of a change: see `changed`
 
@@ -32,9 +31,9 @@ class Model(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The text that is scored."""
+    """The scored text."""
 
-    rows_RT: np.ndarray  #: its sequences
+    rows_RT: np.ndarray
     num_ids: int
     separator: int  #: the id that opens a document
 
@@ -43,8 +42,8 @@ class Known(NamedTuple):
     """The largest changes of log-probabilities, in nats. An honest model has zeros."""
 
     rows: float = 0.0  #: with other rows of the head
-    later: float = 0.0  #: with later tokens
-    at: int = -1  #: position of the output in which that was seen
+    later: float = 0.0  #: with other later tokens
+    at: int = -1  #: position of the output that showed `later`
     company: float = 0.0  #: with other sequences
     changes: int = 0  #: number of changed texts
 
@@ -53,7 +52,7 @@ NOTHING = Known()
 
 
 class _Case(NamedTuple):
-    """Outputs of a call that has to agree with another one at some places."""
+    """Outputs of a call that must equal those of another call at some places."""
 
     what: str  #: field of `Known`
     x_ND: np.ndarray
@@ -61,22 +60,16 @@ class _Case(NamedTuple):
 
 
 def parts(number: int, size: int, draw: np.random.Generator) -> np.ndarray:
-    """Return 0 to number - 1 in random order, in parts of one size; the first ones fill up the last part."""
+    """Return 0 to number - 1 in random order, in parts of one size; the first ones also fill the last part."""
     return np.resize(draw.permutation(number), (-(-number // size), size))
 
 
 def known(
     model: Model, text: Text, num_texts: int, batch: int, draw: np.random.Generator, found: Known = NOTHING
 ) -> Known:
-    """Compare batches of scored text with ones of which a part was changed.
+    """Compare batches of scored text with partly changed ones; return the larger changes of these and `found`.
 
-    Args:
-        model: under examination.
-        text: that is scored.
-        num_texts: to change, at least. Each at a place of its own, as a model may leak in few texts or at few places.
-        batch: B.
-        draw: random generator.
-        found: elsewhere; the larger changes are kept.
+    At least `num_texts` are changed, each at its own place, since a model may leak in few texts or at few places.
     """
     num_batches = -(-num_texts // batch)
     batches = _batches(len(text.rows_RT), batch, draw)
@@ -106,7 +99,7 @@ def known(
 
 
 def _batches(num_rows: int, batch: int, draw: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield the batches of one scoring after another."""
+    """Yield the batches of successive scorings."""
     while True:
         yield from parts(num_rows, batch, draw)
 
@@ -118,7 +111,6 @@ def _flat(x_BTD: Any) -> np.ndarray:
 def _other_ends(
     model: Model, ids_BT: np.ndarray, at_B: np.ndarray, text: Text, draw: np.random.Generator
 ) -> _Case:
-    """Change the end of each sequence from a position on."""
     pairs = zip(ids_BT, at_B, strict=True)
     changed_BT = np.stack([changed(ids_T, int(at), text, draw) for ids_T, at in pairs])
     kept_BT = np.arange(ids_BT.shape[1]) < at_B[:, None]
@@ -128,23 +120,22 @@ def _other_ends(
 def _other_company(
     model: Model, ids_BT: np.ndarray, others_BT: np.ndarray, num_kept: int, draw: np.random.Generator
 ) -> _Case:
-    """Put other sequences in the places of all but some of a batch."""
+    """Replace all but some sequences of a batch."""
     kept_B1 = (draw.permutation(len(ids_BT)) < num_kept)[:, None]
     x_ND = _flat(model.hidden(np.where(kept_B1, ids_BT, others_BT)))
     return _Case("company", x_ND, np.broadcast_to(kept_B1, ids_BT.shape).reshape(-1))
 
 
 def _other_rows(x_ND: np.ndarray, others_ND: np.ndarray, share: float, draw: np.random.Generator) -> _Case:
-    """Put other outputs in the places of all but a share of the rows of the head."""
+    """Replace all but a share of the rows of the head."""
     kept_N = draw.random(len(x_ND)) < share
     return _Case("rows", np.where(kept_N[:, None], x_ND, others_ND), kept_N)
 
 
 def places(rows_RT: np.ndarray, separator: int, draw: np.random.Generator) -> np.ndarray:
-    """Return the position in each text at which its end is to change: int [R], from 1 to T - 1.
+    """Return the position in each text from which to change it: int [R], 1 to T - 1.
 
-    They cover all residues modulo 64 and both ends of a sequence; half of the others lie behind a separator, if the
-    text has one.
+    They cover all residues modulo 64 and both ends of a sequence; half of the others follow a separator, if any.
     """
     length = rows_RT.shape[1]
     residues = [draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0]) for r in range(_BLOCK)]
@@ -162,10 +153,10 @@ def places(rows_RT: np.ndarray, separator: int, draw: np.random.Generator) -> np
 def changed(ids_T: np.ndarray, at: int, text: Text, draw: np.random.Generator) -> np.ndarray:
     """Return a sequence with another end, whose first token differs.
 
-    Near the start all is random: coarse numbers about a whole text could survive a change of its half. Half of all
-    other ends are those of another sequence, as it is scored. The rest are, with equal probability: random ids; the end
-    of another sequence with separators at `at` and at random; the own end without separators, with one token changed,
-    or after an extra separator.
+    Near the start, the end is random, because coarse numbers about a whole text could survive smaller changes. Half of
+    the other ends are those of another scored sequence. The rest are, with equal probability: random ids; the end of
+    another sequence with separators at `at` and at random; the sequence's own end without separators, with one token
+    changed, or after an extra separator.
     """
     kind = draw.integers(1, _KINDS) if draw.random() < 0.5 else 0
     if at <= _EDGES:
@@ -190,7 +181,7 @@ def changed(ids_T: np.ndarray, at: int, text: Text, draw: np.random.Generator) -
 
 @jax.jit
 def apart(first_KV: jax.Array, second_KV: jax.Array) -> jax.Array:
-    """Return the largest difference in each row of log-probabilities: [K]. NaN differs from all."""
-    # Never NaN itself: comparisons would drop it, and a column of -inf would hide all others.
+    """Return the largest difference in each row of log-probabilities: [K]. NaN differs from everything."""
+    # The result is never NaN, which comparisons drop: a column of -inf would hide all others.
     differ_KV = jnp.where(first_KV == second_KV, 0.0, jnp.abs(first_KV - second_KV))
     return jnp.nan_to_num(jnp.max(differ_KV, axis=1), nan=jnp.finfo(jnp.float32).max)

@@ -1,16 +1,14 @@
-"""Trains and scores the programs that a record carries; imports nothing of its source.
+"""Trains and scores the programs that a record carries, as StableHLO; imports nothing of its source.
 
-    python -m speedrun.record.examine.examiner EXAMINATION.json      run by `validate --replay` in a process of its own
+    python -m speedrun.record.examine.examiner EXAMINATION.json      a child process of `validate --replay`
 
-A program is a pure function of its arguments: it is read as StableHLO, inspected, compiled and run. Batches, order,
-scorer and comparisons belong to this file. Legend: B sequences, S ids of a text, T time, D model,
-N tokens of a chunk, V vocabulary, L leaves of the state.
+Legend: B sequences, T time, D model, N tokens, K rows of the head, V vocabulary, R sequences of a text.
 """
 
 import json
 import math
 import sys
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +35,29 @@ from speedrun.train.checkpoint import state_hash
 from speedrun.train.request import decoded, unseal
 
 _TEXTS = 140  #: scored sequences to change
-_OTHERS, _OTHER_TOKENS = 64, 2**14  #: sequences of other text at most, or more short ones of so many tokens
-#: Of both, and of scored ones, on another platform than the run's: a CPU takes minutes for each.
+_OTHERS, _OTHER_TOKENS = (
+    64,
+    2**14,
+)  #: limits for other text: sequences, or tokens if that allows more sequences
+#: Sequences to change and to score on another platform than the run's, where a CPU takes minutes for each.
 _FEW, _SAMPLE = 8, 16
 
 
 def examine(request: Examination) -> Findings:
-    """Examine a run.
-
-    Raises:
-        SpeedrunError: if a program is not permitted, the archive does not fit the log, or a checkpoint or data is
-            missing or damaged.
-    """
+    """Examine a run; raise SpeedrunError if its programs, checkpoints or data cannot be used."""
     meshes.prepare(tracks.load(request.track).rules.platform)
     try:
         return _Examiner(request).findings()
     except SpeedrunError:
         raise
-    except Exception as error:  # untrusted programs raise whatever comes
+    except Exception as error:  # untrusted programs can raise anything
         why = clean(repr(error), limit=200)
-        raise UsageError(f"its programs cannot be examined ({why}); need those that a run exports") from error
+        raise UsageError(
+            f"its programs cannot be examined ({why}); need the programs that a run exports"
+        ) from error
 
 
 class _Examiner:
-    """One run under examination."""
-
     def __init__(self, request: Examination) -> None:
         self.request, self.track = request, tracks.load(request.track)
         self.archive = read_programs(request.programs.read_bytes())
@@ -71,19 +67,18 @@ class _Examiner:
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}
         self.foreign = request.platform != jax.default_backend()
         if self.foreign and request.checkpoints is None:
-            raise UsageError(f"it ran on a {request.platform}; need its final state here; pass --checkpoints")
-        # What its author stored: the log and the track say how many, and when.
+            raise UsageError(f"it ran on a {request.platform}; need its final state; pass --checkpoints")
         steps, scored = self.programs.lowered.steps, self.programs.lowered.scored
         if len(steps) != self.end or validated != scored.keys():
             got = f"{len(steps):,} steps and {len(scored)} validations"
             raise UsageError(
-                f"its programs are of {got}, the log and the track of {self.end:,} and {len(validated)}"
+                f"its programs are for {got}; the log and the track have {self.end:,} and {len(validated)}"
             )
 
     def findings(self) -> Findings:
-        """Train all stretches again, then look at the run's own final state, or at the last one that was reached.
+        """Train all stretches again; then score the run's own final state, or the last state that was reached.
 
-        On another platform than the run's, look at some sequences of its own final state.
+        On another platform than the run's, only score some sequences of its own final state.
         """
         replayed, leaves, cursor = [], [], stream.START
         for stretch in () if self.foreign else self.request.stretches:
@@ -97,9 +92,12 @@ class _Examiner:
         if self.foreign:
             sample_R = self._draw.permutation(sample_R)[:_SAMPLE]
             scored = stream.Batch(scored.tokens_BT[sample_R], scored.targets_BT[sample_R])
-        nll_R, others_R = self._nll(params, scored), self._nll(params, others)
+        model = self._model(params, self.end)
+        nll_R, others_R = self._nll(model, scored), self._nll(model, others)
         compared = min(len(nll_R), len(others_R)) > 1
-        few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
+        shuffled = stream.Batch(
+            scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
+        )
         known = self._leaks(params, scored, others if compared else None)
         return Findings(
             val_sha256=layout.sha256(self.shards.val[0].read(0, self.track.data.val_tokens + 1).tobytes()),
@@ -118,7 +116,7 @@ class _Examiner:
             changes=known.changes,
             company=known.company,
             constant_bytes=self.programs.constant_bytes,
-            shuffled_loss=float(self._nll(params, stream.Batch(*few_BT)).mean()),
+            shuffled_loss=float(self._nll(model, shuffled).mean()),
             other_loss=float(others_R.mean()) if compared else None,
             other_error=_error(nll_R, others_R, math.log(self.track.data.vocab_size)) if compared else 0.0,
             stretches=tuple(replayed),
@@ -129,7 +127,7 @@ class _Examiner:
     # --- training
 
     def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any], stream.Cursor]:
-        """Train a stretch of steps again, with the validations that the track declares before and inside it."""
+        """Train a stretch of steps again, with the track's validations."""
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
         began, begun, losses, vals, first = state_hash(leaves), cursor, [], [], ""
         opens = self.track.data.document_token
@@ -167,14 +165,14 @@ class _Examiner:
         return tuple(leaf.sharding for leaf in self.programs.state)
 
     def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
-        """Restore a state of the run and its position in the data from a checkpoint."""
+        """Restore a state and its position in the data from a checkpoint."""
         import orbax.checkpoint as ocp
 
         assert self.request.checkpoints is not None
         folder = self.request.checkpoints.absolute() / str(step)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{self.request.checkpoints}: no checkpoint {step}, which is needed; train with --keep-checkpoints 0"
+                f"{self.request.checkpoints}: no checkpoint {step}; need it; train with --keep-checkpoints 0"
             )
         wanted = dict(zip(self.archive.leaves, self.programs.state, strict=True))
         try:
@@ -182,7 +180,7 @@ class _Examiner:
             facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
             arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
             cursor = stream.Cursor(*map(int, facts["cursor"]))
-        except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+        except Exception as error:  # noqa: BLE001 - orbax raises this class, with 60 lines of text
             said = str(error).strip().partition("\n")[0][:120]
             raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
         return [arrays[name] for name in self.archive.leaves], cursor
@@ -199,64 +197,52 @@ class _Examiner:
         """Shape of the ids that a forward pass takes."""
         return self.programs.shape(self.programs.scorer("hidden", self.end))
 
-    def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
-        """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
-        return self._scoring("hidden", params, jnp.asarray(ids_BT, jnp.int32), at)
+    def _model(self, params: list[jax.Array], step: int) -> causality.Model:
+        """Return the programs that score parameters in the validation at a step."""
 
-    def log_probs(self, params: list[jax.Array], x_KD: np.ndarray, at: int | None = None) -> jax.Array:
-        """Return log softmax over all columns of the logits of a chunk, by the definition: f32 [K, V]."""
-        return _log_softmax(self._scoring("logits", params, jnp.asarray(x_KD), at))
+        def outcome(part: str, x: jax.Array) -> jax.Array:
+            run = self.programs.compiled(self.programs.scorer(part, step))
+            (found,) = run(*params, *self.programs.constants, jnp.int32(step), x)
+            return found
 
-    def _scoring(self, part: str, params: list[jax.Array], x: jax.Array, at: int | None) -> jax.Array:
-        step = self.end if at is None else at
-        run = self.programs.compiled(self.programs.scorer(part, step))
-        (found,) = run(*params, *self.programs.constants, jnp.int32(step), x)
-        return found
+        return causality.Model(
+            hidden=lambda ids_BT: outcome("hidden", jnp.asarray(ids_BT, jnp.int32)),
+            log_probs=lambda x_KD: _log_softmax(outcome("logits", jnp.asarray(x_KD))),
+            chunk=self.programs.shape(self.programs.scorer("logits", self.end))[0],
+        )
 
-    @property
-    def _chunk(self) -> int:
-        """Rows that the head takes."""
-        return self.programs.shape(self.programs.scorer("logits", self.end))[0]
+    def _nll(self, model: causality.Model, text: stream.Batch) -> np.ndarray:
+        """Return the mean loss of each sequence of a text: f64 [R].
 
-    def costs(
-        self, params: list[jax.Array], x_ND: np.ndarray, targets_N: np.ndarray, at: int | None = None
-    ) -> np.ndarray:
-        """Return the negative log likelihood of each target in nats, a large number if there is none: f64 [N]."""
-        found_N = np.empty(len(targets_N))
-        for rows_K in causality.parts(len(targets_N), self._chunk, self._draw):
-            log_probs_KV = self.log_probs(params, x_ND[rows_K], at)
-            picked_K1 = jnp.asarray(targets_N[rows_K, None])
-            found_N[rows_K] = -np.asarray(jnp.take_along_axis(log_probs_KV, picked_K1, axis=1)[:, 0])
-        return _number(found_N)
-
-    def _nll(self, params: list[jax.Array], text: stream.Batch, at_step: int | None = None) -> np.ndarray:
-        """Return the mean loss of each sequence of a text, in the validation at a step: f64 [R].
-
-        In an unknown order, so that what a sequence or token learns from its neighbours is of no use.
+        The order is random, so that a sequence or token cannot profit from its neighbours.
         """
         found_R, batch = np.empty(len(text.tokens_BT)), self._shape_BT[0]
         for rows_B in causality.parts(len(found_R), batch, self._draw) if len(found_R) else ():
-            x_ND = np.concatenate(np.asarray(self.outputs(params, text.tokens_BT[rows_B], at_step)))
-            costs_N = self.costs(params, x_ND, text.targets_BT[rows_B].reshape(-1), at_step)
-            found_R[rows_B] = costs_N.reshape(batch, -1).mean(axis=1)
+            x_ND = np.concatenate(np.asarray(model.hidden(text.tokens_BT[rows_B])))
+            targets_N, costs_N = text.targets_BT[rows_B].reshape(-1), np.empty(len(x_ND))
+            for rows_K in causality.parts(len(x_ND), model.chunk, self._draw):
+                picked_K1 = jnp.asarray(targets_N[rows_K, None])
+                log_probs_K1 = jnp.take_along_axis(model.log_probs(x_ND[rows_K]), picked_K1, axis=1)
+                costs_N[rows_K] = -np.asarray(log_probs_K1[:, 0])
+            found_R[rows_B] = _number(costs_N).reshape(batch, -1).mean(axis=1)
         return found_R
 
-    def _loss(self, params: list[jax.Array], at_step: int | None = None) -> float:
+    def _loss(self, params: list[jax.Array], step: int) -> float:
         """Return the mean loss over the track's validation tokens, in the validation at a step."""
-        return float(self._nll(params, self._scored, at_step).mean())
+        return float(self._nll(self._model(params, step), self._scored).mean())
 
     # --- properties
 
     @cached_property
     def _scored(self) -> stream.Batch:
-        """The validation text in sequences: a model may recognise them by their first ids."""
+        """The validation text, in sequences."""
         num_tokens, length = self.track.data.val_tokens, self._shape_BT[1]
         num_rows = max(1, num_tokens // length)
         (text,) = stream.validation_batches(self.shards.val[0], num_tokens, num_rows, length)
         return text
 
     def _others(self, cursor: stream.Cursor) -> stream.Batch:
-        """Return sequences of the same kind that were neither scored nor read until a cursor, if there are any."""
+        """Return sequences that were neither scored nor read up to a cursor, if there are any."""
         length, last = self._shape_BT[1], len(self.shards.train) - 1
         read = cursor.offset if cursor.shard == last else 0
         places = [(self.shards.val[0], self.track.data.val_tokens), (self.shards.train[last], read)]
@@ -276,17 +262,15 @@ class _Examiner:
         """Look for leaks in the last validation, and in a drawn one before it."""
         num_texts, num_others = (_FEW, _FEW) if self.foreign else (_TEXTS, _OTHERS)
         parts = [(scored, num_texts, self.end)]
-        # Or it could show later tokens of other text, and predict it as well as what it memorised.
+        # A model that leaks in other text only would predict it as well as text that it memorised.
         if others is not None:
             parts.append((others, num_others, self.end))
         if earlier := sorted(self.programs.lowered.scored.keys() - {self.end}):
             parts.append((scored, num_others, int(self._draw.choice(earlier))))
         found, data, batch = causality.NOTHING, self.track.data, self._shape_BT[0]
         for text, number, step in parts:
-            outputs = partial(self.outputs, params, at=step)
-            model = causality.Model(outputs, partial(self.log_probs, params, at=step), self._chunk)
             rows = causality.Text(text.tokens_BT, data.vocab_size, data.document_token)
-            found = causality.known(model, rows, number, batch, self._draw, found)
+            found = causality.known(self._model(params, step), rows, number, batch, self._draw, found)
         return found
 
 
@@ -296,15 +280,15 @@ def _log_softmax(z_KV: jax.Array) -> jax.Array:
 
 
 def _number(x: Any) -> np.ndarray:
-    """Return an array with a large number for each that is none: JSON has no NaN, and comparisons drop it."""
+    """Replace what is not finite by a large number: JSON has no NaN, and comparisons drop it."""
     most = float(np.finfo(np.float32).max)
     return np.nan_to_num(x, nan=most, posinf=most, neginf=-most)
 
 
 def _error(first_R: np.ndarray, second_R: np.ndarray, most: float) -> float:
-    """Return the standard error of the difference between the means of two samples of sequences.
+    """Return the standard error of the difference between the mean losses of two samples of sequences.
 
-    By the smaller of both deviations, of losses of at most that of a guess: wild ones would hide any difference.
+    It uses the smaller sd of both, of losses cut at `most`; otherwise a few wild losses would hide any difference.
     """
     sds = [np.minimum(x_R, most).std(ddof=1) for x_R in (first_R, second_R)]
     return float(min(sds) * (1 / len(first_R) + 1 / len(second_R)) ** 0.5)

@@ -1,4 +1,4 @@
-"""The programs that a record carries: reads StableHLO, inspects and compiles it."""
+"""Reads, inspects and compiles the StableHLO programs that a record carries."""
 
 import lzma
 import math
@@ -17,39 +17,31 @@ from speedrun.science.params import SHARDS
 from speedrun.science.step import COMPILER_OPTIONS
 from speedrun.train.program import inspect
 
-#: A constant, as MLIR prints it: hex digits of an array, or nested numbers.
+#: A constant as MLIR prints it: the hex digits of an array, or nested numbers.
 _CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>')
-#: A number of fewer bits than float32.
+#: A type with fewer bits than float32.
 _NARROW = re.compile(r"[x<](bf16|f16|f8)")
 
 
 class Programs:
-    """The programs of an archive for the devices of a mesh, by name. Each is read and compiled once.
-
-    Raises:
-        UsageError: if there are none for this platform.
-    """
+    """The programs of an archive for the devices of a mesh, by name. Each is read and compiled once."""
 
     def __init__(self, archive: Archive, mesh: Mesh) -> None:
         self.mesh, self.platform = mesh, "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
         if self.platform not in archive.platforms:
             got = clean(", ".join(archive.platforms)) or "no platform"
-            raise UsageError(f"its archive of programs is for {got}, this examination has {self.platform}")
+            raise UsageError(f"its archive of programs is for {got}; this examination has {self.platform}")
         self.archive, self.lowered = archive, archive.platforms[self.platform]
         self._exported: dict[str, export.Exported] = {}
         self._executables: dict[str, Any] = {}
 
     def exported(self, name: str) -> export.Exported:
-        """Return a program as `jax.export` represents it.
-
-        Raises:
-            UsageError: if this JAX cannot read it, or it is for another platform or number of devices.
-        """
+        """Return a program as `jax.export` represents it."""
         if name in self._exported:
             return self._exported[name]
         try:
             one = export.deserialize(bytearray(self.lowered.programs[name]))
-        except Exception as error:  # noqa: BLE001 - a parser of untrusted bytes, which raises whatever comes
+        except Exception as error:  # noqa: BLE001 - parsing untrusted bytes can raise anything
             why = f"cannot be read by this JAX ({clean(repr(error), limit=120)})"
             raise UsageError(
                 f"program {clean(name)} {why}; lower it again with the JAX of the record"
@@ -58,10 +50,6 @@ class Programs:
             got = f"{one.nr_devices} devices of {'/'.join(one.platforms)}"
             raise UsageError(
                 f"program {clean(name)} is for {clean(got)}; this examination has {self.mesh.size} of {self.platform}"
-            )
-        if one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
-            raise UsageError(
-                f"program {clean(name)} does not take arrays one by one; need those that a run exports"
             )
         self._exported[name] = one
         return one
@@ -76,7 +64,7 @@ class Programs:
 
     @property
     def num_params(self) -> tuple[int, int]:
-        """The least and the most parameters that a state can hold: some rows of each array may be padding."""
+        """The least and the most parameters of a state: some rows of each array may be padding."""
         params = self.state[1 : 1 + self.archive.num_params]
         most = sum(x.size for x in params)
         padding = sum(x.size // max(1, *x.shape[:1]) for x in params) * (SHARDS - 1)
@@ -84,39 +72,30 @@ class Programs:
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of a state that each device holds."""
+        """Bytes of a state on each device."""
         shapes = ((x.sharding.shard_shape(x.shape) if x.sharding else x.shape, x.dtype) for x in self.state)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     def _args(self, name: str) -> list[jax.ShapeDtypeStruct]:
-        """Return the arguments of a program; those for a single device have no sharding."""
+        """Return the arguments of a program; a program for a single device has no shardings."""
         one = self.exported(name)
         places = one.in_shardings_jax(self.mesh) if one.nr_devices > 1 else (None,) * len(one.in_avals)
         pairs = zip(one.in_avals, places, strict=True)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in pairs]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the last argument of a program: of ids or hidden states, so two numbers.
-
-        Raises:
-            UsageError: if it has others.
-        """
-        shapes = [tuple(x.shape) for x in self.exported(name).in_avals]
-        if not shapes or len(shapes[-1]) != 2:
-            raise UsageError(
-                f"program {clean(name)} takes {shapes[-1:]} last; need an array of two dimensions"
-            )
-        return shapes[-1]
+        """Return the shape of the last argument of a program: the ids or hidden states."""
+        return self.exported(name).in_avals[-1].shape
 
     @cached_property
     def dtype(self) -> str:
-        """By which two machines round training differently: the narrowest in its programs."""
+        """The narrowest dtype of the training programs, which determines how much two machines differ."""
         texts = (self.text(name) for name in dict.fromkeys(self.lowered.steps))
         return "bfloat16" if any(map(_NARROW.search, texts)) else "float32"
 
     @cached_property
     def constant_bytes(self) -> int:
-        """Bytes of all distinct constants, compressed together: schedules, declared constants, starts, memories."""
+        """Bytes of all distinct constants of all programs, compressed together."""
         found = {value for name in self.lowered.programs for value in _CONSTANT.findall(self.text(name))}
         raw = [
             bytes.fromhex(value[3:-1]) if value.startswith('"0x') else value.encode()
@@ -125,12 +104,12 @@ class Programs:
         return len(lzma.compress(b"\n".join(raw)))
 
     def scorer(self, part: str, step: int) -> str:
-        """Return the name of the program that computes "hidden" or "logits" in the validation at a step."""
+        """Return the name of the program of a part, "hidden" or "logits", in the validation at a step."""
         return f"{part}-{self.lowered.scored[step]}"
 
     @property
     def columns(self) -> int:
-        """The fewest columns of any logits."""
+        """The fewest columns of all logits."""
         names = {self.scorer("logits", step) for step in self.lowered.scored}
         return min(self.exported(name).out_avals[0].shape[1] for name in names)
 
@@ -140,19 +119,11 @@ class Programs:
 
     @cached_property
     def constants(self) -> tuple[jax.Array, ...]:
-        """The constants that the programs take as arguments, computed."""
+        """The constants that the programs take as arguments."""
         return self.compiled("constants")()
 
     def compiled(self, name: str, *, outs: Any = None) -> Any:
-        """Return the executable of a program, compiled once.
-
-        Args:
-            name: of the program.
-            outs: shardings of its results; if given, the leaves of a state are donated.
-
-        Raises:
-            UsageError: if it would call the host or foreign code.
-        """
+        """Inspect and compile a program; with `outs`, the shardings of its results, donate the leaves of a state."""
         if name in self._executables:
             return self._executables[name]
         one, args = self.exported(name), self._args(name)
