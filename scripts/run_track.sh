@@ -57,7 +57,7 @@ main() {
       --runs) count=given planned+=("$1" "$2") ;;
       --recipe | --set) planned+=("$1" "$2") ;;
       --expect) count=given declared+=("$1" "$2") ;;
-      --attention | --devices | --microbatches | --seeds | --then) declared+=("$1" "$2") ;;
+      --attention | --devices | --microbatches | --then) declared+=("$1" "$2") ;;
       --data) data=$2 kept+=("$1" "$2") ;;
       --ghost | --wandb) kept+=("$1" "$2") ;;
       *) die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;

@@ -215,10 +215,10 @@ def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
 def test_what_cannot_be_declared_is_one_line(tmp_path, smoke_data):
     """By the process that declares, with its exit code."""
     out = tmp_path / "out"
-    words = ["--runs", "2", "--seeds", "1,2,3", "--out", str(out), "--data", str(smoke_data)]
+    words = ["--runs", "4", "--then", "3", "--out", str(out), "--data", str(smoke_data)]
     done = speedrun("batch", *words)
     assert (done.returncode, done.stderr.count("\n"), out.exists()) == (2, 1, False), done.stderr
-    assert "got 3 different seeds; need 2" in done.stderr
+    assert "must be larger" in done.stderr
 
 
 #: A child that lets a signal pass, and ends well.

@@ -187,7 +187,7 @@ def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
     ratio, loss = found.time_ratio, found.loss_difference
     change = f"{ratio.mean - 1:+.2%} of its time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
     verdict = "not resolvable here"
-    if found.is_resolved:
+    if ratio.high < 1 or ratio.low > 1:
         verdict = "the rival is faster" if ratio.mean < 1 else "the rival is slower"
     lines = [
         *(line for result in results for line in _table(result)),

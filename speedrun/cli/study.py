@@ -64,7 +64,6 @@ def _lines(found: proof.Stats, against: Path | None) -> list[str]:
         f"runs    {found.num_runs} finished on {found.track} ({declared})",
         f"loss    {_interval(found.loss, found.losses, 5)} nats | sd {_number(found.sd)}",
         f"time    {_interval(found.train_time_s, found.train_times_s, 2)} s of training",
-        f"wall    {_interval(found.cold_wall_s, found.cold_walls_s, 2)} s, cold",
         f"test    mean below {found.target:g} by {_RULES[found.rule]}: {test}",
     ]
     if found.runs_needed:
@@ -196,8 +195,7 @@ def import_log(
     if spread is not None:
         lines.append(
             f"noise   sd {spread.pooled_sd:.5f} (95 %: {spread.low:.5f} to {spread.high:.5f}), pooled over "
-            f"{spread.num_groups} groups with {spread.num_runs:,} of {len(chosen):,} runs; median "
-            f"{spread.median_sd:.5f}"
+            f"{spread.num_groups} groups with {spread.num_runs:,} of {len(chosen):,} runs"
         )
     return cli.Answer(facts, lines)
 

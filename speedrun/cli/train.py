@@ -184,13 +184,11 @@ class Size(NamedTuple):
 
     Options:
         expect: Expected mean loss; declares enough runs to prove it 9 of 10 times.
-        seeds: Seeds of the runs. Default: derived from source and config.
     """
 
     runs: Annotated[int | None, cli.Integer(2), "Number of runs."] = None
     then: Annotated[int | None, cli.Integer(3), "Total number, if the first look proves nothing."] = None
     expect: Annotated[cli.Amount | None, "--expect LOSS"] = None
-    seeds: Annotated[str | None, "--seeds N,N,..."] = None
 
 
 @cli.command(
@@ -233,7 +231,6 @@ def _promise(options: cli.RunOptions, size: Size) -> "Promise":
         config=options.request(folder, cli.parse_settings(options.settings)),
         num_runs=size.runs or num_runs(rules, size.expect, num_looks=1 if size.then is None else 2),
         then=size.then,
-        seeds=tuple(cli.numbers("--seeds", size.seeds or "")),
         expected_loss=size.expect,
     )
 

@@ -35,12 +35,7 @@ def declare(promise: Promise) -> layout.Declaration:
     """Write `batch.json` and `source.txt` into a new folder."""
     ready = prepare(promise.config)
     looks = looks_of(promise.num_runs, promise.then, ready.track.target.sigma)
-    num_runs, config_sha256 = looks[-1].num_runs, layout.config_sha256(ready.described)
-    seeds = promise.seeds or seeds_from(ready.source_sha256, config_sha256, num_runs)
-    if len(set(seeds)) != num_runs or len(seeds) != num_runs:
-        raise UsageError(f"got {len(set(seeds))} different seeds; need {num_runs}, one for each run")
-    if not all(0 <= seed < 2**31 for seed in seeds):
-        raise UsageError(f"got seeds {min(seeds)} to {max(seeds)}; need 0 to {2**31 - 1}")
+    config_sha256 = layout.config_sha256(ready.described)
     declaration = layout.Declaration(
         track=layout.TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
         recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
@@ -50,8 +45,8 @@ def declare(promise: Promise) -> layout.Declaration:
         microbatches=ready.program.microbatches,
         attention=ready.program.attention,
         num_steps=ready.recipe.num_steps,
-        seeds=seeds,
-        seeds_chosen=bool(promise.seeds),
+        seeds=seeds_from(ready.source_sha256, config_sha256, looks[-1].num_runs),
+        seeds_chosen=False,
         looks=looks,
         expected_loss=promise.expected_loss,
         created_utc=now().utc,

@@ -222,22 +222,12 @@ def _in_words(one: Finding, kind: Kind) -> str:
     if one.verdict == "non-finite":
         return f"{count(one.num_non_finite, 'run')} became non-finite"
     if one.verdict == "unresolved":
-        return f"not resolvable with {count(len(one.seeds), 'seed')}{_resolved_alone(one)}"
+        return f"not resolvable with {count(len(one.seeds), 'seed')}"
     if one.verdict == "equal":
         return ("barnacle" if kind == "features" else "no difference") + ": interval covers zero"
     if kind == "features":
         return "worth it" if one.verdict == "worse" else "harmful: better without it"
     return f"{one.verdict} than {one.against!r}"
-
-
-def _resolved_alone(one: Finding) -> str:
-    """Name the measures that are resolved separately: noise in the time does not blur the loss."""
-    alone = [
-        f"{what} alone is: {'better' if effect.mean < 0 else 'worse'}"
-        for what, effect in (("loss", one.loss), ("time", one.log_time))
-        if effect is not None and effect.adjusted_p < LEVEL
-    ]
-    return f" ({', '.join(alone)})" if alone else ""
 
 
 def _best(found: Summary) -> str:

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 import msgspec
 
@@ -28,8 +28,6 @@ class Stats(msgspec.Struct, frozen=True):
     sd: float | None
     train_times_s: tuple[float, ...]
     train_time_s: Interval | None
-    cold_walls_s: tuple[float, ...]
-    cold_wall_s: Interval | None
     declared: bool  #: whether the test is that of a declared batch
     rule: str
     p: float | None
@@ -61,7 +59,7 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     sd = stdev(losses) if len(losses) > 1 else None
     noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
     needed = statistics.batch_needed(aim - fmean(losses), noise, known_sigma=sigma) if noise else None
-    times_s, walls_s = ([getattr(run.end, name) for run in runs] for name in ("train_time_s", "cold_wall_s"))
+    times_s = [run.train_time_s for run in runs]
     return Stats(
         track=rules.id,
         target=aim,
@@ -71,8 +69,6 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
         sd=sd,
         train_times_s=tuple(times_s),
         train_time_s=statistics.mean_interval(times_s),
-        cold_walls_s=tuple(walls_s),
-        cold_wall_s=statistics.mean_interval(walls_s),
         declared=declared is not None,
         rule=test.rule,
         p=test.p if is_tested else None,
@@ -102,7 +98,6 @@ class Noise(msgspec.Struct, frozen=True):
     num_groups: int
     freedom: int  #: degrees of freedom
     pooled_sd: float
-    median_sd: float
     low: float  #: of the 95 % interval of the pooled sd, for normal losses
     high: float
 
@@ -148,7 +143,6 @@ def noise(found: Sequence[Group]) -> Noise | None:
         num_groups=len(several),
         freedom=freedom,
         pooled_sd=pooled,
-        median_sd=median(group.sd for group in several if group.sd is not None),
         low=float(low),
         high=float(high),
     )
@@ -173,11 +167,6 @@ class Comparison(msgspec.Struct, frozen=True):
     s_per_nat: float  #: price of a nat: seconds of a longer run
     rate_from: str  #: source of that price
     equivalent_s: float  #: B - A, with the loss counted as time; B is better below zero
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the interval of the time ratio excludes 1."""
-        return self.time_ratio.high < 1 or self.time_ratio.low > 1
 
 
 def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:

@@ -40,7 +40,6 @@ class Promise(Strict, frozen=True, tag=True):
     config: RunConfig  #: its seed is ignored
     num_runs: int
     then: int | None = None  #: total number of runs at a second look
-    seeds: tuple[int, ...] = ()  #: empty: derived from source and config
     expected_loss: float | None = None
 
 

@@ -3,8 +3,7 @@
 A program may condition on all that it sees, so calls of an examination are drawn like calls of scoring: whole batches
 of scored sequences and full chunks of their rows, in random order. Compared values keep their place in two such calls
 of one program, which computes them by the same operations in the same order; inputs that they may not depend on enter
-as exact zeros or not at all. So the log-probabilities have to be equal: a program could use any tolerance at every
-token.
+as exact zeros or not at all. So the log-probabilities must be equal: a program could use any tolerance at every token.
 
 Legend: B sequences, T time, D model, N outputs (B * T), K outputs of a chunk, V vocabulary, R texts, Q changes,
 M batches.

@@ -1,9 +1,7 @@
-"""`speedrun validate --replay`: check runs against their programs and states, without executing source of a record.
+"""`speedrun validate --replay` and `--relower`: check the programs of runs, and whether the source makes them.
 
-`--relower` executes it, to see whether it makes these programs.
-
-Runs, stretches and positions are drawn from a nonce that is unknown beforehand. Nothing drawn may follow from the log,
-because an author can rewrite a log until the draw suits it.
+A nonce that is unknown beforehand determines the runs, stretches and positions. They do not depend on the log, because
+an author could rewrite it until they suit.
 """
 
 import hashlib
@@ -34,7 +32,7 @@ from speedrun.record.validate import Report, ask
 _FEW_RUNS = 2
 _RESTARTS = 2
 _STEPS = 8  #: of a stretch
-_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint; it is not trusted
+_MOST_FACTS_BYTES = 1 << 20  #: of an untrusted checkpoint
 
 Which = Literal["some", "all"]
 
@@ -43,18 +41,16 @@ class Options(NamedTuple):
     """Options of an examination."""
 
     which: Which  #: runs to examine
-    nonce: str  #: hex digits
-    checkpoints: tuple[Path, ...] = ()  #: of runs, one folder each
+    nonce: str
+    checkpoints: tuple[Path, ...] = ()  #: one folder for each run
     data: Path | None = None  #: folder of shards; None: the track's own
     unsafe: bool = False  #: continue without a sandbox if there is none
 
 
 def checked_nonce(given: str | None) -> str:
-    """Return the nonce that the user gave, or a random one; raise UsageError unless it is 8 to 64 hex digits."""
+    """Return the nonce that the user gave, after a check, or a random one."""
     if given is not None and not re.fullmatch(r"[0-9a-f]{8,64}", given):
-        raise UsageError(
-            f"--nonce {given!r}; need 8 to 64 hex digits, as an earlier examination printed them"
-        )
+        raise UsageError(f"--nonce {given!r}; need 8 to 64 hex digits, as printed by an earlier examination")
     return secrets.token_hex(8) if given is None else given
 
 
@@ -72,10 +68,8 @@ def chosen(nonce: str, run_ids: Iterable[str], which: Which) -> tuple[str, ...]:
 def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws: int) -> tuple[Stretch, ...]:
     """Return the stretches of steps to train again: the whole run if there are no checkpoints.
 
-    With checkpoints: the first steps; a few steps after two of them; and all steps from the last checkpoint before some
-    validation (or the end) to the step after it, which reveals training during a pause.
-
-    `checkpoints` are their steps, by the log; None: not available. `val_every` is in steps; `draws` is a seed.
+    With checkpoints (their steps, by the log): the first steps; a few steps after two of them; and all steps from the
+    last checkpoint before some validation or the end to the step after it, which reveals training during a pause.
     """
     num_steps = run.start.num_steps
     if checkpoints is None:
@@ -90,12 +84,7 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
 
 
 def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
-    """Return the report on the record in a folder with the results of V601 to V609 added. Progress goes to `echo`.
-
-    Raises:
-        UsageError: if a check failed, no run finished, or there is no sandbox.
-        SpeedrunError: if an examination ends with an error.
-    """
+    """Return the report on a record with the results of V601 to V609 added."""
     record = _sound(folder, report)
     runs = {run.folder: run for run in record.finished}
     given = _owners(options.checkpoints, runs)
@@ -110,23 +99,18 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
 
 
 def _sound(folder: Path, report: Report) -> Record:
-    """Return a record that passes all other checks; raise UsageError for another."""
+    """Load a record that passed all other checks."""
     if failed := report.having("failed"):
         ids = ", ".join(result.check.id for result in failed)
         raise UsageError(f"{folder}: {ids} failed; nothing was executed; fix that first")
     record = load(folder)
     if not record.finished:
-        raise UsageError(f"{folder}: no run finished; an examination needs a final state")
+        raise UsageError(f"{folder}: no run finished; need a final state to examine")
     return record
 
 
 def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
-    """Return the report with the result of V610 added: lower the source again. Arguments are those of `examined`.
-
-    Raises:
-        UsageError: if a check failed, no run finished, or there is no sandbox.
-        SpeedrunError: if the source ends with an error.
-    """
+    """Lower the source again; return the report with the result of V610 added."""
     record = _sound(folder, report)
     run, (made,) = record.lead, record.lead.of(runlog.Exported)
 
@@ -154,9 +138,9 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
 
     (harness,) = (result for result in report.results if result.check.id == "V503")
     theirs, ours = jax(run.preflight.software), jax(provenance.software())
-    unproven = f"lowered by {theirs}; here is {ours}, which may lower otherwise" if theirs != ours else ""
+    unproven = f"lowered by {theirs}; here is {ours}, which may lower differently" if theirs != ours else ""
     if harness.status != "ok":
-        unproven = "nobody knows the harness of its source: see V503"
+        unproven = "the harness of its source is unknown: see V503"
     if unproven:
         lowered = replace(LOWERED, find=lambda _: [unproven], severity="warning")
     else:
@@ -166,7 +150,7 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
 
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
-    """Return the folder of checkpoints of each run, by the run's name in the last one; raise UsageError for others."""
+    """Return the folder of checkpoints of each run, by the name in its last checkpoint."""
     found = {}
     for folder in folders:
         steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
@@ -182,11 +166,10 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
 
 
 def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) -> Examined:
-    """Examine one run by the archive of its programs."""
     run, rules = rerun.old, rerun.rules
     draws = drawn(nonce, run.folder)
     rerun.check_data()
-    # From the log, not the folder: whoever provides checkpoints must not choose among them.
+    # The steps come from the log, not the folder: whoever provides checkpoints must not choose among them.
     steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
     with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:
         programs = Path(scratch, "programs.xz")

@@ -1,4 +1,4 @@
-"""`speedrun reproduce`: what differs here, the seeds that are planned, runs in turns with a rival's, and the result."""
+"""`speedrun reproduce`: compares a record with this machine, plans seeds, runs them, and judges the record."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -42,7 +42,7 @@ class Plan(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction-p
 
 
 class Result(NamedTuple):
-    """What came of running a record again."""
+    """The result of running a record again."""
 
     record: Record
     runs: list[Run]
@@ -56,16 +56,12 @@ class Result(NamedTuple):
 
 
 class Repetition:
-    """A record that is run again in a folder of its own. `points` is what was compared before the runs."""
+    """A record to run again. `points` are the comparisons of the record with this machine."""
 
     def __init__(self, record: Path, folder: Path, data: Path | None, echo: TextIO, *, unsafe: bool) -> None:
-        """Check a record and its data, and compare what it names with this machine; execute nothing yet.
+        """Check a record and its data, and compare it with this machine, without executing anything.
 
         `folder` is that of the new runs. The other arguments are those of `Rerun`.
-
-        Raises:
-            UsageError: if it is no whole record with a finished run that took time.
-            DataError: if a shard is missing or another.
         """
         self.folder, self.record = folder, load_result(record)
         if any(run.train_time_s <= 0 for run in self.record.finished):
@@ -75,12 +71,7 @@ class Repetition:
         self.points = tuple(_points(self.record))
 
     def run_one(self, seed: int) -> Run:
-        """Run one seed, if it has no result yet. A non-finite loss is a result; any other error ends the command.
-
-        Raises:
-            SpeedrunError: if a run breaks off, or leaves no result; the runs before it are kept.
-            DataError: if a run has another source, config or data than the record.
-        """
+        """Run one seed, unless it has a result. A non-finite loss is a result; other errors end the command."""
         if found := self._result(seed):
             return found
         attempts = (self.folder / f"{seed}-{attempt}" for attempt in count(1))
@@ -99,22 +90,22 @@ class Repetition:
         return found
 
     def _result(self, seed: int) -> Run | None:
-        """Return the first run of a seed that has a result, so that nobody gets a second try; raise as `run_one`."""
-        # The stacks of a run that hung lie beside its folder.
+        """Return the first run of a seed with a result, so that nobody gets a second try."""
+        # Next to the folders, there may be files with the stacks of runs that hung.
         for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
             match load(attempt).runs:
-                # A stranger's log may claim an end before its beginning, so without hardware.
+                # An untrusted log may claim an end before its beginning, without hardware.
                 case [run] if run.start.seed == seed and run.outcome != "aborted" and run.hardware[0]:
                     if run.finished and (differ := _differences(run, self.record.lead)):
                         raise DataError(
-                            f"{attempt}: its run has another {', '.join(differ)} than the record, so they cannot be "
-                            "compared; move the folder away and run the same command again"
+                            f"{attempt}: its run has another {', '.join(differ)} than the record; need the same; "
+                            "move the folder away and run the same command again"
                         )
                     return run
         return None
 
     def judge(self, plan: Plan, runs: list[Run], by: str) -> Result:
-        """Write `reproduction.json`, and judge the record by it."""
+        """Write `reproduction.json`, and judge the record."""
         found = Reproduction(
             record_id=self.record.id,
             track=self.record.rules.id,
@@ -131,41 +122,34 @@ class Repetition:
 
 
 def _differences(first: Run, second: Run) -> list[str]:
-    """Return what makes two runs incomparable."""
-    facts = (
-        ("source", first.start.source_sha256, second.start.source_sha256),
-        ("config", first.start.config_sha256, second.start.config_sha256),
-        ("data", first.data, second.data),
-    )
-    return [name for name, one, other in facts if one != other]
+    facts = {
+        "source": (first.start.source_sha256, second.start.source_sha256),
+        "config": (first.start.config_sha256, second.start.config_sha256),
+        "data": (first.data, second.data),
+    }
+    return [name for name, (one, other) in facts.items() if one != other]
 
 
 def _points(record: Record) -> Iterator[Point]:
-    """Compare checks, packages and lock files. The record's own source and flags are used in any case."""
+    """Compare checks, packages and lock files. Source and flags are always the record's."""
     failed = ", ".join(result.check.id for result in examine(record).having("failed"))
     here = f"{failed} failed" if failed else "all pass"
     yield point("checks", "all pass", here, lost="the record's own claims")
     theirs, software = record.lead.preflight, provenance.software()
     for name in {**theirs.software, **software}:
         if theirs.platform == "cpu" and provenance.FOR_GPUS.fullmatch(name):
-            continue  # a compiler that CPUs do not use
-        on_bits = name in ("python", "numpy", "optax")
-        lost = "equal bits" if on_bits else "equal bits and equal times"
-        yield point(name, theirs.software.get(name, "none"), software.get(name, "none"), lost=lost)
-    ours, lost = provenance.lock(), "the same packages"
-    if theirs.commit:
-        lost += f"; commit {theirs.commit[:12]} installs them"
+            continue  # CPUs do not use these
+        versions = theirs.software.get(name, "none"), software.get(name, "none")
+        yield point(name, *versions, lost="equal bits and equal times")
+    ours = provenance.lock()
     locks = (f"{theirs.lock} {theirs.lock_sha256[:16]}", f"{ours.name} {ours.sha256[:16]}")
-    yield point("lock", *(lock.strip() or "none" for lock in locks), lost=lost)
+    yield point("lock", *(lock.strip() or "none" for lock in locks), lost="the same packages")
 
 
 def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO) -> list[list[Run]]:
-    """Run every seed on every side, in alternating order (A B, B A, ...); return the runs of each side.
+    """Run every seed on every side, and return the runs of each side.
 
-    A node that warms up or slows down then favours neither.
-
-    Raises:
-        SpeedrunError: as `Repetition.run_one`.
+    The order alternates (A B, B A, ...), so that a node that warms up or slows down favours neither.
     """
     runs: list[list[Run]] = [[] for _ in sides]
     expected_s = sum(fmean(run.end.cold_wall_s for run in side.record.finished) for side in sides)
@@ -180,14 +164,10 @@ def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO
 
 
 def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seeds: bool) -> Plan:
-    """Return the plan in a folder, if it is the same one; else plan.
+    """Return the plan in a folder, or plan; the records are one, or one and its rival.
 
-    Fresh seeds follow from the records' digests and the time of planning, so nobody picks them.
-
-    The records are one, or one and its rival. With `same_seeds`, the seeds are the first record's.
-
-    Raises:
-        UsageError: if more of the record's seeds are wanted than there are, or the folder holds something else.
+    Fresh seeds are derived from the records' digests and the time, so that nobody chooses them. With `same_seeds`, they
+    are the first record's.
     """
     recorded = [run.start.seed for run in records[0].finished]
     ids = tuple(record.id for record in records)
@@ -201,9 +181,7 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
         except (OSError, ValueError, RecursionError):
             plan = None
         if plan is None or (plan.record_ids, plan.same_seeds, len(plan.seeds)) != (ids, same_seeds, num_runs):
-            raise UsageError(
-                f"{folder} was not begun with this record, seeds and number of runs; pass another --out"
-            )
+            raise UsageError(f"{folder} has another plan, or none; pass another --out")
         return plan
     now = clock.now().utc
     known = {run.start.seed for record in records for run in record.finished}

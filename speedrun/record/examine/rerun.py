@@ -1,7 +1,6 @@
-"""Starts the sandboxed processes that run what a record carries: its source to train or lower again, or our examiner.
+"""Runs what a record carries in sandboxed processes: its source, to train or lower again, or our examiner.
 
-Only `speedrun reproduce` and `validate --relower` run the source, and their help says so; `validate --replay` has its
-programs examined.
+Only `speedrun reproduce` and `validate --relower` run the source.
 """
 
 import os
@@ -31,16 +30,16 @@ from speedrun.train.request import RunConfig
 
 _PACKAGE = Path(__file__).parent.parent.parent
 
-#: What any process needs. No compilation cache: foreign code could leave programs there for us to run.
+#: What any process needs. No compilation cache: untrusted code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
 _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
-#: Time limit of a run: bounds, and factor on its own time.
+#: Bounds of the time limit of a run, and its factor on the run's own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 86400.0, 10.0
 _MOST_STACKS_BYTES, _MOST_FACTS_BYTES = 1 << 22, 1 << 26
 
-#: What the source lowers its programs with: functions of its harness, which V503 knows, by names that old ones have.
+#: Lowers the programs of a source with functions of its harness, which V503 knows, by names that old harnesses have.
 _LOWER = """
 import sys
 from pathlib import Path
@@ -72,7 +71,7 @@ request.with_name("programs.xz").write_bytes(pack(exported(ready)))
 
 
 class Facts(Strict, frozen=True):
-    """What a source says of the run that it lowers, as the log has it."""
+    """What a source states about the run that it lowers, in the form of the log."""
 
     config: dict[str, Any]
     plan: dict[str, Any]  #: fields of `runlog.Plan`
@@ -80,7 +79,7 @@ class Facts(Strict, frozen=True):
 
 
 class Rerun:
-    """A run of a record that was checked and can be run again."""
+    """A run of a record that can be run again."""
 
     def __init__(
         self,
@@ -91,17 +90,14 @@ class Rerun:
         run_id: str | None = None,
         unsafe: bool = False,
     ) -> None:
-        """Read and check the record; execute nothing yet.
+        """Read and check the record, without executing anything.
 
         Args:
             folder: the record.
             data: folder of shards; None: the track's own.
-            echo: where progress goes, and what the processes print.
-            run_id: of the run; None: the first finished one.
-            unsafe: run it without a sandbox if there is none.
-
-        Raises:
-            UsageError: if source or environment do not match the run.
+            echo: gets the progress and the output of the processes.
+            run_id: the run; None: the first finished one.
+            unsafe: run without a sandbox if there is none.
         """
         record = load(folder)
         self.old = next((run for run in record.runs if run.folder == run_id), record.lead)
@@ -113,7 +109,7 @@ class Rerun:
                 f"'speedrun validate {folder}' says what is wrong"
             )
         self._environment = self.old.preflight.environment
-        # Other variables could load foreign code.
+        # Other variables could load code.
         if foreign := sorted(self._environment.keys() - set(provenance.VARIABLES)):
             raise UsageError(
                 f"{folder}: the environment of {self.old.folder} holds {clean(', '.join(foreign))}; "
@@ -132,15 +128,13 @@ class Rerun:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds for training or examining this run, by its stamps."""
         first, *_, last = self.old.lines
         return min(_MOST_S, max(_LEAST_S, _SLOWER * (last.t_mono_ns - first.t_mono_ns) / 1e9))
 
     def check_data(self) -> None:
-        """Make the shards that can be made, and read every byte of those that the run read.
+        """Generate missing shards if possible, and check the digests of all that the run read.
 
-        Raises:
-            DataError: if one is missing or another: that would be held against the record.
+        Otherwise, a referee's damaged shard would be held against the record.
         """
         generated.ensure(self.rules, self._given, lambda text: print(text, file=self._echo))
         folder, read = self.data, self.old.data
@@ -157,7 +151,7 @@ class Rerun:
                 )
 
     def run(self, out: Path, *, seed: int) -> None:
-        """Train with the source, and bring what it leaves into a new folder; raise SpeedrunError if it fails."""
+        """Train with the source, and copy its record into a new folder; raise SpeedrunError if it fails."""
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, self.data)
@@ -169,9 +163,9 @@ class Rerun:
                 _bring(made, out)
 
     def lowered(self) -> tuple[bytes, Facts]:
-        """Let the source lower its programs; return their archive and what it says, or raise SpeedrunError if it fails.
+        """Lower the programs of the source; return their archive, and what the source states.
 
-        Of validation shards it sees headers and sizes only.
+        It sees only headers and sizes of validation shards.
         """
         with tempfile.TemporaryDirectory(prefix="speedrun-source-") as name:
             scratch = Path(name)
@@ -186,7 +180,6 @@ class Rerun:
                 raise SpeedrunError(f"the source of {self.old.folder} left no programs: {error}") from None
 
     def _unpacked(self, scratch: Path) -> Path:
-        """Write the files of the source; return their folder."""
         code = scratch / "source"
         for path, text in self._source.items():
             file = code / path
@@ -195,10 +188,7 @@ class Rerun:
         return code
 
     def examine(self, request: Examination) -> Findings:
-        """Run our examiner on the programs of the record, without any of its source; raise SpeedrunError if it fails.
-
-        It can write to the folder of its findings only.
-        """
+        """Run our examiner on the programs of the record, without any of its source."""
         readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
         self._start(_EXAMINER, request, request.findings.parent, _PACKAGE.parent, readable, self._limit_s)
         return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
@@ -212,10 +202,10 @@ class Rerun:
         readable: Iterable[Path],
         limit_s: float,
     ) -> None:
-        """Run Python in the sandbox, with the path of a file that holds the request as its only argument."""
+        """Run Python in the sandbox; its only argument is the path of a file with the request."""
         path = scratch / "request.json"
         path.write_bytes(msgspec.json.encode(request, enc_hook=str))
-        # Foreign code gets the variables that the run had, and none of ours that may hold a secret.
+        # Untrusted code gets the variables of its run, and none of ours, which may hold a secret.
         keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         found = sandbox.run(
             [sys.executable, *words, str(path)],
@@ -233,7 +223,6 @@ class Rerun:
             raise SpeedrunError(f"{ended}; see its output above", found if found in EXIT_CODES else 0)
 
     def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
-        """Return the request for the run, with another seed and folders."""
         start = self.old.start
         return RunConfig(
             track=self.rules.name,
@@ -250,9 +239,9 @@ class Rerun:
 
 
 def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
-    """Make a folder with links to the files that lowering needs, which are returned, and validation shards of zeros.
+    """Make a folder with links to the files that lowering needs, and validation shards of zeros; return these files.
 
-    No other file: it may hold the text.
+    Other files are left out, because they may hold the text.
     """
     seen.mkdir()
     files = [path for path in data.iterdir() if path.is_file()]
@@ -269,12 +258,7 @@ def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
 
 
 def plain(path: Path, most_bytes: int) -> bytes:
-    """Read a small file that untrusted code left; follow no link and open no pipe.
-
-    Raises:
-        OSError: if it is missing.
-        ValueError: if it is no plain file, or too large.
-    """
+    """Read a small file that untrusted code left, but no link or pipe; raise OSError or ValueError."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
         raise ValueError(f"{path.name} is no plain file of at most {most_bytes:,} bytes")
@@ -282,7 +266,7 @@ def plain(path: Path, most_bytes: int) -> bytes:
 
 
 def _bring(made: Path, out: Path) -> None:
-    """Copy what untrusted code made: the files that a record may hold, and the stacks of a run that hung."""
+    """Copy the files that a record may hold, and the stacks of a run that hung."""
     if made.is_dir() and not made.is_symlink():
         for path, content in read_files(made)[0].items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)

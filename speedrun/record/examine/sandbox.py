@@ -1,13 +1,13 @@
-"""Isolation for a process that runs untrusted code: namespaces, read-only mounts, limits.
+"""Isolates a process that runs untrusted code: namespaces, read-only mounts, limits.
 
     network     none: a network namespace without an interface
-    processes   only its own: a process namespace with its own /proc, read-only, since root could set the kernel there
-    files       a root of its own, read-only: the system's libraries, this Python and what is named; one writable folder
+    processes   only its own: a process namespace with its own /proc, read-only, because root could set the kernel there
+    files       a root of its own, read-only: the system's libraries, this Python, named folders; one writable folder
     privileges  none: a user namespace without capabilities, and no way to gain any
-    terminal    none: a session of its own, and a pipe whose lines are sanitised before they are shown
+    terminal    none: its own session, and a pipe whose lines are sanitised before they are shown
     limits      of time, memory, files and processes
 
-`unshare`, `setpriv` and `mount` of util-linux do the work. A probe tries them before anything runs.
+It needs `unshare`, `setpriv` and `mount` of util-linux. A probe tests them first.
 """
 
 import os
@@ -25,17 +25,17 @@ from typing import IO, TextIO
 from speedrun.base import children, console
 from speedrun.base.errors import EXIT_CODES, SpeedrunError, UsageError
 
-#: What every program needs to load. Nothing else of /etc: it holds names and keys.
+#: What programs need to load. Nothing else of /etc, which holds names and keys.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-#: It ends with our process, and all inside with it: a killed referee leaves nothing that runs.
+#: The sandbox ends with our process, so that a killed referee leaves no processes.
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _NAMESPACES = ("--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--uts")
 _UNSHARE = ("unshare", *_NAMESPACES, "--kill-child")
 _UNPRIVILEGED = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
 
 #: Makes the root and enters it. Arguments: the root, the memory limit in KiB or "unlimited", `ro:PATH`, `rw:PATH` and
-#: `ln:PATH:TARGET`, `--`, the command. The shell stays as the first process of the namespace, since the kernel drops
+#: `ln:PATH:TARGET`, `--`, the command. The shell remains the first process of the namespace, because the kernel drops
 #: signals that the first process does not handle.
 _SCRIPT = r"""
 set -eu
@@ -84,7 +84,7 @@ chroot "$root" "$@" || code=$?
 exit "$code"
 """
 
-#: Runs inside, and names each protection that does not hold.
+#: Runs inside, and prints each protection that does not hold.
 _PROBE = r"""
 import os, socket
 lost = []
@@ -101,15 +101,15 @@ print(";".join(["probed", *lost]))
 """
 
 _PROBE_S = 60.0
-_LAST_WORDS_S = 10.0  #: to show its last output; a child that outlives it may keep the pipe open
-_LONGEST_LINE, _MOST_LINES = 4096, 10_000  #: of its output: bytes, and number shown
+_LAST_WORDS_S = 10.0  #: to show the last output, since a grandchild may keep the pipe open
+_LONGEST_LINE, _MOST_LINES = 4096, 10_000  #: of the output: bytes, and number shown
 _SHELL = 128  #: a shell adds this to the signal that ended a program
 _MOST_BYTES = 32 << 30  #: of address space; more if the machine has more
 
 
 @cache
 def problem() -> str | None:
-    """Return why this machine cannot sandbox a process, or None. Runs a probe."""
+    """Probe the sandbox; return why this machine has none, or None."""
     if not sys.platform.startswith("linux"):
         return "namespaces need Linux"
     with tempfile.TemporaryDirectory(prefix="speedrun-probe-") as scratch, ExitStack() as stack:
@@ -127,11 +127,7 @@ def problem() -> str | None:
 
 
 def protections(*, unsafe: bool) -> str:
-    """Return one line on the protections in force, to print before anything runs; `unsafe` accepts none.
-
-    Raises:
-        UsageError: if there is no sandbox and the user did not accept that.
-    """
+    """Return a line about the protections in force; without a sandbox, raise UsageError unless `unsafe`."""
     why = problem()
     if why is None:
         return "sandbox: no network, no other processes, writes only to its own folder, no privileges, limits"
@@ -144,10 +140,10 @@ def protections(*, unsafe: bool) -> str:
 
 
 class _Group(subprocess.Popen[bytes]):
-    """A child whose signals reach all that it started."""
+    """A child whose signals reach its process group."""
 
     def send_signal(self, sig: int) -> None:
-        """Signal the whole process group."""
+        """Signal the process group."""
         if self.poll() is None:
             os.killpg(self.pid, sig)
 
@@ -163,23 +159,18 @@ def run(
     gpu: bool = False,
     unsafe: bool,
 ) -> int:
-    """Run a command in the sandbox and return its exit code.
+    """Run a command in the sandbox, with this whole environment, and return its exit code.
 
-    Its working folder and home is `scratch`, the only folder that it can write to. It can read `readable` besides the
-    system's libraries and this Python. `environment` is the whole one. Its output goes to `stdout`, line by line and
-    sanitised. After `wall_s` it is killed. With `gpu`, it gets the GPUs and no memory limit: their driver maps more
-    memory than there is. If `unsafe`, it runs without a sandbox where there is none.
-
-    Raises:
-        UsageError: as `protections`.
-        SpeedrunError: if it exceeds its time limit.
+    It can write to `scratch`, its working folder and home. It can read `readable`, the system and this Python. Its
+    sanitised output goes to `stdout`. It is killed after `wall_s`. With `gpu`, it can use the GPUs and has no memory
+    limit, because their driver maps more memory than there is.
     """
     protections(unsafe=unsafe)
     env = {**environment, "HOME": str(scratch), "TMPDIR": str(scratch)}
     with ExitStack() as stack:
         if problem() is None:
             argv = _argv(stack, argv, scratch, readable, gpu=gpu)
-        # In our session it could type into our terminal.
+        # In our session, it could type into our terminal.
         child = _Group(
             argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -200,7 +191,7 @@ def run(
 
 
 def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
-    """Show the output, and read on past the limit: the child must not block on a full pipe."""
+    """Show the output up to the limit, and read the rest, so that the child does not block on a full pipe."""
     with pipe:
         for number, raw in enumerate(iter(partial(pipe.readline, _LONGEST_LINE), b"")):
             if number < _MOST_LINES:
@@ -211,7 +202,7 @@ def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
 def _argv(
     stack: ExitStack, argv: Sequence[str], scratch: Path, readable: Iterable[Path], *, gpu: bool
 ) -> list[str]:
-    """Return the command with the one that makes its sandbox before it."""
+    """Return the command that makes the sandbox and runs another one in it."""
     root = stack.enter_context(tempfile.TemporaryDirectory(prefix="speedrun-root-"))
     memory_bytes = max(_MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     memory, devices = str(memory_bytes // 1024), [*_DEVICES]
@@ -222,7 +213,7 @@ def _argv(
         devices += sorted(str(path) for path in Path("/dev").glob("nvidia*") if not path.is_dir())
     words = [_mount("ro", Path(path)) for path in _SYSTEM if Path(path).exists()]
     words += [_mount("ro", path) for path in sorted(set(seen), key=lambda path: len(path.parts))]
-    # A device mounted read-only can still be written; only its mode cannot be changed.
+    # Devices that are mounted read-only can still be written; only their modes are fixed.
     words += [f"ro:{path}" for path in devices]
     words += [f"rw:{scratch.absolute()}"]
     script = ("sh", "-c", _SCRIPT, "sh", root, memory, *words)
