@@ -40,16 +40,16 @@ MESH = "speedrun.base.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank.
-SCIENCE_LINES = 1_205
+SCIENCE_LINES = 1_180
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
-MORE_SCIENCE = {"record89": 586}
+MORE_SCIENCE = {"record89": 515}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
 #: export the programs that the record carries, for its devices and for a CPU.
 CLOSURE_LINES = 5_040
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
-KERNEL_LINES = 1_709
+KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
-HOUSE_LINES = 33339
+HOUSE_LINES = 33146
 #: What planned work adds to it, by name; at most 600 for speed.
 ALLOWANCES = {"speed": 600}
 #: Of one file; of one function, without decorators.

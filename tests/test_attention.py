@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from speedrun.base import accelerators, mesh
 from speedrun.base.errors import UsageError
 from speedrun.science.kernels import attention_banded, attention_triton
-from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
+from speedrun.science.kernels.attention import Window, attention, sight, visible
 from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
-from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models.record89_attention import Heads, View, attend_in_pairs
 
 
@@ -35,17 +34,9 @@ def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
     ids=["one", "each", "mixed"],
 )
 def test_visibility_is_the_rule(window, block, doc):
-    seen = sight(jnp.array([doc]), jnp.int32(window), block)
+    first_BT = sight(jnp.array([doc]), jnp.int32(window), block)
     want = [[sees(t, s, doc, window, block) for s in range(17)] for t in range(17)]
-    np.testing.assert_array_equal(visible(seen.first_BT)[0], want)
-    np.testing.assert_array_equal(seen.start_BT[0], [doc.index(d) for d in doc])
-
-
-@pytest.mark.parametrize(("long", "short"), [(1, 1), (2, 1), (3, 1), (7, 3), (14, 7)])
-def test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one(long, short):
-    assert Window(long, long).halved() == (short, short)
-    traced = Window(jnp.int32(long), long).halved()
-    assert (int(traced.blocks), traced.most) == (short, short)
+    np.testing.assert_array_equal(visible(first_BT)[0], want)
 
 
 class Case(NamedTuple):
@@ -63,7 +54,7 @@ class Case(NamedTuple):
     def window_tokens(self) -> int:
         return self.window_blocks * self.block_tokens
 
-    def sight(self) -> Sight:
+    def sight(self) -> jax.Array:
         rows = [np.repeat(np.arange(len(n)), n) for n in (self.lengths, self.lengths[::-1])]
         return sight(jnp.asarray(rows), jnp.int32(self.window_blocks), self.block_tokens)
 
@@ -108,7 +99,7 @@ def differentiated(form: Callable[..., jax.Array], case: Case) -> Callable[..., 
     """Return the function of queries, keys, values and a cotangent to value and gradients, as float32."""
 
     @jax.jit
-    def run(seen: Sight, *qkvg: jax.Array) -> list[jax.Array]:
+    def run(seen: jax.Array, *qkvg: jax.Array) -> list[jax.Array]:
         *qkv, g_BTHK = qkvg
         o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.3), *qkv)
         return [x.astype(jnp.float32) for x in (o_BTHK, *pull(g_BTHK))]
@@ -130,6 +121,7 @@ PAIRS = [
     pytest.param(name, case, marks=pytest.mark.compile if name not in QUICK and case not in IN_TILES else ())
     for name in FORMS
     for case in CASES
+    if "triton" not in name or CASES[case].num_tokens % TILES.keys == 0
 ]
 
 
@@ -139,10 +131,6 @@ class TestForms:
     @pytest.mark.parametrize(("name", "case_name"), PAIRS)
     def test_float32(self, name, case_name):
         case = CASES[case_name]
-        if "triton" in name and case.num_tokens % TILES.keys:
-            with pytest.raises(ValueError, match="37 tokens; the kernels need a multiple of 16"):
-                differentiated(FORMS[name](case), case)(*inputs(case))
-            return
         run = differentiated(FORMS[name](case), case)
         for got, want in zip(run(*inputs(case)), defined(case_name), strict=True):
             np.testing.assert_allclose(got, want, atol=3e-6)
@@ -220,7 +208,7 @@ def test_paired_heads_are_one_softmax_for_each_query(name):
 @settings(max_examples=100, deadline=None)
 def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, block, query_tile, key_tile):
     doc = np.repeat(np.arange(len(lengths) + 1), [*lengths, 48])[:48]
-    first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block).first_BT
+    first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block)
     pairs_NCMS = np.asarray(visible(first_BT))[0].reshape(len(doc) // query_tile, query_tile, -1, key_tile)
     busy_NM = pairs_NCMS.any((1, 3))
     got = attention_triton.bounds(first_BT, query_tile=query_tile, key_tile=key_tile)
@@ -233,11 +221,11 @@ def compiled_for(kind: str, form: Callable[..., jax.Array], head_dim: int, **opt
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
     seen_BT = jax.ShapeDtypeStruct((8, 49152), jnp.int32)
 
-    def run(do: jax.Array, start: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
-        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, Sight(start, first), scale=0.12), *qkv)
+    def run(do: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, first, scale=0.12), *qkv)
         return o_BTHK, *pull(do)
 
-    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3, kind=kind, **options)
+    program = hopper.compiled(run, x_BTHK, seen_BT, *[x_BTHK] * 3, kind=kind, **options)
     text, memory = program.as_text(), program.memory_analysis()
     assert text
     assert memory
@@ -268,23 +256,12 @@ def test_banded_says_when_its_bound_is_too_small(window_tokens):
     assert jnp.isnan(got[:, 8:]).all()
 
 
-@pytest.mark.parametrize(("window_tokens", "tile_tokens"), [(100, 128), (300, 150), (301, 151), (4000, 600)])
-def test_the_default_tile_is_half_the_bound_and_never_tiny(window_tokens, tile_tokens):
-    x_BTHK, zero_BT = jnp.zeros((1, 1200, 1, 8)), jnp.zeros((1, 1200), jnp.int32)
-    form = partial(attention_banded.attention, window_tokens=window_tokens, scale=0.3)
-    default, stated = (
-        str(jax.make_jaxpr(partial(form, tile_tokens=tile))(x_BTHK, x_BTHK, x_BTHK, Sight(zero_BT, zero_BT)))
-        for tile in (None, tile_tokens)
-    )
-    assert default == stated
-
-
 def test_banded_memory_is_linear_in_time():
     def scratch_bytes(num_tokens: int) -> int:
         x_BTHK, zero_BT = jnp.zeros((1, num_tokens, 1, 8)), jnp.zeros((1, num_tokens), jnp.int32)
         form = partial(attention_banded.attention, window_tokens=16, tile_tokens=16, scale=0.3)
         grads = jax.jit(jax.grad(lambda *args: form(*args).sum(), (0, 1, 2)))
-        memory = grads.lower(x_BTHK, x_BTHK, x_BTHK, Sight(zero_BT, zero_BT)).compile().memory_analysis()
+        memory = grads.lower(x_BTHK, x_BTHK, x_BTHK, zero_BT).compile().memory_analysis()
         assert memory
         return memory.temp_size_in_bytes
 
@@ -323,18 +300,13 @@ def test_auto_says_what_it_chose_and_why(call, name, reason):
     assert reason in choice.reason
 
 
-def test_every_choice_of_a_program_is_kept():
-    """Also where training and validation have equal shapes, and where another program's trace could be taken."""
+def test_the_choices_of_a_program_are_kept_where_another_ones_trace_could_be_taken():
 
     @partial(jax.jit, static_argnums=0)
     def head(kernels: Kernels, *args: jax.Array) -> jax.Array:
         return kernels.summed_cross_entropy(*args, cap=15.0, fp8=None)
 
-    chosen = Kernels("cpu", "")
     x_ND, head_VD, targets_N = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, jnp.int32)
-    for fp8 in (None, RECORD21):
-        chosen.summed_cross_entropy(x_ND, head_VD, targets_N, cap=15.0, fp8=fp8)
-    assert [one.name for one in chosen.choices.values()] == ["chunks", "fp8"]
     for kernels in (Kernels("cpu", ""), Kernels("cpu", "")):
         head(kernels, x_ND, head_VD, targets_N)
         assert [one.name for one in kernels.choices.values()] == ["chunks"]

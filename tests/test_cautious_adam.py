@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from driven import OPTIMIZER, TABLE, Driven, draw, spec
@@ -101,17 +100,6 @@ def test_without_gradients_nothing_moves():
     got = Driven(start).go(none)
     for name in NAMES:
         np.testing.assert_array_equal(got[name], start[name])
-
-
-def test_tables_in_sixteen_bits_take_twelve_bytes_a_scalar():
-    """2 of the parameter, 2 of the gradient that waits, 4 of each moment; matrices take 8, with few more."""
-    table = TABLE | {name: spec((4000, 3), name, "bfloat16") for name in ("head", "embed")}
-    params, (muon, adam) = Driven(draw(0, table), table=table).held
-    assert (adam.waiting["head"].dtype, adam.mean["head"].dtype) == (jnp.bfloat16, jnp.float32)
-    of_head = [x["head"].nbytes for x in (params, adam.waiting, adam.mean, adam.square)]
-    assert sum(of_head) == 12 * 4000 * 3
-    of_bank = [x["bank.6x20.0"].nbytes for x in (params, muon.momentum, muon.second)]
-    assert of_bank == [8 * 6 * 20 * 4, 8 * 6 * 20 * 4, 8 * 20 * 4]
 
 
 def test_a_group_without_settings_is_refused():

@@ -78,7 +78,7 @@ def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_block
     num_tokens, block_tokens = 2048, 128
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
-    seen_TS = np.asarray(visible(sight(doc_BT, window_blocks, block_tokens).first_BT))[0]
+    seen_TS = np.asarray(visible(sight(doc_BT, window_blocks, block_tokens)))[0]
 
     def pairs(tiles: attention_triton.Tiles) -> int:
         shape = num_tokens // tiles.queries, tiles.queries, num_tokens // tiles.keys, tiles.keys

@@ -70,11 +70,6 @@ def test_hopper_has_it_and_others_are_told_why_not():
         assert reason in choice.reason
 
 
-def test_a_shape_that_no_tile_fits_is_refused():
-    with pytest.raises(ValueError, match=r"100 tokens.*640.*bfloat16"):
-        mlp_mosaic.mlp(*map(jnp.zeros, ((100, DIM), (640, DIM), (DIM, 640))), factors="bfloat16")
-
-
 @hopper.needs_compiler
 @pytest.mark.parametrize(("factors", "eights"), [("bfloat16", 0), ("float8_e4m3fn", 1)])
 def test_nothing_but_products_touches_the_activations(factors, eights):

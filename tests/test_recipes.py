@@ -243,16 +243,6 @@ def test_stages_follow_each_other():
         recipe.stage_of(5)
 
 
-@pytest.mark.compile
-def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
-    program, state, _ = trained(at_laptop_size("record21"))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if leaf.size > len(program.layout.vectors["scalars"]):
-            is_table = "embed" in str(getattr(path[-1], "key", ""))
-            assert leaf.dtype == ("bfloat16" if is_table else "float32"), path
-    assert "scalars" in program.layout.groups
-
-
 # --- sizes: siblings of a full-size recipe follow from the stated rules, build, and train --------------------
 
 FULL = recipes.load("record21")

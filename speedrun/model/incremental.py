@@ -28,7 +28,6 @@ from jax.extend.core import JaxprEqn, Var
 from speedrun.model import equations
 from speedrun.model.equations import Time, Values, bind, run, variables
 from speedrun.science.kernels import attention as definition
-from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
 
 
@@ -39,9 +38,11 @@ class DecodingKernels(Kernels):
     platform: str = "cpu"
     compute_capability: str = ""
 
-    def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
+    def attention(
+        self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: jax.Array, /, **more: Any
+    ) -> jax.Array:
         """Compute `kernels.attention`."""
-        return definition.attention(q_BTHK, k_BTHK, v_BTHK, sight, scale=more["scale"])
+        return definition.attention(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=more["scale"])
 
 
 class Row(NamedTuple):

@@ -25,7 +25,7 @@ from speedrun.plan import hlo
 from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Unit, errors
 from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
-from speedrun.science.kernels.attention import Sight, sight
+from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.recipe import Batch, Stage
 from speedrun.train.program import Program
@@ -149,7 +149,7 @@ class _Noting(Kernels):
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
     def attention(
-        self, q_BTHK: jax.Array, _k: jax.Array, v_BTHK: jax.Array, _: Sight, /, **more: Any
+        self, q_BTHK: jax.Array, _k: jax.Array, v_BTHK: jax.Array, _: jax.Array, /, **more: Any
     ) -> jax.Array:
         """Return `v_BTHK`, which has the shape of the result."""
         blocks, width = more["window"].blocks, math.prod(q_BTHK.shape[2:])
@@ -166,7 +166,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Att
     """
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
-    first_BT = sight(doc_BT, window_blocks, block_tokens).first_BT
+    first_BT = sight(doc_BT, window_blocks, block_tokens)
 
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
         """Count by queries, and by keys."""

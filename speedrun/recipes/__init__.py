@@ -10,7 +10,7 @@ from speedrun.science.recipe import Recipe
 
 
 def names() -> list[str]:
-    """Return the names of the recipes of this version."""
+    """Return the names of the recipes in this package."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
@@ -20,12 +20,12 @@ def load(name: str) -> Recipe:
         own = f"a file of your own: path/to/{name}.py, or its folder in ${RECIPES_VARIABLE}"
         raise UsageError(f"{unknown('recipe', name, names())} ({own})")
     recipe = getattr(importlib.import_module(f"{__name__}.{name}"), "RECIPE", None)
-    if type(recipe) is not Recipe:  # a subclass could show one recipe and run another
+    if type(recipe) is not Recipe:  # a subclass could display one recipe and run another
         raise UsageError(f"{name}.py defines no RECIPE; need one, a Recipe of name={name!r}")
     if recipe.name != name:
         raise UsageError(f"{name}.py: its RECIPE is named {recipe.name!r}; name the recipe after its file")
     return recipe
 
 
-# The import of a submodule with a name of this package would replace it.
+# Importing a submodule with one of these names would replace it.
 sys.meta_path.insert(0, RecipeFinder(__name__, frozenset(globals())))

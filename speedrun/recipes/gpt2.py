@@ -2,12 +2,11 @@
 
 Claim: none yet; not run at full size. Published: 45 minutes on 8xH100, and 3.2722 in 19,560 steps, in a log of
 2024-10-13.
-Differs: tokens in their order (llm.c shuffles them); gains and biases are float32 in the forward pass, too.
+Differs: tokens are not shuffled; gains and biases are float32 in the forward pass, too.
 Run: speedrun run --track main-8xh100 --recipe gpt2
-Credits: A. Karpathy and the contributors of llm.c.
+Credits: Radford et al. 2019; A. Karpathy and the contributors of llm.c.
 
 Legend: B batch, T time, D model, H heads, K head width, F mlp, N tokens, V vocabulary.
-Source: Radford et al. 2019, as llm.c trains it.
 """
 
 import math
@@ -60,7 +59,7 @@ def affine_table(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init:
 
 
 def norm_table(name: str, cfg: Config) -> Table:
-    """Declare gain and bias of a LayerNorm."""
+    """Declare the gain and bias of a LayerNorm."""
 
     def vector(value: float) -> ParamSpec:
         return ParamSpec((cfg.model_dim,), ("model",), constant(value), "vector", place="vector")
@@ -69,7 +68,7 @@ def norm_table(name: str, cfg: Config) -> Table:
 
 
 def block_table(name: str, cfg: Config) -> Table:
-    """Declare the parameters of one layer. Projections into the residual stream start smaller in deeper models."""
+    """Declare the parameters of a layer. Projections into the residual stream start smaller in deeper models."""
     inner, weight = cfg.num_heads * cfg.head_dim, gaussian(INIT_STD)
     into_stream = gaussian(INIT_STD / math.sqrt(2 * cfg.num_layers))
     return {
@@ -98,7 +97,7 @@ def table(cfg: Config) -> Table:
 
 
 def layer_norm(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array) -> jax.Array:
-    """Return gain * (x - mean) / std + bias over the last axis; in float32, returned in the dtype of `x_BTD`."""
+    """Return gain * (x - mean) / std + bias over the last axis in the dtype of `x_BTD`, computed in float32."""
     x = x_BTD.astype(jnp.float32)
     x -= jnp.mean(x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS)
@@ -113,7 +112,7 @@ def affine(x_BTD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array) -> jax.Arr
 def attend_in(
     doc_BT: jax.Array, window: Window, block_tokens: int, head_dim: int, kernels: Kernels
 ) -> Attend:
-    """Return attention to the blocks of a window, inside each token's document. See `kernels.attention`."""
+    """Return attention to the blocks of a window, inside documents."""
     seen = sight(doc_BT, window.blocks, block_tokens)
 
     def attend(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
@@ -124,7 +123,7 @@ def attend_in(
 
 
 def attend_to_all(tokens_BT: jax.Array, head_dim: int, kernels: Kernels) -> Attend:
-    """Return attention to all earlier tokens of the sequence, also to those of other documents."""
+    """Return attention to all earlier tokens of the sequence, across documents."""
     one_BT = nn.documents(tokens_BT, -1)  # no token is -1
     return attend_in(one_BT, Window(1, 1), tokens_BT.shape[1], head_dim, kernels)
 
@@ -139,7 +138,7 @@ def attention(h_BTD: jax.Array, p: Params, block: str, attend: Attend, cfg: Conf
 
 
 def mlp(h_BTD: jax.Array, p: Params, block: str) -> jax.Array:
-    """Apply two affine maps with GELU between them, by its approximation with tanh."""
+    """Apply two affine maps with the tanh approximation of GELU between them."""
     up_BTF = affine(h_BTD, p[f"{block}.mlp_up.weight"], p[f"{block}.mlp_up.bias"])
     h_BTF = jax.nn.gelu(up_BTF, approximate=True)
     return affine(h_BTF, p[f"{block}.mlp_down.weight"], p[f"{block}.mlp_down.bias"])
@@ -186,10 +185,7 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
 
 
 def clip_by_global_norm(most: float, layout: Layout) -> optax.GradientTransformation:
-    """Scale all gradients together so that the norm over all parameters and devices is at most `most`.
-
-    Call `update` inside `shard_map`: a device has the gradients of its own shard.
-    """
+    """Scale all gradients so that their norm over all parameters and devices is at most `most`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         sharded = {name: grad for name, grad in updates.items() if DATA in layout.specs[name]}
@@ -203,7 +199,10 @@ def clip_by_global_norm(most: float, layout: Layout) -> optax.GradientTransforma
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Adam with decoupled decay of matrices and tables, and with clipped gradients. Learning rates are peak values."""
+    """Adam with clipped gradients and decoupled decay of matrices and tables.
+
+    Learning rates are multiplied by the input `lr_scale`.
+    """
 
     matrix_lr: Rate
     other_lr: Rate

@@ -4,10 +4,9 @@ Claim: none yet; not run at full size. Published: 10.8 minutes on 8xH100 and 3.2
 2024-11-03. Records 6 and 7 made record 5 faster (15.2 to 12.0 minutes) without changing it.
 Differs: the residual stream is bfloat16 (upstream from record 10 on), rotary angles float32 (upstream rounded them).
 Run: speedrun run --track main-8xh100 --recipe modern
-Credits: K. Jordan, @Grad62304977.
+Credits: modded-nanogpt, records 5 to 8 (K. Jordan, @Grad62304977).
 
 Legend: B batch, T time, D model, N tokens, V vocabulary.
-Source: modded-nanogpt, records 5 to 8 (K. Jordan, @Grad62304977).
 """
 
 import math
@@ -41,7 +40,7 @@ class Config(muon.Config):
 
 
 def table(cfg: Config) -> Table:
-    """Declare the parameters of the model. The head and what is added to the residual stream start at zero."""
+    """Declare the parameters. The head and projections into the residual stream start at zero."""
     matrices = {name: spec for name, spec in muon.table(cfg).items() if spec.group == "matrix"}
     outputs = [name for name in matrices if name.endswith(("_out", "_down"))]
     matrices |= {name: replace(matrices[name], init=zeros) for name in outputs}
@@ -54,7 +53,7 @@ def table(cfg: Config) -> Table:
 
 
 def context(tokens_BT: jax.Array, attend: gpt2.Attend, cfg: Config, kernels: Kernels) -> muon.Context:
-    """Normalise queries and keys before rotary."""
+    """Return functions of attention with QK-norm before rotary."""
     angles = muon.rotary_angles(tokens_BT.shape[1], cfg.head_dim)
     return muon.Context(attend, partial(kernels.qk_norm, angles=angles))
 

@@ -4,10 +4,9 @@ Claim: none yet; not run at full size. Published: 22.3 minutes on 8xH100 and 3.2
 2024-10-11; record 3, with the first Muon, 24.9 minutes.
 Differs: the residual stream is bfloat16 (upstream from record 10 on); the RMS norm has an epsilon of 1e-7, not 1e-6.
 Run: speedrun run --track main-8xh100 --recipe muon
-Credits: K. Jordan, J. Bernstein (@jxbz), @bozavlado.
+Credits: modded-nanogpt, record 4 (K. Jordan, J. Bernstein (@jxbz), @bozavlado); rotary from Su et al. 2021.
 
 Legend: B batch, T time, D model, H heads, K head width, F mlp.
-Source: modded-nanogpt, record 4 (K. Jordan); rotary from Su et al. 2021.
 """
 
 import math
@@ -42,15 +41,15 @@ class Config:
 
 
 class Context(NamedTuple):
-    """What the attention of all layers shares."""
+    """Functions that the attention of all layers shares."""
 
     attend: gpt2.Attend
-    #: Puts positions into (q_BTHK, k_BTHK).
+    #: (q_BTHK, k_BTHK) -> both with positions
     turn: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def block_table(name: str, cfg: Config) -> Table:
-    """Declare the matrices of one layer."""
+    """Declare the matrices of a layer."""
     inner, init = cfg.num_heads * cfg.head_dim, uniform_within_fan_in
     return {
         f"{name}.qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), init, "matrix"),
@@ -61,7 +60,7 @@ def block_table(name: str, cfg: Config) -> Table:
 
 
 def table(cfg: Config) -> Table:
-    """Declare the parameters of the model. The token table is also the head, and starts like one."""
+    """Declare the parameters of the model. The token table is also the head, and starts as a head would."""
     rows = cfg.vocab_size, cfg.model_dim
     specs = {"embed": ParamSpec(rows, ("vocab", "model"), uniform_within_fan_in, "head")}
     for i in range(cfg.num_layers):
@@ -83,7 +82,7 @@ def heads(h_BTD: jax.Array, p: Params, block: str, cfg: Config) -> tuple[jax.Arr
 
 
 def project(o_BTHK: jax.Array, p: Params, block: str) -> jax.Array:
-    """Return the outputs of all heads in the residual stream: [B, T, D]."""
+    """Project the outputs of all heads into the residual stream: [B, T, D]."""
     return o_BTHK.reshape(*o_BTHK.shape[:2], -1) @ p[f"{block}.attn_out"].T
 
 
@@ -107,7 +106,7 @@ def forward(p: Params, tokens_BT: jax.Array, _: Inputs, cfg: Config, kernels: Ke
 
 
 def longer_side_root(matrix: Member) -> float:
-    """Return the scale that gives the entries of an orthogonal matrix a mean square of one; `muon_lr` is their size."""
+    """Return the scale at which the entries of an orthogonal matrix have a mean square of one."""
     return math.sqrt(max(matrix.rows, matrix.cols))
 
 

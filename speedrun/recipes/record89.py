@@ -2,9 +2,9 @@
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,285 steps and 73.8 s on 8 H100. The step
 agrees with runs of the authors' classes in float32 (tests/test_golden89.py).
-Differs: docs/record89.md lists what does.
+Differs: docs/record89.md lists the differences.
 Run: speedrun run --track main-8xh100 --recipe record89
-Credits: modded-nanogpt, records 22 to 89, and their authors, whom the pieces name.
+Credits: modded-nanogpt, records 22 to 89; functions name their authors.
 """
 
 import math
@@ -26,13 +26,13 @@ from speedrun.science.recipe import Recipe, Stage
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What changes from stage to stage. Weights of targets change linearly to those at its end."""
+    """Settings of a stage. Weights of targets change linearly to their end values."""
 
-    num_steps: Count  #: those of the recipe's stage
+    num_steps: Count  #: as in the recipe's stage
     lr_scale: Rate
     short_blocks: Natural
     long_blocks: Count
-    target_weights: tuple[Rate, ...]  #: of the next token, the one after, ...
+    target_weights: tuple[Rate, ...]  #: of the next token, the second next, ...
     end_weights: tuple[Rate, ...]
     prefix_weight: Rate = 0.0
     end_prefix_weight: Rate = 0.0
@@ -46,10 +46,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The inputs of each step. The last phase, the extension, is not among the scheduled steps."""
+    """The inputs of each step. The last phase, the extension, does not count as scheduled steps."""
 
     phases: tuple[Phase, ...]
-    cooldown_fraction: Fraction  #: of the scheduled steps, in which the learning rate falls
+    cooldown_fraction: Fraction  #: part of the scheduled steps in which the learning rate falls
     final_lr_scale: Rate
     momentum_start: Momentum
     momentum_end: Momentum
@@ -58,8 +58,8 @@ class Schedule:
     block_tokens: Count
     final_long_blocks: Count  #: in the last validation
     rotary_pairs: Count  #: a quarter of the width of a head
-    slow_turns: Rate  #: frequencies with fewer turns in the old window stretch with it,
-    fast_turns: Rate  #: those with more do not
+    slow_turns: Rate  #: frequencies with fewer turns in the old window stretch with it
+    fast_turns: Rate  #: frequencies with more turns do not stretch
     attention_scale: Positive  #: of the first phase
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Schedule:
         return [sum(lengths[:i]) for i in range(len(lengths))]
 
     def untie_step(self, num_steps: int) -> int:
-        """Return the step whose update is the last of head and embedding as one: an odd one, as Adam's are."""
+        """Return the step of the last update that ties head and embedding: an odd one, as Adam's steps are."""
         return self.starts(num_steps)[-2] | 1
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
@@ -118,23 +118,23 @@ class Schedule:
         }
 
     def lr_scale(self, step: int, scheduled: int, phase: Phase) -> float:
-        """Return the factor of all learning rates: that of the phase, then a line from it to the last."""
+        """Return the factor of all learning rates: that of the phase, then linearly down to the last one."""
         start = int(scheduled * (1 - self.cooldown_fraction))
         done = min(1.0, max(0.0, (step - start) / max(1, scheduled - start)))
         return phase.lr_scale * (1 - done) + self.final_lr_scale * done
 
     def momentum(self, step: int, num_steps: int) -> float:
-        """Return Muon's momentum: it grows at the start and falls at the end (record 46)."""
+        """Return Muon's momentum, which rises at the start and falls at the end (record 46)."""
         low, high = self.momentum_start, self.momentum_end
         warm = min(1.0, step / self.momentum_warmup_steps)
         cool = max(0.0, 1 - (num_steps - step) / self.momentum_cooldown_steps)
         return low + (high - low) * (warm - cool)
 
     def rotary(self, index: int) -> tuple[np.ndarray, float]:
-        """Return frequencies [K/4] and attention's scale in a phase, stretched at each growth of the long window.
+        """Return the frequencies [K/4] and attention's scale of a phase. Both change when the long window grows.
 
-        f becomes f (old/new + w (1 - old/new)), with w = clip((r - slow) / (fast - slow), 0, 1) for r = old f / 2 pi
-        turns in the old window. Record 31, after YaRN (Peng et al. 2023).
+        f becomes f (old/new + w (1 - old/new)), where w = clip((r - slow) / (fast - slow), 0, 1) and r = old f / 2 pi
+        is the number of turns in the old window. Record 31, after YaRN (Peng et al. 2023).
         """
         f_K, scale = (1 / 1024) ** np.linspace(0, 1, self.rotary_pairs), self.attention_scale
         tokens = [phase.long_blocks * self.block_tokens for phase in self.phases[: index + 1]]

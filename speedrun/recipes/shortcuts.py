@@ -4,10 +4,9 @@ Claim: none yet; not run at full size. Published: 8.2 minutes on 8xH100 and 3.27
 2024-11-06.
 Differs: as modern; and the momentum is a running mean, so old gradients weigh a little more while the momentum rises.
 Run: speedrun run --track main-8xh100 --recipe shortcuts
-Credits: @Grad62304977, K. Jordan.
+Credits: modded-nanogpt, record 9 (@Grad62304977, K. Jordan); value residuals from Zhou et al. 2024.
 
 Legend: B batch, T time, D model, H heads, K head width, N tokens, V vocabulary.
-Source: modded-nanogpt, record 9 (@Grad62304977, K. Jordan); value residuals from Zhou et al. 2024.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -57,7 +56,7 @@ def block(
     ctx: muon.Context,
     cfg: Config,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply one layer; return the residual stream, and the values of the first layer."""
+    """Apply a layer; return the residual stream and the values of the first layer."""
     keep, shortcut = p[f"{name}.lambdas"]
     x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
     q_BTHK, k_BTHK, v_BTHK = muon.heads(nn.rms_norm(x_BTD), p, name, cfg)
@@ -94,9 +93,9 @@ PARENT = modern.RECIPE
 
 @dataclass(frozen=True, slots=True)
 class MomentumWarmup:
-    """A schedule whose momentum rises linearly to that of another schedule."""
+    """Another schedule with a linear warm-up of the momentum."""
 
-    then: Any  #: the other schedule, which also gives all other inputs
+    then: Any  #: the other schedule
     first_momentum: Momentum
     warmup_steps: Count
 

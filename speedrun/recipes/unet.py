@@ -4,10 +4,9 @@ Claim: none yet; not run at full size. Published: 7.2 minutes on 8xH100 and 3.27
 2024-11-10. The bfloat16 table and residual stream are record 10 (7.8 minutes).
 Differs: scalars are float32, and rotary angles too (upstream rounded both); the momentum is a running mean.
 Run: speedrun run --track main-8xh100 --recipe unet
-Credits: @brendanh0gan, K. Jordan.
+Credits: modded-nanogpt, record 11 (@brendanh0gan, K. Jordan).
 
 Legend: B batch, T time, D model, H heads, K head width.
-Source: modded-nanogpt, record 11 (@brendanh0gan).
 """
 
 from dataclasses import replace
@@ -24,11 +23,7 @@ from speedrun.science.recipe import Stage
 
 
 def table(cfg: shortcuts.Config) -> Table:
-    """Declare the parameters of the model.
-
-    Raises:
-        UsageError: for an odd number of layers.
-    """
+    """Declare the parameters of the model; raise UsageError for an odd number of layers."""
     if cfg.num_layers % 2:
         raise UsageError(f"config.num_layers is {cfg.num_layers}: the U-net needs an even number")
     skips = ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar")

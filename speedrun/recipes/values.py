@@ -4,10 +4,9 @@ Claim: none yet; not run at full size. Published: 3.57 minutes on 8xH100 and 3.2
 record 17 of 2024-12-17; records 14 to 16, with other forms of the value embeddings, 4.41, 3.95 and 3.80 minutes.
 Differs: scalars are float32 (upstream bfloat16).
 Run: speedrun run --track main-8xh100 --recipe values
-Credits: @KoszarskyB, @leloykun, @YouJiacheng, K. Jordan.
+Credits: modded-nanogpt, records 14 (@KoszarskyB), 15 (@leloykun, @YouJiacheng), 16 and 17 (@YouJiacheng).
 
 Legend: B batch, T time, D model, H heads, K head width.
-Source: modded-nanogpt, records 14 (@KoszarskyB), 15 (@leloykun, @YouJiacheng), 16 and 17 (@YouJiacheng).
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -32,10 +31,10 @@ NO_TABLE = -1
 
 @dataclass(frozen=True, slots=True)
 class Config(windows.Config):
-    """Sizes, and one entry per layer for what differs between layers."""
+    """Sizes, and tuples with one entry per layer."""
 
-    mixing: tuple[Mixing, ...]  #: each layer's attention, or none
-    value_tables: tuple[int, ...]  #: each layer's value embedding; NO_TABLE for none
+    mixing: tuple[Mixing, ...]  #: attention of each layer, or none
+    value_tables: tuple[int, ...]  #: value embedding of each layer; NO_TABLE for none
 
     def __post_init__(self) -> None:
         windows.Config.__post_init__(self)
@@ -53,7 +52,7 @@ class Config(windows.Config):
 
 
 def table(cfg: Config) -> Table:
-    """Declare the parameters of the model. Tables that are only looked up have no padding."""
+    """Declare the parameters of the model. Tables that are only looked up have no padding rows."""
     inner = cfg.num_heads * cfg.head_dim
 
     def rows(axis: str, width: int) -> ParamSpec:
@@ -76,7 +75,7 @@ def table(cfg: Config) -> Table:
 def attention(
     h_BTD: jax.Array, values: dict[int, jax.Array], p: Params, i: int, ctx: muon.Context, cfg: Config
 ) -> jax.Array:
-    """Apply attention of layer `i` to values of two sources: its own, and its value embedding."""
+    """Apply attention of layer `i` to a blend of its own values and its value embedding."""
     if cfg.mixing[i] == "none":
         return jnp.zeros_like(h_BTD)
     q_BTHK, k_BTHK, v_BTHK = muon.heads(h_BTD, p, f"block.{i}", cfg)
@@ -88,12 +87,13 @@ def attention(
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
-    The input `window_blocks` is the number of blocks that each token sees, its own included. Half of the rotary
-    frequencies are zero (record 17).
+    The input `window_blocks` is the number of blocks that each token sees, including its own.
     """
     doc_BT, window = nn.documents(tokens_BT, cfg.document_token), inputs.window("window_blocks")
     attend = gpt2.attend_in(doc_BT, window, cfg.block_tokens, cfg.head_dim, kernels)
-    angles = nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim)
+    angles = nn.rotary_angles(
+        tokens_BT.shape[1], cfg.head_dim
+    )  # half of the frequencies are zero (record 17)
     ctx = muon.Context(attend, partial(kernels.qk_norm, angles=angles))
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     values = {i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables}

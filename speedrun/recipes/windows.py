@@ -4,10 +4,9 @@ Claim: none yet; not run at full size. Published: 4.66 minutes on 8xH100 and 3.2
 2024-11-24; record 12, with a constant window of 1,024 tokens, 5.03 minutes.
 Differs: as unet.
 Run: speedrun run --track main-8xh100 --recipe windows
-Credits: @KoszarskyB, @fernbear.bsky.social, K. Jordan.
+Credits: modded-nanogpt, records 12 (@KoszarskyB) and 13 (@fernbear.bsky.social, K. Jordan).
 
 Legend: B batch, T time, D model.
-Source: modded-nanogpt, records 12 (@KoszarskyB) and 13 (@fernbear.bsky.social).
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -29,17 +28,17 @@ from speedrun.science.recipe import Stage
 class Config(shortcuts.Config):
     """Sizes."""
 
-    document_token: Natural  #: opens a document
-    block_tokens: Count  #: in which windows are counted
+    document_token: Natural  #: starts a document
+    block_tokens: Count  #: tokens per block of a window
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
-    A token sees as many tokens as the blocks of the input `window_blocks` have, itself included.
+    A token sees as many tokens as `window_blocks` blocks have, including itself.
     """
     doc_BT, blocks = nn.documents(tokens_BT, cfg.document_token), inputs.window("window_blocks")
-    # Counted in tokens, so that it slides by single tokens.
+    # In blocks of one token, so that the window slides by tokens.
     window = Window(blocks.blocks * cfg.block_tokens, blocks.most * cfg.block_tokens)
     attend = gpt2.attend_in(doc_BT, window, 1, cfg.head_dim, kernels)
     return unet.hidden(p, tokens_BT, modern.context(tokens_BT, attend, cfg, kernels), cfg)

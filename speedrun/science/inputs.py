@@ -1,4 +1,4 @@
-"""Scheduled inputs: values that change from step to step. A recipe's schedule returns them by name."""
+"""Scheduled inputs: values by name that a recipe's schedule returns for each step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Inputs:
         return self.values[name]
 
     def window(self, name: str) -> Window:
-        """Return an input as a window in blocks, static if it is compiled in; raise UsageError if it is below 1."""
+        """Return an input as a window in blocks; raise UsageError if it can be below 1."""
         blocks = self[name]
         least, most = (blocks, blocks) if isinstance(blocks, int) else self.spans[name]
         if least < 1:
@@ -46,11 +46,11 @@ class Plan(NamedTuple):
     rows: tuple[dict[str, Any], ...]  #: by step: NumPy values are traced, Python values are compiled in
     schedule: Arrays  #: traced inputs, [num_steps + 1, ...], and constants
     spans: dict[str, tuple[int, int]]  #: minimum and maximum of each traced integer
-    constants: Arrays  #: the same at every step; never compiled in, and not in `spans`
+    constants: Arrays  #: never compiled in, and not in `spans`
 
     @classmethod
     def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int, constants: Arrays) -> Self:
-        """Collect the inputs of all steps; raise UsageError if one is invalid, missing, or also a constant."""
+        """Collect the inputs of all steps; raise UsageError if one is invalid, missing or also a constant."""
         given = map(inputs_at, range(num_steps + 1))
         rows = tuple({name: _plain(name, value) for name, value in row.items()} for row in given)
         names = set[str]().union(*rows)
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return cls(rows, schedule | constants, spans, constants)
 
     def static_at(self, step: int, *, integers: bool) -> Static:
-        """Return what is compiled into a step's executable: Python values, and traced `integers` if requested."""
+        """Return the Python values that are compiled into a step, with traced `integers` if requested."""
         row = {name: value for name, value in self.rows[step].items() if name not in self.schedule}
         if integers:
             row |= {name: int(self.rows[step][name]) for name in self.spans if self.schedule[name].ndim == 1}
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a copy of a plain type, which the schedule cannot change later."""
+    """Return a copy of a plain type, so that the schedule cannot change it later."""
     if isinstance(value, np.generic | np.ndarray) and value.size <= MOST_NUMBERS:
         if np.isrealobj(value) and (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
             return np.array(value)

@@ -1,4 +1,4 @@
-"""Pure functions that models use as building blocks.
+"""Building blocks of models, as pure functions.
 
 Legend: B batch, T time, D model, H heads, K head width.
 """
@@ -13,7 +13,7 @@ EPS = 1.1920929e-07
 
 @jax.custom_vjp
 def rms_norm(x: jax.Array) -> jax.Array:
-    """Return x / rms(x) over the last axis, without a gain: computed in float32, in the dtype of `x`."""
+    """Return x / rms(x) over the last axis in the dtype of `x`, computed in float32."""
     return _normalised(x.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -26,7 +26,7 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def _rms_norm_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    # XLA fuses x * f(sum of x^2) with what follows if the sum has no other use; multiplying by `one` adds such a sum.
+    # XLA fuses x * f(sum of x^2) with later operations if the sum has no other use. `one` is another use.
     x32 = jax.lax.optimization_barrier(x).astype(jnp.float32)
     one = jnp.minimum(_mean_square(x32) / EPS, 1.0)
     (dx,) = jax.vjp(_normalised, x32 * one)[1](dy.astype(jnp.float32))
@@ -37,21 +37,21 @@ rms_norm.defvjp(lambda x: (rms_norm(x), x), _rms_norm_backward)
 
 
 def project(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    """Return x W^T for each W. The barrier makes XLA sum the gradient inside its matmuls."""
+    """Return x W^T for each W. The barrier makes XLA sum the gradient of x inside its matmuls."""
     *others, last = weights
     held = jax.lax.optimization_barrier(x)
     return [*(held @ w.T for w in others), x @ last.T]
 
 
 def scaled(w: jax.Array, by: jax.Array) -> jax.Array:
-    """Return by * w. Without the barrier, XLA scales all layers at once after all gathers."""
+    """Return by * w. Without the barrier, XLA scales all layers at once, after all gathers."""
     return blend((jax.lax.optimization_barrier(by), w))
 
 
 def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return the sum of weight * x over the terms (weight, x), computed in float32, in the dtype of the first `x`.
+    """Return the sum of weight * x over the terms, computed in float32, in the dtype of the first `x`.
 
-    Weights are learned scalars and stay float32: rounding them to bfloat16 changes them by up to 0.4 %.
+    Weights are learned scalars and stay float32: bfloat16 would change them by up to 0.4 %.
     """
     total = sum(weight.astype(jnp.float32) * x.astype(jnp.float32) for weight, x in terms)
     return _held(jnp.asarray(total).astype(terms[0][1].dtype))
@@ -59,7 +59,7 @@ def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_vjp
 def _held(x: jax.Array) -> jax.Array:
-    """Return x; XLA reads its gradient only once for all terms of a blend."""
+    """Return x, and make XLA read its gradient once for all terms of a blend."""
     return x
 
 
@@ -74,17 +74,16 @@ def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
     """Return rows of a table: [B, T, D] in its dtype.
 
-    Because of the cast, the gradient (a sum over all uses of an id) accumulates in float32 and is rounded once. A
-    bfloat16 sum of thousands of terms stagnates, and is slow on GPUs.
+    The cast makes the gradient, a sum over all uses of an id, accumulate in float32. A bfloat16 sum of thousands of
+    terms stagnates, and is slow on GPUs.
     """
     return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
 
 
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return the cosines and sines [T, K/2] of half-truncated rotary, where half of the frequencies are zero.
+    """Return the cosines and sines [T, K/2] of half-truncated rotary (record 2024-12, @YouJiacheng).
 
     f_i = (1/1024)^(i / (K/4 - 1)) for the first K/4 pairs; the other K/4 pairs do not rotate.
-    Source: record 2024-12, @YouJiacheng.
     """
     quarter = head_dim // 4
     f_K = jnp.concatenate([(1 / 1024) ** jnp.linspace(0, 1, quarter, dtype=jnp.float32), jnp.zeros(quarter)])
@@ -93,7 +92,7 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 
 
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate pairs (i, i + K/2) by position * f_i, in float32; angles [T, n K/2] cycle through n heads."""
+    """Rotate pairs (i, i + K/2) by position * f_i, in float32. Angles [T, n K/2] cycle through n heads."""
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     num_turns, shape = u[0, 0].size // angles[0].shape[1], (1, *u.shape[1:])
     cos_BTHK, sin_BTHK = (jnp.tile(a, (1, num_turns)).reshape(shape) for a in angles)
@@ -103,10 +102,7 @@ def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """Return x Phi(x), with Phi the cumulative distribution function of the standard normal; rounds once, at the end.
-
-    The derivative is defined here because JAX 0.12 cannot differentiate `erf` inside `shard_map`.
-    """
+    """Return x Phi(x), rounded once, where Phi is the distribution function of the standard normal."""
     return (_wide(x) * ndtr(_wide(x))).astype(x.dtype)
 
 
@@ -118,4 +114,5 @@ def _slope(x: jax.Array) -> jax.Array:
     return ndtr(x) + x * jnp.exp(-0.5 * x * x) * (2 * jnp.pi) ** -0.5
 
 
+# JAX 0.12 cannot differentiate `erf` inside `shard_map`.
 gelu.defjvps(lambda dx, _, x: _slope(_wide(x)).astype(x.dtype) * dx)

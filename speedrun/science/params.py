@@ -1,7 +1,7 @@
-"""Parameters are declared once; their layout on devices is derived from the declaration.
+"""Declarations of parameters, and their layout on devices.
 
-A model's table maps flat dotted names ("block.3.qkv") to `ParamSpec`. `Layout` packs the named
-parameters into a few arrays that FSDP can divide evenly:
+A model's table maps flat dotted names ("block.3.qkv") to `ParamSpec`. `Layout` packs parameters into a few arrays that
+FSDP can divide evenly:
 
     matrices  -> banks [8, m, n], m <= n, sharded over matrices: a device owns whole matrices, so Muon needs no
                  communication. Tall matrices are transposed; the last bank is padded with zero matrices.
@@ -32,9 +32,9 @@ Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Place = Literal["bank", "rows", "vector"]
 Dtype = Literal["float32", "bfloat16"]
 
-#: Banks and tables are padded to a multiple of this, so that packed arrays are the same on 1, 2, 4 and 8 devices.
+#: Banks and tables are padded to a multiple of this: packed arrays are the same on 1, 2, 4 and 8 devices.
 SHARDS = 8
-#: Where a group's parameters are kept by default; "rows" for other groups.
+#: How a group's parameters are packed by default; other groups by "rows".
 PLACES: dict[str, Place] = {"matrix": "bank", "scalar": "vector"}
 
 
@@ -43,12 +43,12 @@ class ParamSpec:
     """Declaration of a parameter."""
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]  #: a name for each dimension
+    axes: tuple[str, ...]  #: names of the dimensions
     init: Init
     group: str  #: selects the optimiser; tables of group "head" multiply every token, others are looked up
     dtype: Dtype = "float32"  #: of the stored parameter and its moments
-    place: Place | None = None  #: how it is packed; None: by its group, as `PLACES` says
-    like: str | None = None  #: draws as this parameter does, so that both start equal
+    place: Place | None = None  #: how it is packed; None: by `PLACES`
+    like: str | None = None  #: a parameter with the same initial values
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -63,7 +63,7 @@ class ParamSpec:
 
     @property
     def packed(self) -> Place:
-        """Return how it is packed."""
+        """How the parameter is packed."""
         return self.place or PLACES.get(self.group, "rows")
 
 
@@ -71,17 +71,17 @@ Table = dict[str, ParamSpec]
 
 
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Draw from a standard normal: embedding tables (record 21)."""
+    """Draw from a standard normal, as record 21 does for embeddings."""
     return jax.random.normal(key, shape, jnp.float32)
 
 
 def gaussian(sd: float) -> Init:
-    """Return an initialiser: normal with mean zero and this standard deviation."""
+    """Return an initialiser: normal with this standard deviation."""
     return lambda key, shape: sd * normal(key, shape)
 
 
 def zeros(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return zeros: the head, and projections into the stream (record 2024-10-14)."""
+    """Return zeros, for the head and projections into the stream (record 2024-10-14)."""
     return jnp.zeros(shape, jnp.float32)
 
 
@@ -98,7 +98,7 @@ def uniform_within_fan_in(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def constant(*values: float) -> Init:
-    """Return an initialiser with fixed values: lambdas and skip weights."""
+    """Return an initialiser with fixed values."""
     return lambda _, shape: jnp.broadcast_to(jnp.array(values, jnp.float32), shape)
 
 
@@ -126,7 +126,7 @@ class Layout:
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:
-        """Banks of up to SHARDS matrices of one group and shape (up to transposition), in the order of the table."""
+        """Banks of up to SHARDS matrices of a group and a shape (up to transposition), in the order of the table."""
         alike: dict[str, list[Member]] = {}
         for name, spec in self.table.items():
             if spec.packed == "bank":
@@ -142,12 +142,12 @@ class Layout:
 
     @cached_property
     def tables(self) -> tuple[str, ...]:
-        """Names of parameters that are sharded by rows."""
+        """Names of the parameters that are sharded by rows."""
         return tuple(name for name, spec in self.table.items() if spec.packed == "rows")
 
     @cached_property
     def vectors(self) -> dict[str, tuple[str, ...]]:
-        """Names of the parameters of each replicated vector: one for each group, such as "scalars"."""
+        """Names of the parameters in each replicated vector: one vector per group, such as "scalars"."""
         members: dict[str, list[str]] = {}
         for name, spec in self.table.items():
             if spec.packed == "vector":
@@ -172,7 +172,7 @@ class Layout:
     def per_matrix(self, number: Callable[["Member"], float]) -> Params:
         """Return a number for each matrix of this device, 1 for padding: f32 [K / shards, 1, 1] by bank.
 
-        Call inside `shard_map`, for example in the update of an optimiser.
+        Call it inside `shard_map`.
         """
 
         def local(bank: tuple[Member, ...]) -> jax.Array:
@@ -196,7 +196,7 @@ class Layout:
         return packed
 
     def unpack(self, packed: Params) -> Params:
-        """Unpack named parameters; the inverse of `pack`."""
+        """Unpack named parameters."""
         slices: dict[str, list[jax.Array]] = {}
         for name, bank in self.banks.items():
             for k, m in enumerate(bank):
@@ -211,20 +211,20 @@ class Layout:
         return {name: params[name] for name in self.table}
 
     def split(self, vector: str, values: Any) -> dict[str, Any]:
-        """Split a replicated vector, or flags of one, into named parameters."""
+        """Split a replicated vector, or its flags, into named parameters."""
         specs = [self.table[name] for name in self.vectors[vector]]
         ends = np.cumsum([spec.size for spec in specs])
         named = zip(self.vectors[vector], specs, ends, strict=True)
         return {name: values[end - spec.size : end].reshape(spec.shape) for name, spec, end in named}
 
     def flags(self, name: str, bad: jax.Array) -> jax.Array:
-        """Join the flags of a packed array: per matrix of a bank, per device for a table; a vector keeps its own."""
+        """Reduce the flags of a packed array: per matrix of a bank, per device of a table, per entry of a vector."""
         if name in self.vectors:
             return bad
         return jnp.any(bad, axis=(1, 2)) if name in self.banks else jnp.any(bad)[None]
 
     def first_flagged(self, flags: Mapping[str, Any]) -> str | None:
-        """Return the name of the first parameter in the table with a flag, of those on the host by packed name."""
+        """Return the first parameter in the table with a flag, given host arrays by packed name."""
         bad: set[str] = set()
         for packed, found in flags.items():
             if packed in self.banks:
@@ -236,7 +236,7 @@ class Layout:
         return next((name for name in self.table if name in bad), None)
 
     def init(self, key: jax.Array) -> Params:
-        """Return packed initial values. A parameter's key depends on its name, or on `like`, not on its position."""
+        """Return packed initial values. A parameter's random key depends on its name, or on `like`."""
 
         def start(name: str, spec: ParamSpec) -> jax.Array:
             own = jax.random.fold_in(key, zlib.crc32((spec.like or name).encode()))
@@ -246,7 +246,7 @@ class Layout:
 
 
 def count(table: Mapping[str, ParamSpec]) -> int:
-    """Return the number of declared scalars, without padding."""
+    """Return the number of scalars, without padding."""
     return sum(spec.size for spec in table.values())
 
 

@@ -1,4 +1,4 @@
-"""A recipe: an immutable value with everything that affects the loss curve, and nothing else."""
+"""Recipes: immutable values with everything that affects the loss curve, and nothing else."""
 
 import ast
 import dataclasses
@@ -22,12 +22,12 @@ from speedrun.science.params import Dtype, Layout, Params, Table
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A period of training with static shapes: one executable."""
+    """A period of training with static shapes."""
 
     num_steps: Steps
     num_sequences: Count  #: per step, over all devices
     seq_len: Count  #: tokens
-    document_tokens: Natural = 0  #: pack whole documents, each cut at this length; 0: contiguous text
+    document_tokens: Natural = 0  #: pack whole documents, cut at this length; 0: contiguous text
 
     @property
     def batch_tokens(self) -> int:
@@ -45,14 +45,12 @@ def no_carry(_: Any) -> Params:
 
 #: The bytes of each id, b"" for special tokens; () if the data does not define them.
 Vocabulary = tuple[bytes, ...]
-
-
 #: Arrays by name, or functions that compute them, so that a record need not contain the arrays.
 Constants = dict[str, np.ndarray | Callable[[], jax.Array]]
 
 
 def no_constants(_: Any, __: Vocabulary) -> Constants:
-    """Return no constants; then no vocabulary is loaded."""
+    """Return no constants, so that no vocabulary is loaded."""
     return {}
 
 
@@ -68,13 +66,13 @@ class Batch(NamedTuple):
 class Loss(NamedTuple):
     """The training loss of a micro-batch."""
 
-    objective: jax.Array  #: f32 [], to minimise; a step takes the mean over its micro-batches
+    objective: jax.Array  #: f32 [], to minimise; averaged over the micro-batches of a step
     nll: jax.Array  #: f32 [], mean nats per target, for the log
     carry: Params = NOTHING  #: [B, ...], for the next step
 
 
 def check_carry(new: Params, old: Params) -> None:
-    """Raise UsageError if the next step could not take the new carry."""
+    """Raise UsageError if shapes or dtypes of the carry have changed."""
     got, need = ({name: f"{x.dtype}{[*x.shape]}" for name, x in carry.items()} for carry in (new, old))
     if got != need:
         raise UsageError(f"its loss carries {got}, its carry begins as {need}; need the same")
@@ -99,7 +97,7 @@ class ScheduleLike(Protocol):
 ConfigT = TypeVar("ConfigT")
 OptimizerT = TypeVar("OptimizerT", bound=OptimizerLike)
 ScheduleT = TypeVar("ScheduleT", bound=ScheduleLike)
-#: (params, tokens_BT, inputs, config, kernels) -> x_BTD, the final hidden states before the head
+#: (params, tokens_BT, inputs, config, kernels) -> x_BTD, the final hidden states
 Forward = Callable[[Params, jax.Array, Inputs, ConfigT, Kernels], jax.Array]
 
 
@@ -107,8 +105,7 @@ Forward = Callable[[Params, jax.Array, Inputs, ConfigT, Kernels], jax.Array]
 class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     """The science of a run. Create variants with `dataclasses.replace`, not with flags.
 
-    Functions get whole parameters by name, in the compute dtype, and the scheduled inputs of the step. They derive
-    everything else (documents, hashes) from tokens.
+    Functions get whole parameters by name, in the compute dtype, and the inputs of the step.
     """
 
     name: str
@@ -119,7 +116,7 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     config: ConfigT
     table: Callable[[ConfigT], Table]
     forward: Forward[ConfigT]
-    #: (params, x_ND, inputs, config) -> [N, V], row by row, for the scorer
+    #: (params, x_ND, inputs, config) -> [N, V], for the scorer; rows must not depend on each other
     logits: Callable[[Params, jax.Array, Inputs, ConfigT], jax.Array]
     loss: Callable[[Params, Batch, Inputs, ConfigT, Kernels, Forward], Loss]  #: gets the recipe's `forward`
     optimizer: OptimizerT
@@ -160,7 +157,7 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         return range(start, start + self.stages[stage].num_steps)
 
     def inputs_at(self, step: int) -> dict[str, Any]:
-        """Return the inputs of a step by name; the last validation uses those of step `num_steps`."""
+        """Return the inputs of a step by name; the last validation has those of step `num_steps`."""
         return self.schedule.at(step, self.num_steps)
 
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
@@ -185,8 +182,8 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
 
 
 IDENTITY = ("name", "summary", "parent", "revision")
-#: Siblings of a full-size recipe, which `--set size=nano` stands for: layers and width, for its 12 and 768; tokens per
-#: step, for 1. The rules go by the names of settings; docs/recipes.md explains them.
+#: Sizes of a full-size recipe (`--set size=nano`): layers for its 12, width for its 768, and the factor of its tokens
+#: per step. docs/recipes.md explains the rules, which match settings by name.
 SIZES = {
     "smoke": (4, 128, 0.0),  # SMOKE has its tokens
     "nano": (4, 256, 0.25),
@@ -194,7 +191,7 @@ SIZES = {
     "small": (12, 768, 1.0),
     "medium": (16, 1024, 2.0),
 }
-#: The ids of the smoke-cpu track, and the budget of its recipe.
+#: The ids of the smoke-cpu track, and the batches of its recipe.
 SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "max_positions": 256}
 SMOKE |= {"bigram_rows": 1_920, "prefix_weight": 0.0, "end_prefix_weight": 0.0}  # its ids have no bytes
 SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
@@ -211,7 +208,7 @@ def settings(node: Any, above: str = "") -> dict[str, Any]:
 
 
 def _parts(node: Any) -> dict[str, Any]:
-    """Return the children of a value by the next part of their dotted name."""
+    """Return the children of a value by name."""
     if isinstance(node, tuple) and any(map(dataclasses.is_dataclass, node)):
         return {str(i): part for i, part in enumerate(node)}
     if dataclasses.is_dataclass(node):
@@ -220,8 +217,10 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a full-size recipe at another size; raise UsageError for any other, and for a width
-    without a rule that is not `given`.
+    """Return the settings of a full-size recipe at another size.
+
+    Raises:
+        UsageError: for other recipes, and for a multiple of the width that has no rule and is not `given`.
     """
     if name not in SIZES:
         raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
@@ -233,7 +232,7 @@ def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
     tuples = {k: v for k, v in known.items() if isinstance(v, tuple) and k.rpartition(".")[0] == "config"}
     layers = known.get("config.num_layers", max(map(len, tuples.values()), default=1))
     depth = max(2, round(layers * num_layers / 12))
-    places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps both ends and mirrors
+    places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps ends and mirror layers
     new: dict[str, Any] = {k: tuple(v[i] for i in places) for k, v in tuples.items() if len(v) == layers}
     factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
     factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
@@ -244,7 +243,7 @@ def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
         above, _, field = key.rpartition(".")
         if field in factors:
             new[key] = round(old * factors[field]) if isinstance(old, int) else old * factors[field]
-        elif field == "num_sequences":  # one for each of eight devices; what is left shortens them
+        elif field == "num_sequences":  # at least one for each of eight devices; then shorter ones
             new[key] = max(min(old, 8), round(old * batch))
             new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
     new |= _smoke(known) if name == "smoke" else {}
@@ -284,13 +283,13 @@ def describe(value: Any) -> Any:
     kind = type(value).__qualname__
     if not hasattr(value, "__qualname__"):
         raise UsageError(f"a setting is of type {kind}; need numbers, text, tuples, dataclasses, functions")
-    # A wrapper takes the name of its function, but may compute something else.
+    # A wrapper has the name of its function, but may compute something else.
     wrapped = "" if isinstance(value, FunctionType | type) else f"{kind} of "
     return f"{wrapped}{value.__module__}.{value.__qualname__}"
 
 
 def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:
-    """Return `node` with new settings by dotted name. It rebuilds each value once, so settings can change together."""
+    """Return `node` with new settings by dotted name. Each value is rebuilt once, so settings can change together."""
     parts, fresh = _parts(node), {}
     for name, part in parts.items():
         key = above + name

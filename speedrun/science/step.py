@@ -1,13 +1,13 @@
 """The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices and on several nodes.
 
     gather      one all-gather per packed array, in the compute dtype
-    accumulate  forward and backward of each micro-batch on whole parameters; gradients are summed in float32
-    scatter     one reduce-scatter per packed array, in the dtype of its gradient; with several nodes, each device then
-                sums its shard with the same shard on the other nodes; then division by the device count in float32
+    accumulate  forward and backward pass of each micro-batch on whole parameters; gradients are summed in float32
+    scatter     one reduce-scatter per packed array, in the dtype of its gradient; then a sum over the nodes, and
+                division by the number of devices in float32
     update      the recipe's optimiser on whole local matrices and local rows, without communication
 
-State is donated, packed (`params.Layout`) and always sharded; only compute-dtype copies of parameters are whole.
-The schedule is on the device, indexed by the step number in the state, so a step costs the host one dispatch.
+The state is donated, packed (`params.Layout`) and sharded; only copies in the compute dtype are whole. The schedule is
+on the device and indexed by the step number in the state, so the host dispatches one program per step.
 
 Legend: B sequences, T time.
 """
@@ -29,8 +29,8 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Batch, Loss, Recipe, check_carry
 
-#: XLA options by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready; a
-#: combined one would start at the end, with no computation left to overlap. 16-bit activations stay in 16 bits.
+#: XLA options by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready. A
+#: combined one would start at the end, with no computation left to overlap. Activations in 16 bits stay in 16 bits.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
@@ -41,16 +41,16 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
 
 
 class TrainState(NamedTuple):
-    """Training state without the data position. `params` are packed (`params.Layout`)."""
+    """Training state without the data position."""
 
     step: jax.Array  #: i32[]
-    params: Params
+    params: Params  #: packed
     opt_state: optax.OptState
     carry: Params  #: [B, ...], `Loss.carry` of the last step, sharded like a batch
 
 
 class StepMetrics(NamedTuple):
-    """Results of one step on the device; the host fetches them one step late."""
+    """Results of a step on the device. The host fetches them one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
     bad: jax.Array  #: f32 [shards], positive if the shard has a non-finite gradient
@@ -59,7 +59,7 @@ class StepMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """The training step of a recipe on a mesh, as pure functions. `program.Program` compiles them."""
+    """The training step of a recipe on a mesh, as pure functions that `program.Program` compiles."""
 
     recipe: Recipe
     mesh: Mesh
@@ -74,7 +74,7 @@ class Step:
 
     @cached_property
     def transform(self) -> optax.GradientTransformationExtraArgs:
-        """The recipe's optimiser over packed arrays. It gets a separate layout, so it cannot change the model's."""
+        """The recipe's optimiser over packed arrays. It gets its own layout, so it cannot change the model's."""
         return self.recipe.optimizer.transform(Layout(self.recipe.table(self.recipe.config)))
 
     @cached_property
@@ -140,7 +140,7 @@ class Step:
         return loss, self._scatter_mean(self.layout.pack(grads))
 
     def _accumulate(self, params: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
-        """Return the mean loss and this device's gradients: float32 for several micro-batches, as computed for one."""
+        """Return the mean loss and this device's gradients, in float32 if there are several micro-batches."""
         num_local = self.microbatches // self.mesh.size
 
         @partial(jax.grad, has_aux=True)
@@ -170,7 +170,7 @@ class Step:
         """Return whole parameters by name, in the compute dtype; scalars stay float32. Call inside `shard_map`."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
-            # Mark as varying over nodes; otherwise JAX would sum whole gradients over nodes before the scatter.
+            # Otherwise JAX would sum whole gradients over nodes before the scatter.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name in self.layout.vectors:
                 return x
@@ -188,5 +188,5 @@ class Step:
         return {name: own(name, grad) for name, grad in grads.items()}
 
     def _repeated_over(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes over which a packed array is replicated: the nodes, or all axes for vectors."""
+        """Return the mesh axes over which a packed array is replicated."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.layout.specs[name])

@@ -1,15 +1,12 @@
-"""Causal attention inside documents and windows, in plain XLA: exact; its cost is T times the window.
+"""Causal attention inside documents and windows, in plain XLA, at a cost of T times the window.
 
-Each tile of queries is multiplied only with its own keys and those of the preceding tiles inside its window.
-JAX differentiates it, so it also serves as an oracle for the hand-written kernels.
+Each tile of queries is multiplied with its own keys and those of the preceding tiles inside its window.
 
 Legend: B batch, T time (queries), S time (keys a tile can reach), H heads, K head width, N tiles, C tokens of a tile.
 """
 
 import jax
 import jax.numpy as jnp
-
-from speedrun.science.kernels.attention import Sight
 
 #: Products of smaller tiles do not fill a core or a GPU.
 SMALLEST_TILE_TOKENS = 128
@@ -19,22 +16,16 @@ def attention(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTHK: jax.Array,
-    sight: Sight,
+    first_BT: jax.Array,
     *,
     scale: float,
     window_tokens: int,
     tile_tokens: int | None = None,
 ) -> jax.Array:
-    """Compute the definition's value and gradient for any length, any float dtype and any window up to a bound.
+    """Compute `attention.attention` for windows of at most `window_tokens`; a token that sees more gets NaN.
 
-    Work is T (window + tile). Scores exist for one tile at a time; the backward pass recomputes them from one copy of
-    keys and values for each tile that a window reaches.
-
-    `window_tokens` is the static upper bound of the keys that a token sees; the output of a token that sees more is
-    NaN. A tile has half of it by default: smaller tiles copy keys more often, larger ones waste products.
-
-    Returns:
-        [B, T, H, K] in the dtype of `v_BTHK`.
+    Work is T (window + tile). Scores exist for one tile at a time, and the backward pass recomputes them. By default a
+    tile is half a window: smaller tiles copy keys more often, larger ones waste products.
     """
     num_tokens, bound = q_BTHK.shape[1], min(window_tokens, q_BTHK.shape[1])
     tile = tile_tokens or min(num_tokens, max(SMALLEST_TILE_TOKENS, -(-bound // 2)))
@@ -55,7 +46,7 @@ def attention(
 
     rest = num_tiles * tile - num_tokens
     padding_BT = jnp.broadcast_to(jnp.arange(num_tokens, num_tokens + rest)[None], (len(q_BTHK), rest))
-    first_BT = jnp.concatenate([sight.first_BT, padding_BT], axis=1)  # padded queries see themselves
+    first_BT = jnp.concatenate([first_BT, padding_BT], axis=1)  # padded queries see themselves
     o_NBCHK = jax.lax.map(
         lambda tiles: jax.checkpoint(attend)(*tiles),
         (
@@ -76,7 +67,7 @@ def padded(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
 
 
 def tiles(x_BT: jax.Array, tile: int) -> jax.Array:
-    """Reshape [B, N * C, ...] to [N, B, C, ...] for a loop over tiles."""
+    """Reshape [B, N * C, ...] to [N, B, C, ...]."""
     return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, tile, *x_BT.shape[2:]), 1, 0)
 
 

@@ -1,7 +1,7 @@
-"""Attention kernels in Pallas for Triton: fully masked tiles are skipped forward and backward.
+"""Attention kernels in Pallas for Triton, which skip fully masked tiles.
 
-Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that sums need no atomics and
-are deterministic. Plain JAX computes which tiles each program visits (`Bounds`).
+There is one forward kernel, and two backward ones: by queries (dq) and by keys (dk, dv), so that sums need no atomics
+and are deterministic. Plain JAX computes which tiles each program visits (`Bounds`).
 
 Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile;
 N tiles of queries, M tiles of keys.
@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-
-from speedrun.science.kernels.attention import Sight, size_refusals
 
 #: Scores are in base 2: exp2 is one instruction.
 LOG2_E = math.log2(math.e)
@@ -60,33 +58,31 @@ def attention(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTHK: jax.Array,
-    sight: Sight,
+    first_BT: jax.Array,
     *,
     scale: float,
     forward: Tiles = FORWARD,
     backward: Tiles = BACKWARD,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute the definition's value and gradient to the rounding of the inputs' dtype, for any window.
+    """Compute `attention.attention` to the rounding of the inputs' dtype, for shapes that `refusals` permits.
 
-    Scores, sums and accumulators are float32; weights and their gradients are rounded to the dtype of the values
+    Scores, sums and accumulators are float32. Weights and their gradients are rounded to the dtype of the values
     before each product. The backward pass recomputes scores, so memory is linear in T.
-
-    Queries, keys and values have one dtype, bfloat16 for speed; K is a power of two, T a multiple of every tile.
-    `backward` has the tiles of both backward kernels; `interpret` is for tests.
-
-    Raises:
-        ValueError: if T or K does not fit the tiles.
     """
-    if reasons := refusals(q_BTHK.shape, forward, backward):
-        raise ValueError("; ".join(reasons))
-    return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, _Settings(scale, forward, backward, interpret))
+    return _attention(q_BTHK, k_BTHK, v_BTHK, first_BT, _Settings(scale, forward, backward, interpret))
 
 
-def refusals(shape_BTHK: tuple[int, ...], forward: Tiles = FORWARD, backward: Tiles = BACKWARD) -> list[str]:
+def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
     """Return why the kernels cannot run on this shape."""
-    multiple = math.lcm(forward.queries, forward.keys, backward.queries, backward.keys)
-    return size_refusals(shape_BTHK, multiple=multiple, widths=(16, 32, 64, 128))
+    _, num_tokens, _, head_dim = shape_BTHK
+    multiple = math.lcm(FORWARD.queries, FORWARD.keys, BACKWARD.queries, BACKWARD.keys)
+    reasons = []
+    if num_tokens % multiple:
+        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}")
+    if head_dim not in (16, 32, 64, 128):
+        reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
+    return reasons
 
 
 class _Settings(NamedTuple):
@@ -224,10 +220,7 @@ def _call(
     operands: tuple[jax.Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel once per tile of `tile` tokens, head and row; each program writes its tile of the results.
-
-    `parts` has for each operand what a program reads of it: its own tile, all tokens, or one number per tile.
-    """
+    """Run a kernel per tile, head and row. `parts` says what a program reads of each operand (`_spec`)."""
     num_rows, num_tokens, num_heads, _ = operands[0].shape
     return pl.pallas_call(
         partial(kernel, scale=settings.scale, tiles=tiles),
@@ -242,7 +235,7 @@ def _call(
 
 
 def _spec(shape: tuple[int, ...], part: str, tile: int) -> pl.BlockSpec:
-    """Return the block of a program for an operand [B, T, H, K], [B, H, T] or [B, T], or [B, N] for "one"."""
+    """Return a program's block of [B, T, H, K], [B, H, T] or [B, T]: its tile or all; or its number in [B, N]."""
     if part == "one":
         return pl.BlockSpec((None, None), lambda i, h, b: (b, i))
     at = {2: 1, 3: 2, 4: 1}[len(shape)]
@@ -255,10 +248,9 @@ def _spec(shape: tuple[int, ...], part: str, tile: int) -> pl.BlockSpec:
 
 
 def _rows(x_BTHK: jax.Array) -> tuple[int, int, int]:
-    """[B, H, T]."""
     return x_BTHK.shape[0], x_BTHK.shape[2], x_BTHK.shape[1]
 
 
 def _like(x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Describe a result that varies over the same mesh axes as `x`; shard_map needs that."""
+    """Describe a result that varies over the mesh axes of `x`, as shard_map requires."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

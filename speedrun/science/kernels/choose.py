@@ -1,6 +1,5 @@
 """Choose the form of each operation while a program is traced, and record the choice with its reason.
 
-Kernels for Mosaic are imported where they are used: that is a third of a start.
 Legend: B batch, T time, H heads, K head width.
 """
 
@@ -19,7 +18,7 @@ from speedrun.science.kernels import attention_banded, attention_triton, cross_e
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import mlp as mlps
 from speedrun.science.kernels import qk_norm_triton as fused
-from speedrun.science.kernels.attention import Sight, Window, attention
+from speedrun.science.kernels.attention import Window, attention
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
 from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
@@ -51,7 +50,7 @@ class Form(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The static facts of a call of attention."""
+    """Static facts of a call of attention."""
 
     shape_BTHK: tuple[int, int, int, int]  #: on one device
     dtype: jnp.dtype
@@ -61,7 +60,7 @@ class AttentionCall(NamedTuple):
 
 
 class QkNormCall(NamedTuple):
-    """The static facts of a call of QK-norm and rotary."""
+    """Static facts of a call of QK-norm and rotary."""
 
     head_dim: int
     dtype: jnp.dtype
@@ -70,18 +69,18 @@ class QkNormCall(NamedTuple):
 
 
 class MlpCall(NamedTuple):
-    """The static facts of a call of the MLP."""
+    """Static facts of a call of the MLP."""
 
     num_tokens: int  #: on one device
     model_dim: int
     mlp_dim: int
-    dtype: jnp.dtype  #: that all three operands fit into
+    dtype: jnp.dtype  #: of the states
     platform: str
     compute_capability: str
 
 
 class HeadCall(NamedTuple):
-    """The static facts of a call of the loss head."""
+    """Static facts of a call of the loss head."""
 
     num_tokens: int  #: on one device
     num_columns: int
@@ -90,7 +89,7 @@ class HeadCall(NamedTuple):
     compute_capability: str
     fp8: Fp8 | None
     cap: Cap
-    chunk_tokens: int = HEAD_TOKENS  #: of which logits exist at one time
+    chunk_tokens: int = HEAD_TOKENS  #: most tokens whose logits exist at a time
 
 
 def _definition_refusals(call: AttentionCall) -> list[str]:
@@ -144,6 +143,7 @@ QK_NORM: Mapping[str, Form] = MappingProxyType(
 def mlp_form(call: MlpCall) -> Choice:
     """Return the form with activations inside products where it can run, else the definition."""
     if not (refusals := _platform_refusals(call)):
+        # Importing Mosaic takes a third of a start.
         from speedrun.science.kernels import mlp_mosaic
 
         if not (refusals := mlp_mosaic.refusals(*call[:4])):
@@ -152,7 +152,7 @@ def mlp_form(call: MlpCall) -> Choice:
 
 
 def passes_of(call: HeadCall) -> tuple[Passes, str]:
-    """Return the best passes over the logits of a call, and whose they are."""
+    """Return the fastest passes over the logits that can run, and a description."""
     if not (refusals := _platform_refusals(call)):
         from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 
@@ -162,10 +162,10 @@ def passes_of(call: HeadCall) -> tuple[Passes, str]:
 
 
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
-    """Return the wanted form, or for "auto" the first form in order of preference that can run.
+    """Return the wanted form, or for "auto" the first in order of preference that can run.
 
     Raises:
-        UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
+        UsageError: if the name is unknown or the form cannot run.
     """
     tokens = call.shape_BTHK[1]
     if call.platform != "cpu":
@@ -188,7 +188,6 @@ def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
 def _choose(
     operation: str, of: Mapping[str, Form], wanted: str, order: list[str], why: str, call: Any
 ) -> Choice:
-    """Do what `choose_attention` says."""
     if wanted != "auto":
         if wanted not in of:
             raise unknown(f"form of {operation}", wanted, ["auto", *of])
@@ -203,9 +202,9 @@ def _choose(
 
 
 def choose_head(call: HeadCall) -> Choice:
-    """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
+    """Return the form of the loss head: plain without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
-    Devices without FP8 units emulate it.
+    Devices without FP8 units emulate FP8.
 
     Raises:
         UsageError: for FP8 without a cap.
@@ -227,17 +226,14 @@ def choose_head(call: HeadCall) -> Choice:
     return Choice(str(call.dtype) if fp8 is None else "fp8", head, reason)
 
 
-@dataclass(frozen=True, eq=False)  # as an argument of `jit`, no other program's kernels stand for these
+@dataclass(frozen=True, eq=False)  # no two are equal: `jit` would take the trace of another program's kernels
 class Kernels:
-    """The operations of one program. Tracing a call chooses its form and adds the choice to `choices`.
-
-    Only the traced model knows the shapes and dtypes of calls. The choice is a pure function of the call.
-    """
+    """The operations of one program. Tracing a call chooses its form and adds the choice to `choices`."""
 
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
-    head_tokens: int = HEAD_TOKENS  #: of which logits exist at one time
+    head_tokens: int = HEAD_TOKENS  #: most tokens whose logits exist at a time
     choices: dict[str, Choice] = field(default_factory=dict)  #: by operation and shape
 
     def attention(
@@ -245,17 +241,15 @@ class Kernels:
         q_BTHK: jax.Array,
         k_BTHK: jax.Array,
         v_BTHK: jax.Array,
-        sight: Sight,
+        first_BT: jax.Array,
         /,
         *,
         scale: float,
         window: Window,
         block_tokens: int,
     ) -> jax.Array:
-        """Compute `kernels.attention`; `sight` must be made from this `window` and `block_tokens`."""
+        """Compute `kernels.attention`, with `first_BT` from `sight` for this `window` and `block_tokens`."""
         rows, tokens, heads, width = q_BTHK.shape
-        if isinstance(window.blocks, int) and window.blocks < 1:  # forms disagree about what sees nothing
-            raise UsageError(f"attention has a window of {window.blocks} blocks; need at least 1")
         here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
         call = AttentionCall(*here, window.most * block_tokens)
         choice = choose_attention(self.wanted_attention, call)
@@ -263,7 +257,7 @@ class Kernels:
         shape = f"{rows}x{tokens}x{heads}x{width}"
         self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
         with jax.named_scope("attention"):
-            return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
+            return choice.function(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=scale)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""
@@ -287,7 +281,7 @@ class Kernels:
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None
     ) -> jax.Array:
-        """Return the summed loss of all tokens: f32 [], nats."""
+        """Return the loss summed over all tokens: f32 [], nats."""
         targets = single_targets(targets_N)
         return self.weighted_cross_entropy(x_ND, head_VD, targets, cap=cap, fp8=fp8).weighted
 

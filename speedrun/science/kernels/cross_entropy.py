@@ -1,4 +1,4 @@
-"""Vocabulary head, soft cap and loss: the definition, and a form for CPUs that computes the logits in chunks.
+"""Vocabulary head, soft cap and loss: the definition, and a form for CPUs that computes logits in chunks.
 
 Legend: N tokens, D model, V vocabulary, M targets of a token.
 """
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 #: Most tokens per chunk: 256 x 50,304 float32 logits fit a CPU's caches and keep its GEMMs busy.
 CHUNK_TOKENS = 256
-
 #: Above it exp(-2 cap), the smallest possible term of a sum, underflows float32.
 MAX_CAP = 40.0
 
@@ -23,8 +22,7 @@ MAX_CAP = 40.0
 class Cap:
     """A soft cap of logits: height * tanh((z + shift) / unit).
 
-    Record 89 writes 23 sigmoid((z + 5) / 7.5). As h sigmoid(y) = h/2 tanh(y/2) + h/2, that is Cap(11.5, 15, 5) plus a
-    constant, which softmax ignores.
+    Records write 23 sigmoid((z + 5) / 7.5) for Cap(11.5, 15, 5). Both differ by a constant, which softmax ignores.
     """
 
     height: float  #: at most `MAX_CAP` for a loss
@@ -32,16 +30,15 @@ class Cap:
     shift: float = 0.0
 
     def tanh(self, z: jax.Array, scale: float = 1.0) -> jax.Array:
-        """Return the tanh of the cap in float32, for logits that are multiplied by `scale`."""
+        """Return the tanh of the cap in float32, for logits that were multiplied by `scale`."""
         return jnp.tanh((z.astype(jnp.float32) + scale * self.shift) / (scale * self.unit))
 
 
 class Targets(NamedTuple):
     """What each token predicts. The loss is the sum over n and m of weights_NM * nll_NM.
 
-    Its gradient with respect to capped logits is softmax_N times the softmax, minus weights_NM at the targets.
-    That is the derivative if softmax_N is the sum of the weights. Record 89 also adds up weights of targets that do
-    not exist, so there it is not.
+    Its gradient with respect to capped logits is softmax_N times the softmax, minus weights_NM at the targets. This is
+    the derivative if softmax_N is the sum of the weights. Record 89 includes the weights of targets that do not exist.
     """
 
     ids_NM: jax.Array  #: i32, each below V; -1 for none
@@ -53,7 +50,7 @@ class Losses(NamedTuple):
     """Sums over tokens in nats, f32 []."""
 
     weighted: jax.Array
-    first: jax.Array  #: of the first targets, each with weight 1; for logs, without a gradient
+    first: jax.Array  #: of the first targets with weight 1, for logs; it has no gradient
 
 
 def single_targets(targets_N: jax.Array) -> Targets:
@@ -63,15 +60,12 @@ def single_targets(targets_N: jax.Array) -> Targets:
 
 
 def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float | Cap) -> jax.Array:
-    """Return capped x W^T in float32: [N, V]. For a number as the cap see `as_cap`.
-
-    Record 21 writes 30 sigmoid(z / 7.5), which is 15 tanh(z / 15) plus a constant that softmax ignores.
-    """
+    """Return capped x W^T in float32: [N, V]."""
     return _capped(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32), as_cap(cap))
 
 
 def weighted_cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap) -> Losses:
-    """Return the losses of weighted targets. This is the definition, also of the gradient."""
+    """Return the losses of weighted targets: the definition, also of the gradient."""
     return _define(logits(x_ND, head_VD, cap=cap), targets)
 
 
@@ -84,7 +78,7 @@ def _define(logits_NV: jax.Array, targets: Targets) -> Losses:
 
 
 def sum_losses(lse_N: jax.Array, logits_NM: jax.Array, targets: Targets) -> Losses:
-    """Return the losses, given log sums of exponentials and the targets' logits: any number where there is none."""
+    """Return the losses, given log sums of exponentials and the logits of targets."""
     nll_NM = lse_N[:, None] - logits_NM
     first = jnp.sum(nll_NM[:, 0], where=targets.ids_NM[:, 0] >= 0)
     return Losses(jnp.sum(targets.weights_NM * nll_NM), jax.lax.stop_gradient(first))
@@ -93,10 +87,9 @@ def sum_losses(lse_N: jax.Array, logits_NM: jax.Array, targets: Targets) -> Loss
 def weighted_uncapped(
     x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap, num_chunks: int
 ) -> Losses:
-    """Return `weighted_cross_entropy` for any cap.
+    """Return `weighted_cross_entropy` for any cap, in four products: the backward pass recomputes the logits.
 
-    Logits are computed again in the backward pass, chunk by chunk: four products. The head's gradient is summed over
-    the chunks in float32.
+    The gradient of the head is summed over the chunks in float32.
     """
     wide_VD = head_VD.astype(jnp.float32)
 
@@ -109,7 +102,7 @@ def weighted_uncapped(
 
 @jax.custom_vjp
 def _products(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Return x W^T in float32. The backward pass rounds its gradient to the dtype of `x_ND`, for fast products."""
+    """Return x W^T in float32. For fast products, the backward pass rounds the gradient to the dtype of `x_ND`."""
     return jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32)
 
 
@@ -125,7 +118,7 @@ _products.defvjp(lambda x_ND, head_VD: (_products(x_ND, head_VD), (x_ND, head_VD
 class Form(NamedTuple):
     """A way to compute the capped loss head."""
 
-    #: States and weights -> both as they are multiplied.
+    #: States and weights -> the factors of the products.
     factors: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     #: Factors and targets of a chunk -> (losses, gradient of weights in f32), gradient of states.
     differentiate: Callable[[jax.Array, jax.Array, Targets], tuple[tuple[Losses, jax.Array], jax.Array]]
@@ -136,8 +129,8 @@ class Form(NamedTuple):
 def in_chunks(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int) -> Losses:
     """Return `weighted_cross_entropy` by a form. Only states and weights have gradients.
 
-    The forward pass of a derivative also computes the gradients, chunk by chunk: three products instead of four, and
-    no [N, V] array of all chunks. Without a derivative XLA drops them.
+    The forward pass also computes the gradients, chunk by chunk: three products instead of four, and no [N, V] array
+    of all chunks. XLA drops the gradients where they are not used.
     """
     return _forward(x_ND, head_VD, targets, form, num_chunks)[0]
 
@@ -166,7 +159,7 @@ in_chunks.defvjp(_forward, _backward)
 
 
 def _over_chunks(function: Callable[..., Any], x_ND: jax.Array, targets: Targets, num_chunks: int) -> Any:
-    """Apply a function to equal parts of the tokens. Its first result is added up, its second is concatenated."""
+    """Apply a function to equal parts of the tokens; sum its first results, concatenate its second ones."""
     chunks = jax.tree.map(lambda a: a.reshape(num_chunks, -1, *a.shape[1:]), (x_ND, targets))
 
     def add(total: Any, chunk: tuple[jax.Array, Targets]) -> tuple[Any, Any]:
@@ -183,16 +176,14 @@ def _over_chunks(function: Callable[..., Any], x_ND: jax.Array, targets: Targets
 
 
 def fewest_chunks(num_tokens: int, most_tokens: int) -> int:
-    """Return the smallest number of equal chunks of at most `most_tokens` each."""
+    """Return the smallest number of equal chunks of at most `most_tokens`."""
     return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * most_tokens)
 
 
 def dlogits(exp_NV: jax.Array, sum_N: jax.Array, tanh_NV: jax.Array, targets: Targets, cap: Cap) -> jax.Array:
-    """Return the gradient with respect to logits before the cap: f32 [N, V].
-
-    Factors of a row are multiplied first: a pass over all logits is bound by its instructions.
-    """
+    """Return the gradient with respect to logits before the cap: f32 [N, V]."""
     slope = cap.height / cap.unit
+    # The factors of a row are multiplied first, as a pass over all logits is bound by its instructions.
     dcapped_NV = exp_NV / (sum_N / (slope * targets.softmax_N))[:, None]
     column_NV = jax.lax.broadcasted_iota(jnp.int32, exp_NV.shape, 1)
     for ids_N, weights_N in zip(targets.ids_NM.T, slope * targets.weights_NM.T, strict=True):
@@ -201,10 +192,10 @@ def dlogits(exp_NV: jax.Array, sum_N: jax.Array, tanh_NV: jax.Array, targets: Ta
 
 
 def weighted_on_cpu(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap) -> Losses:
-    """Return `weighted_cross_entropy` for factors of one float dtype, in chunks that stay in a CPU's cache.
+    """Return `weighted_cross_entropy` in chunks that stay in a CPU's cache, for factors of one dtype.
 
     Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. A target's logit is computed
-    from its weight row, which avoids a scatter. Timings: docs/LOG.md.
+    from its weight row, which avoids a scatter.
     """
     form = Form(lambda x_ND, head_VD: (x_ND, head_VD), partial(_differentiate, cap=cap))
     return in_chunks(x_ND, head_VD, targets, form, fewest_chunks(len(x_ND), CHUNK_TOKENS))
@@ -224,11 +215,8 @@ def _differentiate(
 
 
 def _row_sums(x_NV: jax.Array) -> jax.Array:
-    """Sum over the last axis, first in groups of up to 128 columns.
-
-    XLA for CPU fuses exp into a plain reduction and does not vectorise the result, which is 2.5 times slower.
-    A product with ones prevents that, and groups keep its rounding error below 1e-6 of the sum.
-    """
+    """Sum over the last axis, first in groups of up to 128 columns to limit the rounding error."""
+    # XLA for CPU would fuse exp into a plain reduction without vectorising it, which is 2.5 times slower.
     group = math.gcd(x_NV.shape[1], 128)
     groups = x_NV.reshape(len(x_NV), -1, group)
     exact = jax.lax.Precision.HIGHEST  # a GPU would round float32 factors to TF32
@@ -236,7 +224,7 @@ def _row_sums(x_NV: jax.Array) -> jax.Array:
 
 
 def as_cap(cap: float | Cap) -> Cap:
-    """Return the cap of a number c: c tanh(z / c), so that an infinite one caps nothing."""
+    """Return the cap c tanh(z / c) of a number c; infinity caps nothing."""
     return cap if isinstance(cap, Cap) else Cap(cap, cap)
 
 

@@ -1,7 +1,4 @@
-"""Vocabulary head, soft cap and loss for GPUs: three products, and as few passes over the logits as possible.
-
-Computes `cross_entropy.weighted_cross_entropy`. More arguments set how factors are rounded, the number of chunks, and
-who makes the passes.
+"""Vocabulary head, soft cap and loss for GPUs: three products, and two passes over the logits.
 
 Legend: N tokens, D model, V vocabulary, M targets of a token, C chunks.
 """
@@ -35,8 +32,7 @@ class Fp8:
 #: of the sum that is 10.67, which holds for any number of chunks.
 RECORD21 = Fp8(x=2.0, head=2.0**9, grad=2.0**19 / 49_152)
 
-#: Record 89 divides by the reciprocals: 100/448, 1.6/448, 0.75/448. Upstream divides the last one by the number of
-#: accumulations, because it differentiates the sum divided by that number. What is rounded is the same.
+#: Record 89 divides by the reciprocals: 100/448, 1.6/448, 0.75/448.
 RECORD89 = Fp8(x=448 / 100, head=448 / 1.6, grad=448 / 0.75)
 
 
@@ -46,7 +42,7 @@ class Passes(NamedTuple):
     #: z, cap, scale -> sums of exp(capped - height): f32 [N].
     sum_exp: Callable[[jax.Array, Cap, float], jax.Array]
     #: z, factors f32 [N], cap, scale, dtype -> factor exp(capped - height) (1 - tanh^2): [N, V]; in 8 bits also
-    #: [V, N], as such products need each factor contiguous along the sum.
+    #: [V, N], as 8-bit products need both factors contiguous along the sum.
     softmax_gradient: Callable[[jax.Array, jax.Array, Cap, float, Any], tuple[jax.Array, ...]]
 
 
@@ -63,7 +59,7 @@ def _softmax_gradient(
     return (g_NV, g_NV.T) if g_NV.dtype.itemsize == 1 else (g_NV,)
 
 
-#: As XLA fuses them, for any device.
+#: Fused by XLA, for any device.
 PASSES = Passes(_sum_exp, _softmax_gradient)
 
 
@@ -77,28 +73,13 @@ def weighted_cross_entropy(
     num_chunks: int = 1,
     passes: Passes = PASSES,
 ) -> Losses:
-    """Return `cross_entropy.weighted_cross_entropy`.
+    """Return `cross_entropy.weighted_cross_entropy`, in 8 bits if scales are given.
 
     The logits are written once, in the dtype of `x_ND`, and read twice: for the sum of exponentials and for their
-    gradient. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. Gradients of
-    targets are computed apart, and written over those of the pass. A barrier makes XLA compute tanh twice instead of
-    storing it as float32 [N, V].
-
-    Args:
-        x_ND: final hidden states, any float dtype.
-        head_VD: weights of the vocabulary, any float dtype. Their gradient is summed in float32 and returned
-            in this dtype: pass float32 to keep its precision, as record 21 does.
-        targets: of each state.
-        cap: of the logits.
-        fp8: scales for training in 8 bits. None: factors in the dtype of `x_ND`.
-        num_chunks: number of chunks, processed in sequence to save memory for logits.
-        passes: over the logits.
-
-    Raises:
-        ValueError: if `num_chunks` does not divide the tokens.
+    gradient. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. Gradients at targets
+    are computed separately and overwrite those of the pass. The gradient of the head is summed in float32 and returned
+    in the dtype of `head_VD`. `num_chunks` must divide the tokens.
     """
-    if len(x_ND) % num_chunks:
-        raise ValueError(f"{len(x_ND)} tokens cannot be split into {num_chunks} equal chunks; need a divisor")
     differentiate = partial(_differentiate, cap=cap, fp8=fp8, passes=passes, dtype=x_ND.dtype)
     scales = (1.0, 1.0) if fp8 is None else (fp8.grad * fp8.head, fp8.grad * fp8.x)
     form = Form(partial(_factors, fp8=fp8), differentiate, scales)
@@ -113,7 +94,7 @@ def _factors(x_ND: jax.Array, head_VD: jax.Array, *, fp8: Fp8 | None) -> tuple[j
 
 
 def _rounded(x: jax.Array, dtype: Any, scale: float = 1.0) -> jax.Array:
-    """Scale in float32, as bfloat16 would round the scale, too. Clip 8 bits, as e4m3 turns larger values into NaN."""
+    """Scale in float32, as bfloat16 would round the scale. Clip to 8 bits, as e4m3 turns larger values into NaN."""
     x, limit = x.astype(jnp.float32) * scale, float(jnp.finfo(dtype).max)
     return (jnp.clip(x, -limit, limit) if jnp.dtype(dtype).itemsize == 1 else x).astype(dtype)
 
@@ -128,14 +109,15 @@ def _differentiate(
     passes: Passes,
     dtype: Any,
 ) -> tuple[tuple[Losses, jax.Array], jax.Array]:
-    """Return losses and gradients of a chunk. Gradients are scaled; that of `x_ND` has the given dtype, like logits."""
+    """Return losses and scaled gradients of a chunk; logits and the gradient of `x_ND` have the given dtype."""
     scale, slope = (1.0, 1.0) if fp8 is None else (fp8.x * fp8.head, fp8.grad)
     slope *= cap.height / cap.unit
-    # In 8 bits, the default precision lets tensor cores accumulate with fewer bits, as in record 21's forward.
+    # In 8 bits, the default precision lets tensor cores accumulate with fewer bits, as record 21's forward pass does.
     z_NV = dot_general(x_ND, head_VD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     sum_N = passes.sum_exp(z_NV, cap, scale)
     tanh_NM = cap.tanh(jnp.take_along_axis(z_NV, targets.ids_NM, axis=1), scale)
     losses = sum_losses(jnp.log(sum_N) + cap.height, cap.height * tanh_NM, targets)
+    # Without the barrier, XLA stores tanh as float32 [N, V] instead of computing it twice.
     losses, z_NV, sum_N = jax.lax.optimization_barrier((losses, z_NV, sum_N))
     factor_N = slope * targets.softmax_N / sum_N
     rounded, precision = (dtype, Precision.DEFAULT) if fp8 is None else (jnp.float8_e5m2, Precision.HIGHEST)
@@ -144,7 +126,6 @@ def _differentiate(
     weights_NM, columns_NM = _by_column(targets, z_NV.shape[1])
     g_NM = _rounded((exp_NM * factor_N[:, None] - slope * weights_NM) * (1 - tanh_NM * tanh_NM), rounded)
     at = jnp.arange(len(z_NV))[:, None], columns_NM
-    # Those of targets are written over the others.
     put = {"mode": "drop", "unique_indices": True}
     g_NV = gradients[0].at[at].set(g_NM, **put)
     g_VN = gradients[1].at[at[::-1]].set(g_NM, **put) if len(gradients) > 1 else g_NV.T
@@ -155,7 +136,7 @@ def _differentiate(
 
 
 def _by_column(targets: Targets, num_columns: int) -> tuple[jax.Array, jax.Array]:
-    """Return sums of weights of equal targets, and columns; all but the first of equals lie beyond the last."""
+    """Return sums of weights of equal targets, and columns; of equals, only the first has a column below the last."""
     ids_NM = targets.ids_NM
     same_NMM = ids_NM[:, :, None] == ids_NM[:, None, :]
     weights_NM = jnp.sum(same_NMM * targets.weights_NM[:, None, :], axis=2)

@@ -1,10 +1,10 @@
-"""The MLP with a squared ReLU for Hopper: its activation and that of its gradient, each inside a product.
+"""The MLP with a squared ReLU for Hopper, with the activation and its gradient fused into products.
 
-XLA writes the product, and reads it again for the square. Here a tile of the product is squared, or multiplied by the
-slope, while it is in registers. Of the first product only the square h is kept: the slope is 2 sqrt(h).
+XLA writes the product and reads it again. Here a tile of the product is squared, or multiplied by the slope, while it
+is in registers. Only the square h of the first product is kept, as the slope is 2 sqrt(h).
 
 Legend: N tokens, D model, F mlp; in a kernel R rows and C columns of a warpgroup's tile, P columns of a piece of it.
-Source: the pipeline is that of JAX's examples for Hopper; record 89 has such a fused kernel in Triton.
+Source: the pipeline follows JAX's examples for Hopper; record 89 has a similar kernel in Triton.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from speedrun.science.kernels.mlp import Factors, bounds, rounded, rounded_weights, scale_of
 from speedrun.science.kernels.varying import varying_like
 
-#: Of a warpgroup's tile: its sums take 128 of a thread's registers.
+#: Size of a warpgroup's tile: its sums take 128 of a thread's registers.
 ROWS, COLUMNS = 64, 256
 WARPGROUPS = 2
 _OWN = ROWS * WARPGROUPS  #: rows of a tile
-#: Columns that a warpgroup turns into results at a time.
+#: Columns that a warpgroup finishes at a time.
 PIECE = 64
-#: Bytes of a factor's row in a step of the pipeline: the widest swizzle.
+#: Bytes of a row of a factor in a step of the pipeline: the widest swizzle.
 _ROW_BYTES = 128
-#: Multiprocessors of an H100 (SXM) and H200. Each takes its next tile while results of the last are on their way.
+#: Multiprocessors of an H100 (SXM) and H200. Each starts its next tile while the last results are being stored.
 _CORES = 132
 _COPY_REGISTERS = 40
 
 
 class _Product(NamedTuple):
-    """A product with what follows it."""
+    """A product, and the function that follows it."""
 
     finish: Callable[..., list[jax.Array]]  #: sums, and the third operand or a piece of it -> results
     columns_axis: int  #: of the second factor
@@ -43,7 +43,7 @@ class _Product(NamedTuple):
 
     @property
     def fetches(self) -> bool:
-        """Whether results take the places of pieces of the third operand, which are fetched ahead."""
+        """Whether pieces of the third operand are fetched ahead, into the slots of the results."""
         return self.finish is _sloped
 
     @property
@@ -53,7 +53,7 @@ class _Product(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Steps of the pipeline in flight, as many as fit beside the slots."""
+        """Steps of the pipeline in flight: as many as fit into shared memory with the slots."""
         return 3 if self.fetches or len(self.results) > 1 else 4
 
 
@@ -71,15 +71,8 @@ def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[
 def mlp(
     x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: Factors, interpret: Any = None
 ) -> jax.Array:
-    """Compute `mlp.mlp` and its gradient to the rounding of bfloat16.
-
-    Raises:
-        ValueError: if the kernels cannot take these shapes or this dtype.
-    """
+    """Compute `mlp.mlp` and its gradient to the rounding of bfloat16, for shapes that `refusals` permits."""
     x_ND = x_D.reshape(-1, x_D.shape[-1])
-    dtype = jnp.result_type(x_ND, up_FD, down_DF)
-    if reasons := refusals(len(x_ND), x_ND.shape[1], len(up_FD), dtype):
-        raise ValueError("; ".join(reasons))
     return jnp.reshape(_mlp(x_ND, up_FD, down_DF, factors, interpret), x_D.shape)
 
 
@@ -94,9 +87,9 @@ def _forward(
     if jnp.finfo(factors).bits > 8:
         (h_NF,) = _call(_Product(_squared, 0, (x_ND.dtype,), interpret), x_ND, up_FD)
         return h_NF @ down_DF.T, (x_ND, up_FD, down_DF, h_NF)
-    most = bounds(x_ND, up_FD)
-    (x8_ND, x_scale), (up8_FD, up_scale) = rounded(x_ND, most.x, factors), rounded_weights(up_FD, factors)
-    (down8_DF, down_scale), h_scale = rounded_weights(down_DF, factors), scale_of(most.h, factors)
+    most_x, most_h = bounds(x_ND, up_FD)
+    (x8_ND, x_scale), (up8_FD, up_scale) = rounded(x_ND, most_x, factors), rounded_weights(up_FD, factors)
+    (down8_DF, down_scale), h_scale = rounded_weights(down_DF, factors), scale_of(most_h, factors)
     scales = jnp.stack([x_scale * up_scale, 1 / h_scale])
     form = _Product(_squared, 0, (x_ND.dtype, jnp.dtype(factors)), interpret)
     h_NF, h8_NF = _call(form, x8_ND, up8_FD, scales)
@@ -120,7 +113,7 @@ _mlp.defvjp(_forward, _backward)
 
 
 def _squared(sums_RP: jax.Array, scales: Any) -> list[jax.Array]:
-    """Return the square, and with scales the same in 8 bits."""
+    """Return the square, and if there are scales also the square in 8 bits."""
     z_RP = jnp.maximum(sums_RP if scales is None else sums_RP * scales[0], 0.0)
     h_RP = z_RP * z_RP
     return [h_RP] if scales is None else [h_RP, jnp.minimum(h_RP * scales[1], 448.0)]
@@ -132,7 +125,7 @@ def _sloped(sums_RP: jax.Array, h_RP: jax.Array) -> list[jax.Array]:
 
 
 def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
-    """Take tiles in turn with the other multiprocessors; the third warpgroup fetches factors, also of the next tile."""
+    """Share the tiles with the other multiprocessors. The third warpgroup fetches factors, also of the next tile."""
     operands, results = refs[: -len(form.results)], refs[-len(form.results) :]
     (num_rows, num_columns), across = results[0].shape, results[0].shape[1] // COLUMNS
     group = lax.axis_index("warpgroup")
@@ -177,14 +170,14 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
 
 
 def _pipeline(a: Any, b: Any, form: _Product, compute: Callable[..., None]) -> Any:
-    """Multiply a tile, step by step along the rows of `a`, while the next steps are fetched."""
+    """Multiply a tile in steps along the rows of `a`, while the next steps are fetched."""
     step = _ROW_BYTES // jnp.dtype(a.dtype).itemsize
     b_shape = (step, COLUMNS) if form.columns_axis else (COLUMNS, step)
 
     def multiply(_: Any, own_a: Any, own_b: Any, sums: Any) -> Any:
         rows = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
         plgpu.wgmma(sums, own_a.at[rows], own_b if form.columns_axis else own_b.T)
-        plgpu.wgmma_wait(0)  # the other warpgroup's products go on
+        plgpu.wgmma_wait(0)  # the other warpgroup's products continue
         return sums
 
     return plgpu.emit_pipeline_warp_specialized(
@@ -211,19 +204,19 @@ class _Own(NamedTuple):
     arrived: Callable[[int], Any]  #: slot -> its barrier
 
     def place(self, piece: int) -> tuple[Any, Any]:
-        """Return the indices of a piece in an array [N, F]."""
+        """Return the indices of a piece in [N, F]."""
         return pl.ds(self.row, ROWS), pl.ds(self.column + piece * PIECE, PIECE)
 
 
 def _fetch(source: Any, own: _Own) -> None:
-    """Begin to fetch the pieces, once the results of the tile before have left their places."""
+    """Start to fetch the pieces, once the results of the previous tile have left their slots."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for piece in range(COLUMNS // PIECE):
         plgpu.copy_gmem_to_smem(source.at[own.place(piece)], own.stores[0].at[piece], own.arrived(piece))
 
 
 def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, ...], results: Any) -> None:
-    """Turn sums into results, piece by piece: one is computed while the one before is copied."""
+    """Turn sums into results, piece by piece: each is computed while the previous one is copied."""
     for piece in range(COLUMNS // PIECE):
         slot, start = piece % form.num_slots, piece * PIECE
         stores, third = [store.at[slot] for store in own.stores], operands[0] if operands else None
@@ -241,13 +234,13 @@ def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, 
 
 
 def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any:
-    """Specify the tiles of a factor, of which the pipeline takes one after the other along an axis."""
+    """Specify the tiles of a factor, which the pipeline takes in order along an axis."""
     swizzle = _swizzle(shape[1], dtype, form)
     return plgpu.BlockSpec(shape, lambda k: (k, 0) if axis == 0 else (0, k), transforms=swizzle)
 
 
 def _swizzle(columns: int, dtype: Any, form: _Product) -> tuple[Any, ...]:
-    """Return the layout of a tile in shared memory that wgmma wants, and that avoids bank conflicts."""
+    """Return the layout of a tile in shared memory that wgmma needs and that avoids bank conflicts."""
     if form.interpret:
         return ()
     size = jnp.dtype(dtype).itemsize

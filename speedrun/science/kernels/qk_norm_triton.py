@@ -1,10 +1,8 @@
 """QK-norm and rotary fused, in Pallas for Triton: each number is read and written once.
 
 With r = 1 / rms(x) and R the rotation of a position times a length l, y = R x r. Rotations preserve inner products, so
-
-    dx = r R^T (dy - y mean(y dy) / l^2)
-
-exactly, for any epsilon under the root. The backward pass needs y, which attention keeps anyway, and r, but not x.
+dx = r R^T (dy - y mean(y dy) / l^2), for any epsilon under the root. The backward pass needs y, which attention keeps
+anyway, and r, but not x.
 
 Legend: B batch, T time, H heads, K head width; inside a kernel C tokens of a tile, J pairs of a head (K/2).
 """
@@ -31,21 +29,12 @@ WARPS = 4
 def qk_norm(
     q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, *, tokens: int = TOKENS, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the definition's value and gradient, rounded once: nothing is rounded between norm and rotary.
-
-    Queries and keys have one shape and dtype, K is a power of two, and so are the tokens of a tile. Angles have no
-    gradient. `interpret` runs on any platform, slowly.
-
-    Raises:
-        ValueError: if K is no power of two.
-    """
-    if reasons := refusals(q_BTHK.shape[3]):
-        raise ValueError("; ".join(reasons))
+    """Compute `qk_norm.qk_norm`, rounded once, for widths that `refusals` permits. Angles have no gradient."""
     return _qk_norm(q_BTHK, k_BTHK, angles, _Settings(tokens, interpret))
 
 
 def refusals(head_dim: int) -> list[str]:
-    """Return why the kernels cannot run on this width."""
+    """Return why the kernels cannot run on heads of this width."""
     fits = head_dim > 1 and head_dim.bit_count() == 1
     return [] if fits else [f"heads of {head_dim} dimensions; the kernels need a power of two"]
 
@@ -82,7 +71,7 @@ _qk_norm.defvjp(_forward, _backward)
 
 
 def _forward_kernel(*refs: Any) -> None:
-    """Apply norm, then rotary, to a tile of queries and of keys, head by head."""
+    """Apply norm, then rotary, to a tile of queries and keys, head by head."""
     cos_ref, sin_ref, q_ref, k_ref, yq_ref, yk_ref, rq_ref, rk_ref = refs
     turns = _turns(cos_ref, sin_ref, q_ref)
     for h in range(q_ref.shape[1]):
@@ -108,7 +97,6 @@ def _backward_kernel(*refs: Any) -> None:
 
 
 def _turns(cos_ref: Any, sin_ref: Any, x_ref: Any) -> list[tuple[jax.Array, jax.Array]]:
-    """Load cosines and sines of each head whose angles differ."""
     half = x_ref.shape[2] // 2
     return [(cos_ref[:, i : i + half], sin_ref[:, i : i + half]) for i in range(0, cos_ref.shape[1], half)]
 
@@ -136,7 +124,6 @@ def _call(
     results: tuple[Any, ...],
     settings: _Settings,
 ) -> Any:
-    """Run a kernel once per tile of tokens and row; outputs have the shapes and dtypes of `results`."""
     first = operands[0]
     num_rows, num_tokens = first.shape[:2]
     tile = math.gcd(num_tokens, settings.tokens)  # divides any length, so no tile is cut off

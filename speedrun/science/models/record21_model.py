@@ -15,7 +15,7 @@ from speedrun.base.limits import Count, Natural, Positive
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.attention import Sight, Window, sight
+from speedrun.science.kernels.attention import Window, sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
@@ -29,7 +29,7 @@ NO_TABLE = -1
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes, and one entry per layer for what differs between layers."""
+    """Sizes, and tuples with one entry per layer."""
 
     vocab_size: Count  #: rows of the input tables
     head_size: Count  #: columns of the softmax: vocab_size rounded up; the extra columns are never targets
@@ -37,8 +37,8 @@ class Config:
     num_heads: Count
     head_dim: Count
     mlp_dim: Count
-    mixing: tuple[Mixing, ...]  #: each layer's attention window, or none
-    value_tables: tuple[int, ...]  #: each layer's value embedding; NO_TABLE for none
+    mixing: tuple[Mixing, ...]  #: attention window of each layer, or none
+    value_tables: tuple[int, ...]  #: value embedding of each layer; NO_TABLE for none
     block_tokens: Count  #: tokens per block of a window
     attention_scale: Positive
     logit_cap: float
@@ -73,34 +73,34 @@ class Config:
         return sorted(set(self.value_tables) - {NO_TABLE})
 
     def mlp(self, x_ND: jax.Array, p: Params, block: str, kernels: Kernels) -> jax.Array:
-        """Apply the MLP of a layer, such as "block.0", to its normalised input. A variant overrides it."""
+        """Apply the MLP of a layer, such as "block.0", to normalised states. Variants override it."""
         return kernels.mlp(x_ND, p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
 
 
 class Context(NamedTuple):
-    """Inputs that the attention of all layers shares, computed once per step."""
+    """Inputs that all layers share, computed once per step."""
 
     kernels: Kernels
     windows: dict[Mixing, Window]
-    sights: dict[Mixing, Sight]  #: how far back each token sees
+    first_BT: dict[Mixing, jax.Array]  #: the first key that each token sees
     angles: tuple[jax.Array, jax.Array]
     values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table
 
 
 def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply attention of layer `i`: QK-norm, rotary, and own values, weighted, beside those of its embedding."""
+    """Apply attention of layer `i` with QK-norm, rotary and value embeddings."""
     if cfg.mixing[i] == "none":
         return jnp.zeros_like(h_ND)
     window, value_table, block = cfg.mixing[i], cfg.value_tables[i], f"block.{i}"
     (own, shared), (q_MD, k_MD, v_MD) = p[f"{block}.value_lambdas"], p[f"{block}.qkv"]
-    heads = (*ctx.sights[window].first_BT.shape, cfg.num_heads, cfg.head_dim)
+    heads = (*ctx.first_BT[window].shape, cfg.num_heads, cfg.head_dim)
     q_BTHK, k_BTHK, v_BTHK = (x.reshape(heads) for x in nn.project(h_ND, q_MD, k_MD, nn.scaled(v_MD, own)))
     if value_table in ctx.values:
         v_BTHK = nn.blend((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))
     o_BTHK = ctx.kernels.attention(
         *ctx.kernels.qk_norm(q_BTHK, k_BTHK, ctx.angles),
         v_BTHK,
-        ctx.sights[window],
+        ctx.first_BT[window],
         scale=cfg.attention_scale,
         window=ctx.windows[window],
         block_tokens=cfg.block_tokens,
@@ -109,7 +109,7 @@ def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax
 
 
 def block_table(mixing: Mixing, cfg: Config) -> Table:
-    """Declare the parameters of one layer. What is added to the residual stream starts at zero."""
+    """Declare the parameters of a layer. Projections into the residual stream start at zero."""
     inner = cfg.num_heads * cfg.head_dim
     attention = {
         "qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
@@ -156,21 +156,21 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
 
 
 def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:
-    """Compute windows, rotary angles and value embeddings of a batch."""
+    """Compute the shared inputs of the layers."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
     windows: dict[Mixing, Window] = {"long": long, "short": long.halved()}
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     return Context(
         kernels=kernels,
         windows=windows,
-        sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
+        first_BT={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
         values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables},
     )
 
 
 def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply one layer: embedding shortcut, mixing over positions, MLP."""
+    """Apply a layer: embedding shortcut, attention, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
     x_ND = nn.blend((keep, x_ND), (shortcut, x0_ND))
     x_ND = x_ND + attend(nn.rms_norm(x_ND), p, i, ctx, cfg)
@@ -180,8 +180,8 @@ def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cf
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
-    The input `window_blocks` is the window of "long" layers; "short" layers see half of it. Each layer of the second
-    half adds the output of its mirror layer in the first half (U-net, record 11).
+    The input `window_blocks` is the window of "long" layers; "short" layers see half of it. Each layer in the second
+    half adds the output of its mirror layer in the first (U-net, record 11).
     """
     ctx = context(p, tokens_BT, inputs.window("window_blocks"), cfg, kernels)
     # Two dimensions: with three, XLA copies the stream before each product that is added to it.

@@ -9,31 +9,28 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.science import nn
-from speedrun.science.kernels.attention import Sight, Window
+from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.choose import Kernels
 
 Angles = tuple[jax.Array, jax.Array]
 
-#: Of the norm of the weights that mix heads.
-COMPOSE_EPS = 1e-6
-#: Smallest squared norm of a value.
-SMALLEST_NORM = 1e-8
+COMPOSE_EPS = 1e-6  #: for the norm of the weights that mix heads
+SMALLEST_NORM = 1e-8  #: squared, of a value
 
 
 class View(NamedTuple):
-    """What queries of a layer see, and the angles of rotary. Windows are in tokens, with the query's own."""
+    """What queries of a layer see, and the rotary angles. Windows are in tokens and include the query."""
 
-    seen: Sight
+    first_BT: jax.Array
     window: Window
-    angles: Angles  #: times the root of the scale of attention
+    angles: Angles  #: multiplied by the root of attention's scale
 
 
 def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array) -> Angles:
-    """Return cosines and sines [N, K/2] of each position, times sqrt(scale); the second half of the pairs rests.
+    """Return cosines and sines [N, K/2] of each position, times sqrt(scale). Half of the pairs do not rotate.
 
-    Queries and keys both have the root, so their products have the scale: it may change from step to step, and costs
-    no pass over them.
+    Products of queries and keys then have the scale, which may change at every step and costs no pass.
     """
     f_K = jnp.concatenate([rotary_K, jnp.zeros_like(rotary_K)])
     theta_NK = positions_N.astype(jnp.float32)[:, None] * f_K[None, :]
@@ -50,7 +47,7 @@ class Heads(NamedTuple):
 
 
 def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads: int) -> Heads:
-    """Return W h for each head. `qk_HND` has pairs of heads: first those of queries, then those of keys."""
+    """Return W h for each head. `qk_HND` has pairs of heads: first of queries, then of keys."""
     heads, h_TD = (*h_BTD.shape[:2], num_heads, -1), h_BTD.reshape(-1, h_BTD.shape[-1])
     projected = nn.project(h_TD, *qk_HND.reshape(2, -1, h_TD.shape[1]), value_ND)
     return Heads(*(x_TN.reshape(heads) for x_TN in projected))
@@ -63,9 +60,9 @@ def rotated(heads: Heads, angles: Angles, kernels: Kernels) -> Heads:
 
 
 def with_key_offset(heads: Heads) -> Heads:
-    """Take the dimensions of keys that do not rotate from the token before. Record 49, @classiclarryd.
+    """Take the dimensions of keys that do not rotate from the previous token, even of another document.
 
-    Crosses documents; the first token keeps its own.
+    The first token keeps its own. Record 49, @classiclarryd.
     """
     k_BTHK = heads.k
     width = k_BTHK.shape[-1]
@@ -76,14 +73,11 @@ def with_key_offset(heads: Heads) -> Heads:
 
 def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
     """Return softmax(q k^T) v over what `view` shows."""
-    return kernels.attention(*heads, view.seen, scale=1.0, window=view.window, block_tokens=1)
+    return kernels.attention(*heads, view.first_BT, scale=1.0, window=view.window, block_tokens=1)
 
 
 def attend_in_pairs(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
-    """Read each token as two, each with one half of the heads. Record 58, @classiclarryd.
-
-    `view` is that of 2 T tokens.
-    """
+    """Read each token as two, each with half of the heads. `view` is for 2 T tokens. Record 58, @classiclarryd."""
     rows, num_tokens, num_heads, width = heads.q.shape
     pairs = Heads(*(x.reshape(rows, 2 * num_tokens, num_heads // 2, width) for x in heads))
     return attend(pairs, view, kernels).reshape(heads.v.shape)
@@ -101,11 +95,10 @@ def exclusive(o_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax
 def composed(
     heads: Heads, first_BT: jax.Array, w1_BTH: jax.Array, w2_BTH: jax.Array, most_keys: int
 ) -> jax.Array:
-    """Return what dynamically composed heads add to the output: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
+    """Return the output of dynamically composed heads: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
 
-    A = sum_h w1'_h P_h, with w1' of unit mean square over the heads, and P_h = softmax(q_h k_h^T) over the keys from
-    `first_BT`, at most `most_keys`. In plain XLA, all tiles of queries at once; computed again in the backward pass.
-
+    A = sum_h w1'_h P_h, with w1' of unit mean square over the heads, and P_h = softmax(q_h k_h^T) over at most
+    `most_keys` keys from `first_BT`. The backward pass recomputes it.
     Source: Xiao et al. 2024, Improving Transformers with Dynamically Composable Multi-Head Attention.
     """
     num_tokens, tile = heads.q.shape[1], max(128, most_keys)

@@ -1,9 +1,7 @@
-"""The architecture of speedrun record 89 (2026): eleven layers around one residual stream.
-
-docs/record89.md explains it with a drawing. Layers count from 0.
+"""The architecture of speedrun record 89 (2026), which docs/record89.md explains. Layers count from 0.
 
 Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary, G hidden width of a gate, N tokens.
-Source: modded-nanogpt, records 22 to 89; each piece names its own.
+Source: modded-nanogpt, records 22 to 89; each function names its own.
 """
 
 from collections.abc import Mapping
@@ -31,17 +29,14 @@ from speedrun.science.recipe import Batch, Forward, Loss
 
 
 def smeared(e_BTD: jax.Array, p: Params) -> jax.Array:
-    """Add to each embedding a gated part of the one before, also across documents. Record 34, @classiclarryd."""
+    """Add a gated part of the previous embedding, even of another document. Record 34, @classiclarryd."""
     strength = p["scalars"][-2]
     gate_BT1 = jax.nn.sigmoid(e_BTD[..., : 2 * GATE_INPUTS] @ p["smear_gate"].T.astype(e_BTD.dtype))
     return nn.blend((jnp.ones(()), e_BTD), (strength * gate_BT1, previous(e_BTD)))
 
 
-# --- numbers for each token from its state
-
-
 def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.Array:
-    """Return (W2 gelu(W1 u) + b) * scale, f32: a small network that gives each token its own mixing weights.
+    """Return (W2 gelu(W1 u) + b) * scale in f32, the mixing weights of each token.
 
     Record 81 (MUDD), after Xiao et al. 2025, MUDDFormer.
     """
@@ -50,12 +45,12 @@ def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.A
     return (nn.gelu(hidden_BTG.astype(jnp.float32)) @ w2.T + bias[None, None]) * scale
 
 
-#: The gates of a half of the layers: f32 [B, T, width] by kind and layer.
+#: Gates by kind and layer: f32 [B, T, width].
 Gates = Mapping[tuple[str, int], jax.Array]
 
 
 def gates(u_BTD: jax.Array, p: Params, half: int, cfg: Config) -> Gates:
-    """Return the gates of one half of the layers, in the order of `Config.gates`. Record 85."""
+    """Return the gates of one half of the layers. Record 85."""
     all_BTN = network(u_BTD, p, "mudd_gate", half, p["mudd_gate_scale"])
     values, start = {}, 0
     for key, width in cfg.gates(half).items():
@@ -63,11 +58,8 @@ def gates(u_BTD: jax.Array, p: Params, half: int, cfg: Config) -> Gates:
     return values
 
 
-# --- one layer
-
-
 class Context(NamedTuple):
-    """What all layers share, computed once per step."""
+    """Inputs that all layers share, computed once per step."""
 
     kernels: Kernels
     views: dict[str, View]  #: by the kind of attention
@@ -79,7 +71,7 @@ class Context(NamedTuple):
 
 
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
-    """Compute documents, windows, angles, embeddings; raise UsageError if frequencies do not fit the heads."""
+    """Compute the shared inputs; raise UsageError if the frequencies do not fit the heads."""
     if (pairs := len(inputs["rotary"])) * 4 != cfg.head_dim:
         found = f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions"
         raise UsageError(f"{found}; need a quarter: --set schedule.rotary_pairs={cfg.head_dim // 4}")
@@ -98,7 +90,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
                 sight(jnp.repeat(doc_BT, 2, axis=1), short.blocks, 1), short, (cosines_TK, sines_TK)
             ),
         },
-        compose_first_BT=sight(doc_BT, cfg.compose_keys, 1).first_BT,
+        compose_first_BT=sight(doc_BT, cfg.compose_keys, 1),
         x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
         bigram_BTD=bigrams(p, tokens_BT, inputs["bigram_signs"]),
         values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")},
@@ -107,14 +99,14 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
 
 
 def gated_value(h_BTD: jax.Array, value_BTD: jax.Array, gate_HN: jax.Array) -> jax.Array:
-    """Return 2 sigmoid(g_h [h; value]) value for each head, from six entries of each. Records 55 and 70."""
+    """Return 2 sigmoid(g_h [h; value]) value for each head; gates read six entries of each. Records 55 and 70."""
     seen_BTN = jnp.concatenate([h_BTD[..., :GATE_INPUTS], value_BTD[..., :GATE_INPUTS]], axis=-1)
     gate_BTH1 = 2 * jax.nn.sigmoid(seen_BTN @ gate_HN.T.astype(h_BTD.dtype))[..., None]
     return gate_BTH1 * by_head(value_BTD, len(gate_HN))
 
 
 def by_head(x_BTD: jax.Array, num_heads: int) -> jax.Array:
-    """Split the model dimensions in heads: [B, T, H, K]."""
+    """Split the model dimensions into heads: [B, T, H, K]."""
     return x_BTD.reshape(*x_BTD.shape[:2], num_heads, -1)
 
 
@@ -128,7 +120,7 @@ def mix_positions(
     post: jax.Array,
     value_BTHK: jax.Array | None = None,
 ) -> jax.Array:
-    """Return post times the attention of layer `i` over its normalised input; `value_BTHK` is added to the values."""
+    """Return post times the attention of layer `i` over normalised states, with `value_BTHK` added to the values."""
     layer, (scale_in, scale_out) = cfg.layers[i], p["scalars"][2 * i : 2 * i + 2]
     view, (value_ND, out_ND) = ctx.views[layer.attention], p[f"block.{i}.vo"]
     qk_HND, value_ND = (nn.scaled(w, scale_in) for w in (p[f"block.{i}.qk"], value_ND))
@@ -144,7 +136,7 @@ def mix_positions(
 
 
 def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
-    """Compose heads, remove what points along the own value, and gate heads: where layer `i` does so."""
+    """Compose heads, remove their part along the own value, and gate them, if layer `i` does so."""
     if (w1_BTH := gates.get(("compose_in", i))) is not None:
         first_BT, w2_BTH = ctx.compose_first_BT, gates["compose_out", i]
         o_BTHK += attention.composed(heads, first_BT, w1_BTH, w2_BTH, cfg.compose_keys)
@@ -156,7 +148,7 @@ def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context,
 
 
 def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context, post: jax.Array) -> jax.Array:
-    """Return post times the MLP of layer `i` over the stream."""
+    """Return post times the MLP of layer `i`."""
     up_FD, down_FD = p[f"block.{i}.up"], nn.scaled(p[f"block.{i}.down"], post)
     return ctx.kernels.mlp(nn.rms_norm(x_BTD), up_FD, down_FD.T, factors=ctx.mlp_dtype)
 
@@ -164,32 +156,29 @@ def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context, post: jax.Ar
 def add_attention(
     x_BTD: jax.Array, h_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config
 ) -> jax.Array:
-    """Return resid x + post y + gate x0 + gate bigram, y the attention of `h_BTD`. The first layer has its bigram."""
+    """Return resid x + post y + gate x0 + gate bigram, where y is the attention of `h_BTD`."""
     value_BTHK = None
     if i in ctx.values:
         gate_HN = p["value_gates"][cfg.layers_with("value").index(i)]
         value_BTHK = gated_value(h_BTD, ctx.values[i], gate_HN)
     terms = [(p["resid_lambdas"][i, 0], x_BTD), (gates["x0", i], ctx.x0_BTD)]
-    terms += [(gates["bigram", i], ctx.bigram_BTD)] if i else []
+    terms += [(gates["bigram", i], ctx.bigram_BTD)] if i else []  # the input of the first layer has it
     return nn.blend(*terms) + mix_positions(h_BTD, p, i, gates, ctx, cfg, p["post_lambdas"][i, 0], value_BTHK)
 
 
 def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
-    """Return resid x + post z, z the MLP of the stream."""
+    """Return resid x + post z, where z is the MLP of x."""
     z_BTD = mix_channels(x_BTD, p, i, ctx, p["post_lambdas"][i, 1])
     return nn.blend((p["resid_lambdas"][i, 1], x_BTD)) + z_BTD
 
 
 def block(x_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply one layer to the stream."""
+    """Apply a layer to the stream."""
     return add_mlp(add_attention(x_BTD, nn.rms_norm(x_BTD), p, i, gates, ctx, cfg), p, i, ctx)
 
 
-# --- the stream
-
-
 class Stream(NamedTuple):
-    """The stream at the places that later ones read."""
+    """Saved states of the stream, which later layers read."""
 
     start_BTD: jax.Array
     early_BTD: jax.Array  #: after layer 3
@@ -198,7 +187,7 @@ class Stream(NamedTuple):
 
 
 def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply layer 10: queries, keys, values and the stream are mixed by 14 numbers for each token. Record 81, MUDD."""
+    """Apply layer 10, which mixes values and the stream with 14 weights per token. Record 81, MUDD."""
     x_BTD, c0_BTD, c7_BTD, half = stream.late_BTD, stream.start_BTD, stream.frozen_BTD, cfg.num_heads // 2
     mu = jnp.split(network(x_BTD, p, "mudd", 0, MUDD_SCALE), 14, axis=-1)
     extra_BTD = nn.blend((mu[0], c0_BTD), (mu[1], c7_BTD), (mu[2], x_BTD))
@@ -212,7 +201,7 @@ def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Confi
 
 
 def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.Array:
-    """Add to the last state earlier ones and the first value embedding, by five numbers for each token. Record 81."""
+    """Add earlier states and the first value embedding, with five weights per token. Record 81."""
     f = jnp.split(network(x_BTD, p, "mudd", 1, MUDD_SCALE)[..., :5], 5, axis=-1)
     first_BTD = ctx.values[min(ctx.values)]
     earlier = stream.start_BTD, stream.frozen_BTD, stream.late_BTD, first_BTD, stream.early_BTD
@@ -222,8 +211,8 @@ def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
-    Of `inputs`, `short_keys` and `long_keys` are windows in tokens, `rotary` the frequencies f32 [K/4],
-    `attention_scale` is f32, `bigram_signs` +-1 [S, D]; `mlp_dtype` is that of the MLPs' factors, if they are rounded.
+    The inputs are windows in tokens (`short_keys`, `long_keys`), frequencies f32 [K/4] (`rotary`), `attention_scale`,
+    `bigram_signs` +-1 [S, D], and in training the dtype of the MLPs' factors (`mlp_dtype`).
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     now = gates(ctx.x0_BTD, p, 0, cfg)
@@ -243,9 +232,7 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return nn.rms_norm(mixed_end(last_block(stream, p, now, ctx, cfg), stream, p, ctx))
 
 
-# --- the loss
-
-#: 23 sigmoid((z + 5) / 7.5), but for a constant that softmax ignores. Record 54.
+#: 23 sigmoid((z + 5) / 7.5), except for a constant that softmax ignores. Record 54.
 CAP = Cap(11.5, 15.0, 5.0)
 
 

@@ -1,4 +1,4 @@
-"""The sizes and the parameters of record 89.
+"""The sizes and parameters of record 89.
 
 Legend: D model, H heads, V vocabulary.
 """
@@ -20,20 +20,17 @@ from speedrun.science.params import Dtype, Init, Member, ParamSpec, Table, const
 Attention = Literal["short", "long", "paired", "none"]
 Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
 
-LATE = 4  #: the layer before which the second half of the gates is computed
-SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
-FROZEN = 7  #: attention of the layers behind it reads the stream after this one (record 77)
+LATE = 4  #: first layer of the second half of the gates
+SKIP = 6  #: adds the stream after layer 3 instead of attention (record 49)
+FROZEN = 7  #: later attention reads the stream after this layer (record 77)
 LAST = 10
-
-#: Entries of a state that its gates read.
-GATE_INPUTS = 6
-#: Of the mixing weights; biases are stored divided by it.
-MUDD_SCALE = 0.1
+GATE_INPUTS = 6  #: entries of a state that its gates read
+MUDD_SCALE = 0.1  #: of the mixing weights; biases are stored divided by it
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer does apart from its MLP."""
+    """A layer without its MLP."""
 
     attention: Attention  #: "paired" layers have the short window
     extras: tuple[Extra, ...] = ()
@@ -41,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes, and what each layer does."""
+    """Sizes and layers."""
 
     vocab_size: Count  #: rows of all tables, and columns of the softmax
     model_dim: Count
@@ -51,7 +48,7 @@ class Config:
     gate_dim: Count  #: hidden width of the networks that make gates
     bigram_rows: Count
     sign_rows: Count
-    compose_keys: Count  #: that composed heads see
+    compose_keys: Count  #: keys that composed heads see
     document_token: Natural
     table_dtype: Dtype  #: of stored tables and gates
     head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
@@ -69,10 +66,8 @@ class Config:
         if "value" not in self.layers[LAST].extras:
             raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
         for i, layer in enumerate(self.layers):
-            if len({*layer.extras}) != len(layer.extras):
-                raise ValueError(f"layers.{i}.extras is {layer.extras}; need each once")
-            kind = layer.attention
-            if (kind == "none") != (i == SKIP):
+            if (layer.attention == "none") != (i == SKIP):
+                kind = layer.attention
                 raise ValueError(f"layers.{i}.attention is {kind!r}; layer 6, and no other, needs 'none'")
         if self.layers[SKIP].extras or min(self.layers_with("compose"), default=LATE) < LATE:
             wrong = "layer 6 has extras, or one before layer 4 has 'compose'"
@@ -89,16 +84,13 @@ class Config:
         return self.model_dim // self.num_heads
 
     def layers_with(self, extra: Extra) -> list[int]:
-        """Return the layers that have an extra."""
+        """Return the layers with an extra."""
         return [i for i, layer in enumerate(self.layers) if extra in layer.extras]
 
     def gates(self, half: int) -> dict[tuple[str, int], int]:
-        """Return kind, layer and width of the gates that one network makes, in their order.
-
-        The first network serves layers 0 to 3, the second the others. Gates of the stream end before the last layer.
-        """
+        """Return the widths of gates by kind and layer, in order: layers 0 to 3 for the first half, or the others."""
         own = range(LATE) if half == 0 else range(LATE, LAST + 1)
-        mixing = [i for i in own if i not in (SKIP, LAST)]
+        mixing = [i for i in own if i not in (SKIP, LAST)]  # with gates of the stream
         widths: dict[tuple[str, int], int] = {}
         for kind in ("exclusive", "gate"):
             widths |= {(kind, i): self.num_heads for i in self.layers_with(kind) if i in own}
@@ -111,7 +103,7 @@ class Config:
 
 
 def table(cfg: Config) -> Table:
-    """Declare the parameters: banks of matrices, tables of embeddings, and small vectors."""
+    """Declare the parameters of the model."""
     d, v, blocks = cfg.model_dim, cfg.vocab_size, {}
     for i, layer in enumerate(cfg.layers):
         blocks |= {f"block.{i}.{name}": spec for name, spec in block_table(layer, cfg).items()}
@@ -131,7 +123,7 @@ def table(cfg: Config) -> Table:
 
 
 def block_table(layer: Layer, cfg: Config) -> Table:
-    """Declare the matrices of a layer. Queries and keys are orthogonalised in pairs of heads (record 80)."""
+    """Declare the matrices of a layer. Muon orthogonalises queries and keys in pairs of heads (record 80)."""
     d, pair, fan_in = cfg.model_dim, 2 * cfg.head_dim, params.uniform_fan_in
     mixing = {
         "qk": ParamSpec((cfg.num_heads, pair, d), ("pair", "heads", "model"), fan_in, "matrix"),
@@ -144,12 +136,12 @@ def block_table(layer: Layer, cfg: Config) -> Table:
 
 
 def rate_of(matrix: Member) -> float:
-    """Return the factor of a matrix's learning rate."""
+    """Return the factor of the learning rate of a matrix."""
     return {"up": 2.0, "down": 4.0}.get(matrix.name.rpartition(".")[2], 1.0)
 
 
 def gate_table(cfg: Config) -> Table:
-    """Declare what is small: replicated vectors, by the settings of their optimiser."""
+    """Declare the replicated vectors."""
     d, g, h, kind = cfg.model_dim, cfg.gate_dim, cfg.num_heads, cfg.table_dtype
     mixes, gates = mixing_starts(), gate_starts(cfg)
     width = gates.shape[1]
@@ -160,7 +152,7 @@ def gate_table(cfg: Config) -> Table:
     return {
         "value_gates": vector((len(cfg.layers_with("value")), h, 2 * GATE_INPUTS), zeros, "value_gate"),
         "smear_gate": vector((1, 2 * GATE_INPUTS), zeros, "smear_gate"),
-        # Two for each layer, the scales of attention's input and output; then the strengths of smear and skip.
+        # The scales of attention's input and output in each layer; then the strengths of smear and skip.
         "scalars": vector((24,), fixed(np.array([0.5, 1.0] * 11 + [0.0, -1.5])), "scalar", "float32"),
         "resid_lambdas": vector((11, 2), constant(math.sqrt(1.1)), "resid", "float32"),
         "post_lambdas": vector((11, 2), constant(1.0), "post", "float32"),
@@ -180,7 +172,7 @@ def fixed(values: np.ndarray) -> Init:
 
 
 def mixing_starts() -> np.ndarray:
-    """Return the biases of the mixing weights of the last layer and of the end, divided by their scale: [2, 14]."""
+    """Return the biases of the mixing weights of the last layer and the end, divided by their scale: [2, 14]."""
     starts = np.zeros((2, 14))
     starts[0, 6:] = [2, 2, math.sqrt(1.1), 1, 0, 0.05, math.sqrt(1.1), 1]
     starts[1, 1] = -0.5

@@ -1,4 +1,4 @@
-"""What record 89 derives from tokens: hashed pairs, what each token predicts, and its constants.
+"""Hashed token pairs, targets and constants of record 89.
 
 Legend: B batch, T time, D model, V vocabulary, S rows of signs, M targets of a token, N tokens.
 """
@@ -15,20 +15,19 @@ from speedrun.science.models.record89_table import Config
 from speedrun.science.params import Params
 from speedrun.science.recipe import Constants, Vocabulary
 
-#: Factors of the hash of token pairs.
-BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191
+BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191  #: factors of the hash of token pairs
 
 
 def previous(x_BT: jax.Array) -> jax.Array:
-    """Return the entry of the token before; zero for the first: [B, T, ...]."""
+    """Return the entry of the previous token, zero for the first: [B, T, ...]."""
     return jnp.pad(x_BT, ((0, 0), (1, 0), *((0, 0),) * (x_BT.ndim - 2)))[:, :-1]
 
 
 def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
-    """Return the row of each token and the one before it: ((a id) xor (b previous id)) mod (rows - 1), i32 [B, T].
+    """Return the row of each token pair: ((a id) xor (b previous id)) mod (rows - 1), i32 [B, T].
 
-    The first token has the last row. To the second, the first counts as id rows - 1: a quirk of the recipe.
-    Record 62, @classiclarryd.
+    The first token has the last row. For the second, the first counts as id rows - 1, a quirk of record 62
+    (@classiclarryd).
     """
     before_BT = previous(tokens_BT.at[:, 0].set(rows - 1))
     hashed_BT = ((BIGRAM_ID * tokens_BT) ^ (BIGRAM_PREVIOUS * before_BT)) % (rows - 1)
@@ -36,9 +35,9 @@ def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
 
 
 def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
-    """Return the vectors of token pairs, with the random signs of a second hash: [B, T, D]. Records 62 and 83.
+    """Return the vectors of token pairs: [B, T, D]. Records 62 and 83.
 
-    Pairs that share a row of the table rarely share signs.
+    They are multiplied by random signs of a second hash, as pairs that share a row rarely share signs.
     """
     row_BT = bigram_rows(tokens_BT, len(p["bigram_embed"]))
     sign_BT = ((previous(tokens_BT) ^ tokens_BT) % len(signs_SD)).at[:, 0].set(0)
@@ -47,20 +46,19 @@ def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
 
 
 def lookup_of_few(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Look up in a table with many more rows than ids: gradients are summed in float32 only for those that occur."""
+    """Look up ids in a table with many more rows: gradients are summed in float32 only for rows that occur."""
     num_rows, ids_N = len(table_VD), ids_BT.reshape(-1)
     t_N = jnp.arange(len(ids_N))
-    last_N = jnp.zeros(num_rows, jnp.int32).at[ids_N].max(t_N)[ids_N]  # stands for all tokens with its id
-    row_N = jnp.where(last_N == t_N, ids_N, num_rows + t_N)  # the others have none
+    last_N = jnp.zeros(num_rows, jnp.int32).at[ids_N].max(t_N)[ids_N]  # last token with the same id
+    row_N = jnp.where(last_N == t_N, ids_N, num_rows + t_N)  # the others have no row
     rows_ND = table_VD.at[row_N].get(mode="fill", fill_value=0, unique_indices=True)
     return nn.lookup(rows_ND, last_N.reshape(ids_BT.shape))
 
 
 def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
-    """Return what each token predicts: the next tokens of its sequence, and the prefix of the first of them.
+    """Return the targets of each token: the next tokens of its sequence, and the prefix of the first of them.
 
-    The prefix of a token is the longest other token that its bytes begin with. The softmax has the weights of all
-    targets also at the end of a sequence, where some do not exist: the recipe's gradient is not the derivative there.
+    `softmax_N` also counts targets beyond the end of a sequence, so the gradient is not the derivative there.
     Records 53 and 88.
     """
     num_ahead, (rows, num_tokens) = inputs["targets"], targets_BT.shape
@@ -72,7 +70,7 @@ def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
     if inputs["has_prefix"]:
         if "prefixes" not in inputs.values:
             raise UsageError(
-                "the schedule has weights of prefixes, and this data has no bytes of its ids; set prefix_weight and "
+                "the schedule weighs prefixes, and this data has no bytes of its ids; set prefix_weight and "
                 "end_prefix_weight of all phases to 0: --set schedule.phases.0.prefix_weight=0"
             )
         ids.append(inputs["prefixes"][ids[0]])
@@ -82,10 +80,7 @@ def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
 
 
 def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
-    """Return the signs of token pairs, the same in all runs, and the prefix of each token if ids have bytes.
-
-    `bigram_signs` computes i8 [S, D], +-1; `prefixes` is i32 [V], -1 for none.
-    """
+    """Return `bigram_signs`, i8 [S, D], the same in all runs; and `prefixes`, i32 [V], if ids have bytes."""
 
     def signs_SD() -> jax.Array:
         return jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8)
@@ -97,11 +92,7 @@ def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
 
 
 def prefixes(vocabulary: tuple[bytes, ...]) -> np.ndarray:
-    """Return the id with the longest proper prefix of each id's bytes, or -1 if none has one: i32 [V].
-
-    Args:
-        vocabulary: the bytes of each id; b"" for ids without bytes, which have no prefix and are none.
-    """
+    """Return the id of the longest proper prefix of each id's bytes, or -1: i32 [V]."""
     ids = {token: index for index, token in enumerate(vocabulary) if token}
 
     def longest(token: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Functions of matrices on banks of them: [K, m, n] with m <= n."""
+"""Functions of banks of matrices: [K, m, n] with m <= n."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,7 @@ import jax.numpy as jnp
 
 
 def quintics(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
-    """For each (a, b, c) in turn: x <- a x + (b s + c s^2) x with s = x x^T. Raises ValueError if m > n."""
-    m, n = x.shape[-2:]
-    if m > n:
-        raise ValueError(f"got matrices of {m} x {n}, need rows <= columns; transpose them")
+    """For each (a, b, c): x <- a x + (b s + c s^2) x with s = x x^T. The square s is the smaller one, as m <= n."""
     for a, b, c in coefficients:
         s = x @ x.mT
         x = a * x + (b * s + c * s @ s) @ x
@@ -18,7 +15,7 @@ def quintics(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -
 
 
 def in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply a function of matrices to every bank, with banks of one shape stacked."""
+    """Apply a function of matrices to every bank; banks of equal shape are stacked."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, x_Kmn in enumerate(banks):
         alike.setdefault(x_Kmn.shape, []).append(i)

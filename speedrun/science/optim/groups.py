@@ -1,4 +1,4 @@
-"""Optimisers as values of a recipe: one transformation of packed parameters, made of one per group."""
+"""Optimisers of recipes: a transformation of packed parameters for each group."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from speedrun.science.params import Dtype, Layout, Member
 def by_group(
     transforms: Mapping[str, optax.GradientTransformation], layout: Layout
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply to each packed array the transformation of its group; raise UsageError for a group without one."""
+    """Apply the transformation of its group to each packed array; raise UsageError for a group without one."""
     if missing := sorted({*layout.groups.values()} - {*transforms}):
         raise UsageError(f"its optimizer has no transformation for group {missing[0]!r} of its table")
     return optax.partition({**transforms}, layout.groups)
@@ -36,7 +36,7 @@ def scale_by_input(name: str) -> optax.GradientTransformationExtraArgs:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam with bias correction and without weight decay, in float32. Moments have the dtype of the parameter."""
+    """Adam without weight decay, computed in float32. Moments have the dtype of the parameter."""
 
     beta1: Momentum
     beta2: Momentum
@@ -49,7 +49,7 @@ class Adam:
 
 
 def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Make a transformation compute in float32 and keep the dtype of its state."""
+    """Compute a transformation in float32, and keep the dtype of its state."""
 
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -63,19 +63,16 @@ def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransfo
 
 @dataclass(frozen=True, slots=True)
 class MuonAndAdam:
-    """Muon for the matrices inside blocks, Adam for all others.
-
-    Learning rates are peak values, multiplied by the input `lr_scale`; None: the table has no such group.
-    """
+    """Muon for group "matrix", Adam for the others. Learning rates are multiplied by the input `lr_scale`."""
 
     muon_lr: Rate
     muon_steps: Natural
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
     head_lr: Rate
     adam: Adam
-    embed_lr: Rate | None = None
+    embed_lr: Rate | None = None  #: None: the table has no such group
     scalar_lr: Rate | None = None
-    factor_of: Callable[[Member], float] = shape_factor  #: times `muon_lr`
+    factor_of: Callable[[Member], float] = shape_factor  #: of `muon_lr`
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of packed parameters."""

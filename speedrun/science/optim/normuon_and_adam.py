@@ -1,9 +1,8 @@
 """The optimisers of record 89: NorMuon at every step, Adam at every second.
 
-NorMuon is Muon whose directions have equal sizes, and whose weights decay cautiously. It works on banks [K, m, n] of
-whole local matrices, as `muon` does. This Adam sums gradients over several steps, decays cautiously, and keeps two
-tables equal that begin as one. Sources: Li et al. 2025 (NorMuon); Amsel et al. 2025 (Polar Express); Liang et al. 2024
-(cautious).
+NorMuon normalises Muon's directions and decays weights cautiously, on banks [K, m, n] as in `orthogonal`. Adam sums
+gradients over several steps, decays cautiously, and keeps two tied tables equal.
+Sources: Li et al. 2025 (NorMuon); Amsel et al. 2025 (Polar Express); Liang et al. 2024 (cautious).
 """
 
 import math
@@ -39,10 +38,9 @@ def polar_express(g_Kmn: jax.Array, *, dtype: Dtype) -> jax.Array:
 
 
 def normalize(x_Kmn: jax.Array, second: jax.Array, *, beta2: float) -> tuple[jax.Array, jax.Array]:
-    """Divide directions by the root of their running mean square; keep the norm of each matrix.
+    """Divide directions by the root of their running mean square, but keep the norm of each matrix.
 
-    Returns:
-        The directions, by a factor that is rounded to their dtype; the new running means (f32, `shorter_mean`).
+    Returns the directions, and the new running means (f32, `shorter_mean`).
     """
     mean = shorter_mean(jnp.square(x_Kmn.astype(jnp.float32)))
     second = beta2 * second + (1 - beta2) * mean
@@ -56,10 +54,7 @@ def normalize(x_Kmn: jax.Array, second: jax.Array, *, beta2: float) -> tuple[jax
 
 
 def shorter_mean(x_Kmn: jax.Array) -> jax.Array:
-    """Return means over the shorter side: [K, 1, n]; over the columns of square matrices: [K, m, 1].
-
-    So every row of a matrix that is declared tall has one, though it is a column here.
-    """
+    """Return means over the shorter side: [K, 1, n]; for square matrices over the columns: [K, m, 1]."""
     return jnp.mean(x_Kmn, axis=1 if x_Kmn.shape[1] < x_Kmn.shape[2] else 2, keepdims=True)
 
 
@@ -75,9 +70,8 @@ def normuon(
 ) -> optax.GradientTransformationExtraArgs:
     """M <- mu M + (1 - mu) G;  D = normalize(polar_express(mu M + (1 - mu) G));  a = lr * lr_scale.
 
-    Update: -a rate (D + decay a W [D W >= 0]). Gradients of other arrays pass unchanged.
-
-    `inputs` are "momentum" (mu) and "lr_scale"; `rates()` returns the rate of each matrix (f32 [K, 1, 1]) by bank.
+    Update: -a rate (D + decay a W [D W >= 0]). Gradients of other arrays pass unchanged. `inputs` are "momentum" (mu)
+    and "lr_scale"; `rates()` returns the rate of each matrix (f32 [K, 1, 1]) by bank.
     """
 
     def init(params: Params) -> NorMuonState:
@@ -108,19 +102,19 @@ class AdamGroup:
     """Settings of a group of parameters."""
 
     name: str
-    lr: Rate  #: times the learning rate of all
+    lr: Rate  #: factor of `adam_lr`
     beta1: Momentum
     beta2: Momentum
-    decay: Rate  #: times the decay of all
+    decay: Rate  #: factor of `adam_decay`
 
 
 class AdamState(NamedTuple):
     """State by packed name."""
 
-    num_updates: jax.Array  #: the same for each array
+    num_updates: jax.Array
     waiting: Params  #: sum of gradients since the last update, in the dtype of the parameter
-    mean: Params  #: running mean of the sums: f32
-    square: Params  #: and of their squares: f32
+    mean: Params  #: f32, running mean of the sums
+    square: Params  #: f32, running mean of their squares
 
 
 def cautious_adam(
@@ -131,8 +125,8 @@ def cautious_adam(
     a = lr * group.lr * lr_scale;  u = a sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps).
     Update: -(u + a^2 decay * group.decay W [u W > 0]).
 
-    While `inputs["tied"]`, each of the two `tied` arrays gets the sum of both gradients, so equal arrays stay equal,
-    with equal moments: at the end nothing needs to be copied. "adam" is compiled in; "tied" is traced.
+    While `inputs["tied"]`, each of the two `tied` arrays gets the sum of both gradients, so that equal arrays and their
+    moments stay equal. "adam" is compiled in; "tied" is traced.
     """
 
     def init(params: Params) -> AdamState:
@@ -173,15 +167,14 @@ def _since(beta: float, count: jax.Array) -> jax.Array:
 class NorMuonAndAdam:
     """NorMuon for group "matrix", Adam for all others. Both decays grow with the square of the learning rate.
 
-    Learning rates are peak values, multiplied by the input `lr_scale`. With tables in bfloat16 the state has 12 bytes
-    for each of their scalars (2 parameter, 2 waiting gradient, 8 moments) and 8 for those of matrices.
+    Learning rates are multiplied by the input `lr_scale`.
     """
 
     muon_lr: Rate
     muon_decay: Rate
     muon_beta2: Momentum  #: of the second moment
     polar_dtype: Dtype  #: of Polar Express
-    rate_of: Callable[[Member], float]  #: times `muon_lr`
+    rate_of: Callable[[Member], float]  #: factor of `muon_lr`
     adam_lr: Rate
     adam_eps: Positive
     adam_decay: Rate
@@ -189,11 +182,7 @@ class NorMuonAndAdam:
     tied: tuple[str, str] = ("head", "embed")  #: updated as one while the input `tied` is true
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
-        """Return the transformation of packed parameters.
-
-        Raises:
-            UsageError: for a group without settings; for tied tables that would part.
-        """
+        """Return the transformation; raise UsageError for groups without settings, or unequal tied tables."""
         settings = {group.name: group for group in self.adam}
         matrices = [name for name, group in layout.groups.items() if group == "matrix"]
         others = {name: group for name, group in layout.groups.items() if group != "matrix"}
@@ -202,7 +191,7 @@ class NorMuonAndAdam:
         groups = {name: settings[group] for name, group in others.items()}
         rules = {name: astuple(groups[name])[1:] for name in self.tied if name in groups}
         starts = {layout.table[name].like or name for name in rules}
-        if len(rules) != 2 or len(self.tied) != 2 or len({*rules.values()}) != 1 or len(starts) != 1:
+        if len(rules) != 2 or len({*rules.values()}) != 1 or len(starts) != 1:
             need = "need two tables with equal starts, whose groups have equal settings"
             raise UsageError(f"its optimizer ties {self.tied}; {need}")
         rates = partial(layout.per_matrix, self.rate_of)

@@ -1,11 +1,8 @@
 """Muon: momentum, then the nearest semi-orthogonal matrix.
 
 Works on banks [K, m, n] of whole local matrices with m <= n (`params.Layout`), so it is batched and needs no
-communication. Source: Jordan et al. 2024; coefficients and Nesterov form of record 21.
-
-Means begin at zero and are not corrected, as in record 21 and torch. `optax.contrib.muon` divides M of step t by
-1 - mu^(t + 1) and g by 1 - mu^t in the Nesterov form below: for random gradients the second update differs by 9 to 15 %
-of its norm, the tenth by 2 to 3 %. It adds 1e-8 to norms, we 1e-7; torch takes the larger of norm and 1e-7.
+communication. Means start at zero and are not bias-corrected, in contrast to `optax.contrib.muon`.
+Source: Jordan et al. 2024; coefficients and Nesterov form of record 21.
 """
 
 import math
@@ -21,32 +18,26 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.optim.banks import in_stacks, quintics
 from speedrun.science.params import Dtype, Member, Params
 
-#: Quintic Newton-Schulz coefficients: steep at zero; singular values end at about 0.7 to 1.2, not at 1.
+#: Quintic Newton-Schulz coefficients, steep at zero. Singular values end between about 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
-    """Move the singular values of each matrix towards one: x <- A x + (B s + C s^2) x with s = x x^T.
+    """Move the singular values of each matrix (m <= n) towards one, by steps of `quintics` in `dtype`.
 
-    Args:
-        g_Kmn: matrices with m <= n (so that s is the smaller square); leading axes are batch axes.
-        steps: of the iteration; five in every record.
-        dtype: of the iteration; bfloat16 in every record.
-
-    Returns:
-        Array of the same shape in `dtype`. Zero stays zero.
+    Zero stays zero. Every record takes five steps in bfloat16.
     """
     x = g_Kmn.astype(dtype)
     return quintics(x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7), [(A, B, C)] * steps)
 
 
 def shape_factor(matrix: Member) -> float:
-    """Return the update scale of a matrix as declared: sqrt(max(1, rows / cols))."""
+    """Return the update scale of a matrix: sqrt(max(1, rows / cols))."""
     return math.sqrt(max(1.0, matrix.rows / matrix.cols))
 
 
 class MuonState(NamedTuple):
-    """Running mean of the gradients, one array for each bank."""
+    """Running mean of the gradients by bank."""
 
     momentum: Any
 
@@ -54,12 +45,10 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     factors: Callable[[], Params], *, steps: int, dtype: Dtype
 ) -> optax.GradientTransformationExtraArgs:
-    """M <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
+    """M <- mu M + (1 - mu) G;  update = factor * orthogonalize(mu M + (1 - mu) G).
 
-    Banks of equal shape are orthogonalised together: on eight devices each owns one matrix per bank, which is too
-    small to fill a GPU.
-
-    `inputs["momentum"]` is mu; `factors()` returns the `shape_factor` of each matrix (f32 [K, 1, 1]) by bank.
+    `inputs["momentum"]` is mu; `factors()` returns the factor of each matrix (f32 [K, 1, 1]) by bank. Banks of equal
+    shape are orthogonalised together, as one matrix per device is too small to fill a GPU.
     """
 
     def init(params: optax.Params) -> MuonState:

@@ -1,4 +1,4 @@
-"""Schedules of values that change between steps. They are traced, so a new value never recompiles."""
+"""Schedules of values that change between steps. They are traced, so new values do not recompile."""
 
 import math
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from speedrun.base.limits import Blocks, Count, Momentum, Natural, Positive, Rat
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up and cool-down of the learning rate, a ramp of the momentum, and a window that grows.
+    """Warm-up and cool-down of the learning rate, a ramp of the momentum, and a growing window.
 
-    The inputs are `lr_scale`, and `momentum` and `window_blocks` where their final values are given.
+    The inputs are `lr_scale`, and `momentum` and `window_blocks` if their final values are given.
     """
 
-    cooldown_fraction: Positive  #: last part of the steps after the warm-up: the learning rate falls
+    cooldown_fraction: Positive  #: part of the steps after the warm-up in which the learning rate falls
     final_lr_scale: Rate = 0.0
     cooldown: Literal["linear", "cosine"] = "linear"
     warmup_steps: Natural = 0  #: in which the learning rate rises linearly
@@ -24,7 +24,7 @@ class Schedule:
     momentum_end: Momentum | None = None
     momentum_steps: Count = 1  #: in which the momentum goes from start to end
     final_window: Blocks | None = None
-    window_grows: Literal["up", "down"] = "up"  #: from 0, rounded up; or from 1, rounded down
+    window_grows: Literal["up", "down"] = "up"  #: from 0 and rounded up, or from 1 and rounded down
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`; `num_steps` itself is the last validation."""
