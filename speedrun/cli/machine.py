@@ -1,6 +1,8 @@
 """The commands about this machine: `doctor`, `bench` and `profile`."""
 
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
@@ -210,6 +212,7 @@ def rival(
     data: Annotated[cli.Folder, "--data DIR", "Shards for both programs."],
     recipe: Annotated[cli.Recipe, "Our recipe."] = "record21",
     steps: Annotated[cli.Count, "Steps of each run."] = 60,
+    turns: Annotated[cli.Count, "Repetitions of ABBA."] = 1,
     first_step: cli.FirstStep = 0,
     devices: Annotated[cli.Count, "Devices of each program."] = 1,
     microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 1,
@@ -218,8 +221,9 @@ def rival(
 ) -> cli.Answer:
     """Time our step and that of the program FOLDER/run in turns (ABBA), on the same tokens.
 
-    The program is called with --shards DIR --steps N --first-step I --sequences N --seq-len N. For each step it prints
-    a line of JSON: {"step": i, "time_s": seconds since the first step began, "loss": nats}.
+    The program is called with --shards DIR --steps N --first-step I --sequences N --seq-len N --start FILE. For each
+    step it prints a line of JSON: {"step": i, "time_s": seconds since the first step began, "loss": nats}. FILE, for
+    np.load, has our initial parameters and the settings of the recipe.
     """
     from speedrun import recipes
     from speedrun.machine import bench_step as timing
@@ -233,8 +237,11 @@ def rival(
     ours += ["--devices", str(devices), "--microbatches", str(microbatches)]
     ours += [word for text in settings for word in ("--set", text)]
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
-    theirs = [str(program), "--shards", str(data), *which, *shape]
-    return _answer(timing.compare(ours, theirs, steps, say))
+    with tempfile.TemporaryDirectory() as scratch:
+        start = Path(scratch) / "start.npz"
+        timing.write_start(chosen, start)
+        theirs = [str(program), "--shards", str(data), *which, *shape, "--start", str(start)]
+        return _answer(timing.compare(ours, theirs, steps, turns, say))
 
 
 _GAPS = 3  #: shown of each device

@@ -1,5 +1,6 @@
 """Time the training step, alone or in turns with another program (ABBA), and the loader of batches."""
 
+import io
 import os
 import subprocess
 import time
@@ -18,10 +19,14 @@ from speedrun.base import accelerators
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
+from speedrun.base.wholefile import write_whole
 from speedrun.data import synthetic
 from speedrun.data.shards import UINT16_IDS, Shard, open_shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
 from speedrun.machine.bench_kernels import middle
+from speedrun.record.statistics import Interval, mean_interval
+from speedrun.science.params import Layout
+from speedrun.science.recipe import Recipe, settings
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.footprint import flops_per_token
@@ -228,23 +233,32 @@ class _RivalLine(msgspec.Struct):
 class Comparison(msgspec.Struct, frozen=True):
     """Runs in the order ours, rival, rival, ours, and the ratio of our step time to the rival's."""
 
-    ratio: float
-    ratio_least: float
-    ratio_most: float
+    ratio: Interval  #: over pairs of neighbours
     ours_ms: list[float]
     rival_ms: list[float]
     runs: list[Curve]
 
     def __str__(self) -> str:
-        return f"ours / rival: {self.ratio:.3f} ({self.ratio_least:.3f} to {self.ratio_most:.3f})"
+        ratio = self.ratio
+        return f"ours / rival: {ratio.mean:.3f}, 95 % interval {ratio.low:.3f} to {ratio.high:.3f}"
+
+
+def write_start(recipe: Recipe, path: Path) -> None:
+    """Write the initial parameters by name, in float32, and the settings of a recipe as JSON, for `np.load`."""
+    meshes.prepare("cpu")  # the programs that are timed need the GPU
+    layout = Layout(recipe.table(recipe.config))
+    params = layout.unpack(layout.init(jax.random.key(0)))
+    given: dict[str, Any] = {name: np.asarray(x, np.float32) for name, x in params.items()}
+    np.savez(packed := io.BytesIO(), settings=msgspec.json.encode(settings(recipe)).decode(), **given)
+    write_whole(path, packed.getvalue())
 
 
 def compare(
-    ours: Sequence[str], theirs: Sequence[str], num_steps: int, say: Callable[[str], object]
+    ours: Sequence[str], theirs: Sequence[str], num_steps: int, turns: int, say: Callable[[str], object]
 ) -> Comparison:
-    """Run both command lines twice, in turns; `ours` is `speedrun bench step --json`."""
+    """Run both command lines alternately, in `turns` of ABBA; `ours` is `speedrun bench step --json`."""
     runs = []
-    for turn in "ABBA":
+    for turn in "ABBA" * turns:
         if turn == "A":
             found = msgspec.json.decode(_output("ours", ours))
             runs.append(Curve("ours", found["ms"], found["losses"]))
@@ -257,9 +271,9 @@ def compare(
 def run_rival(argv: Sequence[str], num_steps: int) -> Curve:
     """Run the other program and read its steps.
 
-    The program warms up, then trains from its own initial state on the first batches of the shards (`*_train_*.bin`, in
-    the order of `data.stream`), with the schedule of the whole record from the first step on. The help of `bench rival`
-    has its arguments and output. Other lines are ignored. It must stay in its process group.
+    The program warms up, then trains from the given or its own initial state on the first batches of the shards
+    (`*_train_*.bin`, in the order of `data.stream`), with the schedule of the whole record from the first step on. The
+    help of `bench rival` has its arguments and output. Other lines are ignored. It must stay in its process group.
     """
     lines = []
     for text in _output("the rival", argv).splitlines():
@@ -285,17 +299,10 @@ def executable(folder: Path) -> Path:
 
 def compared(runs: Sequence[Curve]) -> Comparison:
     """Compare runs in the order ours, rival, rival, ours."""
-    first, second, third, fourth = (median(one.ms) for one in runs)
-    ours_ms, rival_ms = [first, fourth], [second, third]
-    least, most = sorted(a / b for a, b in zip(ours_ms, rival_ms, strict=True))
-    return Comparison(
-        ratio=sum(ours_ms) / sum(rival_ms),
-        ratio_least=least,
-        ratio_most=most,
-        ours_ms=ours_ms,
-        rival_ms=rival_ms,
-        runs=list(runs),
-    )
+    ours_ms, rival_ms = ([median(one.ms) for one in runs if one.who == who] for who in ("ours", "rival"))
+    ratio = mean_interval([a / b for a, b in zip(ours_ms, rival_ms, strict=True)])
+    assert ratio is not None, "ABBA has two pairs"
+    return Comparison(ratio, ours_ms, rival_ms, list(runs))
 
 
 def _output(who: str, argv: Sequence[str]) -> str:
