@@ -1,1 +1,1 @@
-"""This machine: what it can run, and how fast its operations are beside their bounds."""
+"""This machine: what it can run, and how close its operations come to their bounds."""
