@@ -799,7 +799,7 @@ def holding(**changes: Any) -> Archive:
         (pack(ARCHIVE) + b"more", "is cut or too long"),
         (b"", "is cut"),
         (b"\x00" * 99, "format not supported"),
-        (lzma.compress(bytes(2**26 + 1), preset=0), "above 67,108,864 bytes"),
+        (lzma.compress(bytes(2**26 + 1), preset=0), "at most 67,108,864 bytes"),
         (lzma.compress(b"\x81" * 2000), "object"),
         (lzma.compress(b"\x81\xa6leaves\xdd\x03\x00\x00\x00", preset=0), "of length <= 1000000"),
         (pack(holding(steps=("train", "another"))), "lacks programs that it names"),
