@@ -115,10 +115,14 @@ def install_track(folder: Path) -> None:
     (folder / "forged.toml").write_text(_rules())
 
 
+def edit_track(before: str, after: str) -> None:
+    path = track.TRACKS_DIR / "forged.toml"
+    path.write_text(path.read_text().replace(before, after))
+
+
 def rank(ranked: bool = True) -> None:
     """Sets whether the installed track ranks."""
-    path = track.TRACKS_DIR / "forged.toml"
-    path.write_text(path.read_text().replace("ranked = true", f"ranked = {str(ranked).lower()}"))
+    edit_track("ranked = true", f"ranked = {str(ranked).lower()}")
 
 
 def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -> str:
