@@ -1,9 +1,5 @@
-"""For each check of a record, ways to forge one that this check alone refuses.
+"""For each check, forged records that this check alone refuses. A `Build` writes one into a folder."""
 
-A `Build` writes a forged record into a folder.
-"""
-
-import lzma
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -30,11 +26,11 @@ from record_forge import (
 from speedrun.base import runlog, track
 from speedrun.base.runlog import DataRead, ShardRange
 from speedrun.record.about import assemble
-from speedrun.record.archive import name_of, pack
+from speedrun.record.archive import name_of
 from speedrun.record.batch import seeds_from
 from speedrun.record.git_history import files_here
 from speedrun.record.layout import Declaration, Look, Recipe, config_sha256, encode, sha256
-from speedrun.record.reader import load, read_programs
+from speedrun.record.reader import load
 from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcome_of
 
 Build = Callable[[Path], object]
@@ -48,7 +44,7 @@ def place_of(log: Moments, kind: type[runlog.Event], nth: int = 0) -> int:
 
 
 def went_on(log: Moments) -> Moments:
-    """As of a process that found the first four steps done: their time, tokens and validation are not in its log."""
+    """A run that resumes another one after four steps."""
     start, fifth = place_of(log, runlog.ClockStart), place_of(log, runlog.ClockPause, 1)
     fourth = log[place_of(log, runlog.Step, 3)].event
     assert isinstance(fourth, runlog.Step)
@@ -60,7 +56,7 @@ def went_on(log: Moments) -> Moments:
 
 
 def moved_up(to: type[runlog.Event], nth: int) -> Edit:
-    """An event is told before the one that it follows."""
+    """Swap an event with the one before it."""
 
     def edit(log: Moments) -> Moments:
         at = place_of(log, to, nth)
@@ -72,7 +68,7 @@ def moved_up(to: type[runlog.Event], nth: int) -> Edit:
 
 
 def said_to_have_broken_off(log: Moments) -> Moments:
-    """Its loss became non-finite, which its log tells, and its end calls it a run that broke off."""
+    """A run whose loss became non-finite, but whose end has the status of one that broke off."""
     blown = runlog.Error("NonFiniteError", "step 9: loss is nan")
     end = replace(log[-1].event, status="aborted", val_loss=None)
     stop = place_of(log, runlog.ClockStop)
@@ -80,7 +76,7 @@ def said_to_have_broken_off(log: Moments) -> Moments:
 
 
 def broken_off(log: Moments) -> Moments:
-    """After five steps, by an error that the log tells."""
+    """A run that broke off after five steps."""
     place = place_of(log, runlog.Step, 5)
     return [*log[:place], log[place]._replace(event=runlog.Error("OSError", "no | space"))]
 
@@ -93,7 +89,7 @@ def pause_for_nothing(log: Moments) -> Moments:
 
 
 def inserted(event: runlog.Event, kind: type[runlog.Event], nth: int, ns: int) -> Edit:
-    """An event more, so long before another one."""
+    """Insert an event `ns` before another one."""
 
     def edit(log: Moments) -> Moments:
         at = place_of(log, kind, nth)
@@ -103,13 +99,13 @@ def inserted(event: runlog.Event, kind: type[runlog.Event], nth: int, ns: int) -
 
 
 def later(log: Moments, seconds: float) -> Moments:
-    """By both clocks."""
+    """Move events by both clocks."""
     ns = round(seconds * 1e9)
     return [moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log]
 
 
 def long_pause(seconds: int) -> Edit:
-    """The first validation lasts so much longer."""
+    """Lengthen the first validation."""
 
     def edit(log: Moments) -> Moments:
         place = place_of(log, runlog.ClockResume)
@@ -136,7 +132,7 @@ def ending(**fields) -> Build:
 
 
 def shorter(share: float, *kinds: type[runlog.Event]) -> Edit:
-    """The stated train times of some events, not their stamps."""
+    """Shorten the stated train times of some events, but not their stamps."""
     return both(
         *(change(kind, train_time_s=lambda event: event.train_time_s * (1 - share)) for kind in kinds)
     )
@@ -175,18 +171,8 @@ def added(path: str, content: bytes) -> Build:
     return build
 
 
-def assembled(build: Build) -> Build:
-    """Makes every hash right again."""
-
-    def build_both(folder: Path) -> None:
-        build(folder)
-        assemble(folder)
-
-    return build_both
-
-
 def programs(raw: bytes | None, *edits: Edit) -> Build:
-    """Runs with an edited log; `raw` is all that lies in the place of their archive of four bytes."""
+    """Runs with an edited log that name the programs b"mine"; their archive holds `raw`, or is missing."""
 
     def build(folder: Path) -> None:
         logged(change(runlog.Exported, sha256=sha256(b"mine"), num_bytes=4), *edits)(folder)
@@ -198,23 +184,12 @@ def programs(raw: bytes | None, *edits: Edit) -> Build:
     return build
 
 
-def carrying(raw: bytes) -> Build:
-    """Runs that name these bytes as their programs, and have them."""
-
-    def build(folder: Path) -> None:
-        logged(change(runlog.Exported, sha256=sha256(raw), num_bytes=len(raw)))(folder)
-        (folder / name_of(sha256(PROGRAMS))).unlink()
-        (folder / name_of(sha256(raw))).write_bytes(raw)
-
-    return build
-
-
 def without_programs(log: Moments) -> Moments:
     return [moment for moment in log if not isinstance(moment.event, runlog.Exported)]
 
 
 def other_programs(folder: Path) -> None:
-    """Of one run of a batch; both archives are there."""
+    """A batch in which one run names other programs; both archives are present."""
     in_one_run(change(runlog.Exported, sha256=sha256(b"others"), num_bytes=6))(folder)
     (folder / name_of(sha256(b"others"))).write_bytes(b"others")
 
@@ -238,7 +213,7 @@ def with_runs(more: Sequence[Spec], **batch) -> Build:
 
 
 def in_one_run(edit: Edit) -> Build:
-    """A batch, of which one run has another log."""
+    """A batch in which one run has an edited log."""
     return with_runs([Spec(seed=3, edit_log=edit)], declared=(1, 2, 3))
 
 
@@ -253,17 +228,17 @@ def logged(*edits: Edit) -> Build:
 
 
 def reading(*ranges: ShardRange, val: ShardRange | None = None) -> Edit:
-    """As if a run had read other data than its log of steps says."""
+    """Replace the ranges that a run read, but not its steps."""
     return change(runlog.RunEnd, data=data(*ranges, val=val))
 
 
 def other_config(config: dict) -> Edit:
-    """The log of a run with another config, and its digest."""
+    """Replace the config in a log, with its digest."""
     return change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
 
 
 def configured(config: dict, *edits: Edit) -> Build:
-    """Runs of another recipe, which agree about it."""
+    """Runs of another recipe."""
     return logged(other_config({**CONFIG, "recipe": {**CONFIG["recipe"], **config}}), *edits)
 
 
@@ -276,12 +251,12 @@ def cutting(*shards, edit: Edit = lambda log: log) -> Build:
 
 
 def science(text: str) -> Build:
-    """The recipe holds another text."""
+    """Runs of a recipe with another text."""
     return sourced(RECIPE, lambda _: text)
 
 
 def sourced(path: str, edit: Callable[[str], str | None]) -> Build:
-    """One file of the source is edited, added, or, where the edit gives None, left out."""
+    """Runs whose source has one file edited, added, or removed if the edit returns None."""
 
     def edit_source(files):
         text = edit(files.get(path, ""))
@@ -295,7 +270,7 @@ def extended(path: str, more: str) -> Build:
 
 
 STAGE = "[[fixed.recipe.stages]]\nnum_sequences = 10\nseq_len = 10\n"
-#: The end of a track's file that fixes what the forged runs have.
+#: The end of a track file that fixes the settings of the forged runs.
 FIXED = f"""
 [fixed.recipe.config]
 width = 8
@@ -304,16 +279,15 @@ lr = 0.02
 [fixed.inputs]
 window_blocks = 3.0
 """
-#: Thirds of ten steps, by hand.
 WINDOWS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 3)
 
 
 def fixed(*edits: Edit, rules: tuple[str, str] = ("", ""), **spec) -> Build:
-    """Runs on a track that fixes the model, with its windows; `rules` replaces a text of the track's file."""
+    """Runs on a track that fixes the model; `rules` replaces a text in the track file."""
 
     def build(folder: Path) -> None:
         with (track.TRACKS_DIR / "forged.toml").open("a") as file:
-            file.write(FIXED.replace(*rules) if rules[0] else FIXED)
+            file.write(FIXED.replace(*rules))
         windows = change(
             runlog.Step, inputs=lambda step: {"lr_scale": 0.5, "window_blocks": WINDOWS[step.step]}
         )
@@ -323,7 +297,7 @@ def fixed(*edits: Edit, rules: tuple[str, str] = ("", ""), **spec) -> Build:
 
 
 def with_file(path: str, more: str) -> Callable[[Mapping[str, str]], dict[str, str]]:
-    """The source with a longer file, or another one."""
+    """Append to a file of the source, or add one."""
     return lambda files: {**files, path: files.get(path, "") + more}
 
 
@@ -347,12 +321,9 @@ ONE, TWO, SCORED = (
 HASH = "0" * 64
 LOG = "runs/*1/metrics.jsonl"
 LOSS_31 = (change(runlog.Val, at=-1, loss=3.1), change(runlog.RunEnd, val_loss=3.1))
-#: For stamps that were stretched.
 COLD = change(runlog.RunEnd, cold_wall_s=9999.0)
 MORE_SHARDS = ["t_train_1.bin", "t_train_2.bin", "t_train_3.bin"]
 ALL_SHARDS = ["t_train_1.bin", "t_train_2.bin", "t_val_0.bin"]
-CUT = shard("t_train_2.bin", 400, 450)
-SHIFTED = replace(SCORED, start=5, stop=1005)
 
 
 def data(*ranges: ShardRange, val: ShardRange | None = None, ids: str = "a" * 64) -> DataRead:
@@ -360,7 +331,7 @@ def data(*ranges: ShardRange, val: ShardRange | None = None, ids: str = "a" * 64
 
 
 def beside(**other) -> Build:
-    """A record in a folder of records, next to an older one."""
+    """A committed record next to an older one."""
 
     def build(folder: Path) -> None:
         forge(folder)
@@ -375,7 +346,7 @@ def beside(**other) -> Build:
 
 
 def redeclared(folder: Path) -> None:
-    """Of the seeds that follow from source and config, the second is left out."""
+    """A batch without the second of the seeds that follow from source and config."""
     spec = Spec()
     first, _, third = seeds_from(spec.source_sha256, config_sha256(CONFIG), 3)
     forge(folder, seeds=(first, third))
@@ -386,7 +357,7 @@ def promised(**fields) -> Callable[[Declaration], Declaration]:
 
 
 def reproduced(**fields) -> Build:
-    """A record that a referee ran again, with other words in what came of it."""
+    """A record with an edited reproduction."""
 
     def build(folder: Path) -> None:
         record = load(forge(folder))
@@ -410,8 +381,8 @@ MATRICES = {"table": (1000, 900), **{f"block.{number}": (100, 100) for number in
 OTHER_LOSSES = change(runlog.Step, loss=lambda step: step.loss + 0.001)
 
 
-def AT_SEED_1(log: Moments) -> Moments:
-    """Step times of the first run, whatever the seed."""
+def at_seed_1(log: Moments) -> Moments:
+    """Step times of seed 1 for every seed."""
     times = iter([m.event.train_time_s for m in moments(Spec(seed=1)) if isinstance(m.event, runlog.Step)])
     return change(runlog.Step, train_time_s=lambda _: next(times))(log)
 
@@ -421,8 +392,6 @@ def copied_from_the_fifth_step(log: Moments) -> Moments:
     return change(runlog.Step, loss=lambda step: next(own) if step.step < 4 else 4.5 - 0.1 * step.step)(log)
 
 
-OLD = {**SOFTWARE, "jax": "0.9"}
-NO_JAXLIB = {name: version for name, version in SOFTWARE.items() if name != "jaxlib"}
 OWN_BATCH = change(runlog.RunEnd, first_batch_sha256="c" * 64)
 OTHER_IDS = both(
     change(runlog.DataReady, val_sha256="c" * 64),
@@ -433,14 +402,12 @@ BROKE = [Spec(seed=2, attempt=name, edit_log=broken_off) for name in "bc"]
 STARTED_ALIKE = both(
     change(runlog.WarmupStart, state_hash="d" * 16), change(runlog.WarmupEnd, state_hash="d" * 16)
 )
-#: The log of seed 1 under the name of seed 2.
-COPIED = logged(change(runlog.Step, loss=lambda step: 5.0 - 0.1 * step.step))
-#: All steps, the last validation, and then "killed".
+#: Killed after the last validation.
 DISLIKED = Spec(seed=2, attempt="d", edit_log=lambda log: log[:-1])
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
-#: So far below the target that two runs prove it at half the level.
+#: So far below the target that two runs pass at half the level.
 PROVEN = (5.5, 4.0, 3.4, 3.2)
-#: A second look, never reached, whose size would allow two runs to break off.
+#: A second look, never reached, that would allow two runs to break off.
 FAR_LOOK = {
     "val_losses": PROVEN,
     "declared": range(1, 21),
@@ -451,7 +418,7 @@ SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0,
 
 
 def planned_late(folder: Path) -> None:
-    """The plan of the first run comes after its clock."""
+    """A run whose plan comes after the start of its clock."""
     (log,) = forge(folder).glob(LOG)
     lines = log.read_bytes().splitlines(keepends=True)
     plan = lines.pop(next(i for i, line in enumerate(lines) if b'"plan"' in line))
@@ -468,13 +435,9 @@ NO_LOSSES = change(runlog.Val, at=-1, sequences=lambda val: (val.loss - 9e3, val
 OTHER_LOCK = "aot.lock"
 OTHER_RAW = files_here([f"requirements/{OTHER_LOCK}"])[f"requirements/{OTHER_LOCK}"]
 OWN_RUN = Outcome("tiny-1-00a1", 7, "finished", 3.25, 1.0, "", Hardware("cpu", "cpu", 8, 50.0))
-FEWEST = 220
-#: For no step.
-TORN = pack(replace(read_programs(PROGRAMS), document_tokens=()))
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited(LOG, b'"seed"', b'"speed"')),
     ("V001", "an older format", edited(LOG, b'"format":2,', b"")),
-    ("V001", "a key of nobody in about.json", edited("about.json", b'"title"', b'"tittle"')),
     ("V001", "key twice", edited(LOG, b'"i":1,', b'"i":1,"i":1,')),
     ("V001", "NaN", edited(LOG, b'"lr_scale":1.0', b'"lr_scale":NaN')),
     ("V001", "torn", added("runs/tiny-1-00a1/metrics.jsonl", b'{"i":')),
@@ -486,12 +449,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "a line of megabytes", edited(LOG, b'"width":8', b'"width":[%s8]' % (b"8," * 2**21))),
     ("V001", "a config nested too deep", edited(LOG, b'"width":8', b'"width":' + b"[" * 70 + b"]" * 70)),
     ("V001", "a hash that is none", edited(LOG, b'"state_hash":"', b'"state_hash":"the first, ')),
-    ("V001", "a digest that is none", edited(LOG, b'"first_batch_sha256":"bb', b'"first_batch_sha256":"BB')),
-    ("V001", "less than no time", edited(LOG, b'"warmup_s":0.2', b'"warmup_s":-0.2')),
-    ("V001", "a place before the first shard", edited(LOG, b'"cursor":[0,', b'"cursor":[-1,')),
-    ("V001", "no device", edited(LOG, b'"num_devices":8,"so', b'"num_devices":0,"so')),
     ("V001", "a step is missing", edited(LOG, b'"step":3,"tr', b'"step":4,"tr')),
-    ("V002", "a line was edited", assembled(edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5'))),
+    ("V002", "a line was edited", edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5')),
     ("V003", "source was edited", edited("source.txt", b"SIZE = 1", b"SIZE = 2")),
     ("V003", "source has a stray line", added("source.txt", b"more = 1\n")),
     ("V003", "other programs", programs(b"others")),
@@ -499,12 +458,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V003", "no source", made(edit_source=lambda _: {})),
     ("V003", "no event of programs", programs(None, without_programs)),
     ("V003", "two archives", logged(inserted(runlog.Exported(sha256(PROGRAMS), 8, 0.1), runlog.Plan, 0, 1))),
-    ("V003", "an empty archive, missing", programs(None, change(runlog.Exported, sha256=sha256(b""), num_bytes=0))),
     ("V003", "an archive of another size", logged(change(runlog.Exported, num_bytes=9))),
     ("V003", "other programs in one run", other_programs),
-    ("V003", "an archive that is none", carrying(b"mine")),
-    ("V003", "an archive of nothing", carrying(lzma.compress(b""))),
-    ("V003", "an archive that contradicts itself", carrying(TORN)),
+    ("V003", "an archive that is none", programs(b"mine")),
     ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", in_one_run(other_config({**CONFIG, "stages": [11]}))),
@@ -514,17 +470,14 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
     ("V007", "no final state", in_one_run(change(runlog.RunEnd, final_hash=""))),
-    ("V007", "no first batch", ending(first_batch_sha256="")),
     ("V007", "a cold wall time below the log's", ending(cold_wall_s=2.0)),
     ("V007", "more waited for data than trained", ending(data_wait_s=9.0)),
     ("V007", "less compiled than its events say", ending(compile_s=0.1)),
     ("V007", "longer validations than its events say", ending(val_s=9.0)),
     ("V007", "an error in a run that finished",
      logged(inserted(runlog.Error("OSError", "no space"), runlog.Step, 5, 500))),
-    ("V008", "stray pickle", added("weights.pkl", b"\x80\x04.")),
     ("V008", "link", linked),
     ("V008", "too big", added("README.md", b" " * 2**20)),
-    ("V008", "a file of the first format", added("runs/tiny-1-00a1/run.json", b"{}")),
     ("V008", "turned text", added("README.md", "\u202e".encode())),
     ("V008", "a picture that may run code", added("plots/loss.svg", b'<svg xmlns="http://www.w3.org/2000/svg"/>')),
     ("V008", "not an image", added("plots/loss.png", b"MZ")),
@@ -538,7 +491,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V102", "other order", made(shards=(shard("t_train_2.bin", 0, 600), shard("t_train_1.bin", 0, 400)))),
     ("V102", "went back", made(shards=(replace(ONE, stop=300), TWO, replace(ONE, start=300)))),
     ("V102", "one left out", made(shards=(shard("t_train_2.bin", 0, 1000),))),
-    ("V102", "the first tokens left out", made(shards=(replace(ONE, start=50, stop=650), TWO))),
     ("V102", "tokens left out in the middle",
      made(shards=(replace(ONE, stop=300), shard("t_train_1.bin", 350, 650), TWO))),
     ("V102", "more shards than the track's", logged(change(runlog.DataReady, train_shards=MORE_SHARDS))),
@@ -556,10 +508,10 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V104", "cursor beyond the cut", cutting(
         replace(ONE, stop=640, skipped=40), TWO, edit=change(runlog.Step, at=4, cursor=(0, 541)))),
     ("V104", "cut off where none is cut", logged(reading(replace(ONE, stop=640, skipped=40), TWO))),
-    ("V106", "all of it cut off", cutting(ONE, TWO, replace(CUT, skipped=50))),
+    ("V106", "all of it cut off", cutting(ONE, TWO, replace(TWO, start=400, stop=450, skipped=50))),
     ("V104", "more read than trained on", logged(reading(ONE, replace(TWO, stop=500)))),
     ("V105", "fewer scored", logged(FEWER_SCORED)),
-    ("V105", "from elsewhere", logged(reading(ONE, TWO, val=SHIFTED))),
+    ("V105", "from elsewhere", logged(reading(ONE, TWO, val=replace(SCORED, start=5, stop=1005)))),
     ("V105", "other ids in one run", in_one_run(OTHER_IDS)),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V204", "a validation behind later steps", logged(*PAUSED_EARLY)),
@@ -571,20 +523,15 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V107", "overlap", made(shards=(ONE, replace(TWO, stop=200), replace(TWO, start=100, stop=300)))),
     ("V201", "stamp goes back", logged(stamped_earlier(runlog.Plan, 0.3))),
     ("V201", "train time goes back", logged(change(runlog.Step, at=5, train_time_s=0.45))),
-    ("V201", "two lines at one moment", logged(stamped_earlier(runlog.Plan, 0.200001))),
     ("V201", "as even as no clock", in_one_run(EVENLY)),
-    ("V202", "half the time", logged(shorter(0.5, *TIMED))),
     ("V202", "at the end only", logged(shorter(0.5, runlog.RunEnd))),
     ("V202", "half a percent of forty seconds",
      made(step_s=(4.0,) * 10, edit_log=shorter(0.0049, *TIMED))),
-    ("V204", "outside its pause", logged(moved_up(runlog.ClockResume, 1))),
     ("V204", "a step after the stop", logged(moved_up(runlog.ClockStop, 0))),
-    ("V204", "a step in a pause", logged(moved_up(runlog.ClockPause, 1))),
     ("V204", "a pause for nothing", logged(pause_for_nothing)),
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
     ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=3 * VAL_S))),
     ("V205", "ten minutes in a pause", logged(long_pause(600), COLD)),
-    ("V206", "compiled late", logged(inserted(runlog.Compile("late", 0.0), runlog.Step, 3, 500))),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
     ("V208", "two hours", logged(lambda log: [log[0], *later(log[1:], 7200.0)], COLD)),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
@@ -594,14 +541,12 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
     ("V303", "one added", with_runs([Spec(seed=3)])),
     ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS, val_losses=PROVEN)),
-    ("V303", "two broke off", with_runs(BROKE)),
     ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
-    ("V304", "one run under two seeds", COPIED),
     ("V304", "a copy with four losses edited", logged(copied_from_the_fifth_step)),
     ("V304", "same start", logged(STARTED_ALIKE)),
     ("V304", "same weights", ending(final_hash="d" * 16)),
-    ("V304", "same times", made(edit_log=lambda log: AT_SEED_1(log))),
+    ("V304", "same times", logged(at_seed_1)),
     ("V305", "one stopped early", with_runs([SHORTER], seeds=(1,), declared=(1, 2))),
     ("V305", "fewer than in its config", configured({"stages": [{"num_steps": 14}]})),
     ("V305", "other than declared", made(promise=promised(num_steps=12))),
@@ -610,11 +555,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "seeds were picked", made(promise=promised(seeds_chosen=False))),
     ("V306", "another config", made(promise=promised(config_sha256=HASH))),
     ("V306", "other devices", made(promise=promised(num_devices=1))),
-    ("V306", "looks that fit nothing", made(promise=promised(looks=(Look(3, 0.001),)))),
     ("V306", "a look at no runs", made(val_losses=PROVEN, promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
-    ("V306", "a look short of the seeds", made(declared=(1, 2, 3), promise=promised(looks=(Look(2, 0.001),)))),
     ("V306", "three looks", made(declared=range(1, 5), promise=promised(looks=THREE_LOOKS))),
-    ("V306", "another level", made(promise=promised(looks=(Look(2, 0.9),)))),
     ("V306", "two looks at the level of one", made(promise=promised(looks=(Look(1, 0.001), Look(2, 0.001))))),
     ("V306", "a seed twice", made(declared=(1, 1, 2, 2), promise=promised(looks=(Look(4, 0.001),)))),
     ("V306", "another revision", made(promise=promised(recipe=Recipe("tiny", 2, {"lr": "0.02"})))),
@@ -622,7 +564,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "a worse seed left out", redeclared),
     ("V307", "no noise", made(seeds=(1, 2, 3, 4))),
     ("V309", "below the entropy rate", made(val_losses=(5.5, 4.0, 3.4, 2.9))),
-    ("V309", "a loss beyond all models", logged(change(runlog.Step, at=4, loss=1e18))),
     ("V309", "a loss below zero", logged(change(runlog.Step, at=4, loss=-0.5))),
     ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
     ("V309", "blew up", in_one_run(BLEW_UP)),
@@ -632,29 +573,24 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "sequences of another mean", logged(change(runlog.Val, sequences=(3.0, 3.1)))),
     ("V311", "goes on from another run", logged(went_on)),
-    ("V312", "a run of another record", beside()),
     ("V312", "a run under another name", beside(attempt="z")),
     ("V312", "a seed that was run again",
      beside(attempt="y", step_s=(0.2,) * 10, edit_log=OTHER_LOSSES)),
     ("V404", "one device", logged(change(runlog.Preflight, num_devices=1))),
     ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"))),
-    ("V308", "a start that was learned", made(val_losses=(4.0, 4.0, 3.4, 3.25))),
     ("V308", "far ahead in the middle", made(val_losses=(5.5, 3.5, 3.4, 3.25))),
     ("V401", "behind a good one", in_environment(XLA_FLAGS="--xla_gpu_enable_pdl=1 --xla_cpu_enable_fast_math")),
     ("V401", "a file of settings", in_environment(XLA_FLAGS="flags.txt")),
     ("V401", "in the program", logged(change(runlog.Plan, compiler_options={"xla_cpu_enable_fast_math": True}))),
     ("V402", "foreign code", in_environment(LD_PRELOAD="faster.so")),
-    ("V402", "another precision", in_environment(JAX_DEFAULT_MATMUL_PRECISION="bfloat16")),
     ("V402", "products in TF32", in_environment(NVIDIA_TF32_OVERRIDE="1")),
     ("V403", "another lock", preflight(lock_sha256=HASH)),
     ("V403", "a lock that pins no JAX", preflight(lock=OTHER_LOCK, lock_sha256=sha256(OTHER_RAW))),
     ("V403", "a lock from elsewhere", preflight(lock="../run.lock")),
-    ("V403", "not what is locked", logged(change(runlog.Preflight, software=OLD))),
-    ("V403", "no packages", logged(change(runlog.Preflight, software={}))),
-    ("V403", "no compiler", logged(change(runlog.Preflight, software=NO_JAXLIB))),
+    ("V403", "not what is locked", preflight(software={**SOFTWARE, "jax": "0.9"})),
+    ("V403", "no compiler", preflight(software={**SOFTWARE, "jaxlib": ""})),
     ("V405", "too hot", logged(change(runlog.RunEnd, throttled_s=1.5))),
     ("V405", "nobody looked", logged(change(runlog.RunEnd, throttled_s=None))),
-    ("V406", "no commit", preflight(commit="")),
     ("V406", "part of a commit", preflight(commit="0123456789ab")),
     ("V406", "a commit of letters", preflight(commit="deadbeef" * 5)),
     ("V406", "a commit of one digit", preflight(commit="0" * 40)),
@@ -665,21 +601,14 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V407", "faster than can be bought", on_device("NVIDIA H200", 1e8)),
     ("V407", "a tired device", on_device("NVIDIA H200", 1e6)),
     ("V407", "a device of nobody that is too good", on_device("Wunderkind 9000", 1e12)),
-    ("V407", "no bound", on_device("Wunderkind 9000", 1e18)),
     ("V501", "no Python", science("SIZE = = 1\n")),
-    ("V501", "cannot be imported", science("return 1\n")),
-    ("V501", "nested too deep", science("x = " + "(" * 5_000 + "\n")),
-    ("V501", "no end of signs", science("x = " + "-" * 100_000 + "1\n")),
     ("V501", "another encoding", science("# coding: utf-7\nSIZE = 1\n")),
-    ("V501", "no entry point", sourced("speedrun/train/run.py", lambda _: None)),
     ("V501", "no recipe", sourced(RECIPE, lambda _: None)),
     ("V501", "no clock", sourced("speedrun/base/clock.py", lambda _: None)),
     ("V501", "a name that is not there", science("from speedrun.science.models import record22\n")),
-    ("V501", "no track", sourced("speedrun/tracks/forged.toml", lambda _: None)),
     ("V501", "easier rules", sourced("speedrun/tracks/forged.toml", lambda text: text.replace("3.28", "3.38"))),
     ("V503", "another clock", extended("speedrun/base/clock.py", "# slower\n")),
     ("V503", "another finder of recipes", extended("speedrun/recipes/__init__.py", "# mine\n")),
-    ("V503", "a file more", extended("speedrun/faster.py", "SIZE = 1\n")),
     ("V503", "data beside the recipe", extended("speedrun/recipes/tiny.toml", "size = 1\n")),
     ("V503", "shadows a module",
      made(edit_source=lambda files: {
@@ -689,16 +618,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),
     ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),
     ("V506", "no shape is told, so flops may be any", logged(change(runlog.Plan, shapes={}, flops_per_token=1.0))),
-    ("V506", "a shape is not told", logged(change(runlog.Plan, shapes={"table": (1000, 900)}))),
     ("V506", "another model in one run", in_one_run(change(runlog.Plan, shapes={"table": (1000, 1000)}))),
     ("V506", "arithmetic of nothing", logged(change(runlog.Plan, shapes=MATRICES, flops_per_token=1.0))),
     ("V506", "do not fit into the state", logged(change(runlog.Plan, state_bytes_per_device=1000))),
     ("V506", "more arithmetic than numbers", logged(change(runlog.Plan, flops_per_token=7e6))),
-    ("V507", "another width", fixed(rules=("width = 8", "width = 16"))),
     ("V507", "a setting more", fixed(rules=("lr = 0.02", ""))),
     ("V507", "a setting less", fixed(rules=("lr = 0.02", "lr = 0.02\nheads = 2"))),
     ("V507", "other batches than it says", fixed(rules=("seq_len = 10", "seq_len = 20"))),
     ("V507", "a longer window", fixed(change(runlog.Step, at=5, inputs={"window_blocks": 3}))),
     ("V507", "another norm", fixed(edit_source=with_file("speedrun/science/nn.py", "rms_norm = abs\n"))),
-    ("V507", "shadows the norm", fixed(edit_source=with_file("speedrun/science/nn/__init__.py", "x = 1\n"))),
 ]  # fmt: skip

@@ -1,7 +1,6 @@
-"""Makes small records by code alone: honest ones, and forgeries by somebody who knows the format.
+"""Makes small records without training: honest ones, and forgeries with correct hashes.
 
-A forger edits events *before* the log is chained and the record is assembled, so every hash is
-right and only the one thing that was edited is wrong. Time is a fake clock.
+A forger edits events before the log is chained and the record is assembled, so only the edit is wrong.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from speedrun.base.sourcefile import join_source
 from speedrun.record import archive, git_history, layout
 from speedrun.record.about import assemble
 from speedrun.record.archive import Archive, Lowered
-from speedrun.record.checks.v3_claims import CURVES, Point
+from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.layout import Declaration, Look, Recipe, TrackRef
 from speedrun.record.source import is_science, split_source
 
@@ -32,19 +31,18 @@ VAL_S = 0.5
 PAUSE_S = 0.6
 EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
 RECIPE = "speedrun/recipes/tiny.py"
-#: A recipe of one line, and the harness that would run it: read by the checks, never run.
+#: A recipe of one line, and the harness; never executed.
 SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.run"], []))}
 LOCK = "run.lock"
 NAMES = ("init", "constants", "train", "hidden-eval", "logits-eval")
-#: An archive whose programs nobody can run.
+#: An archive of empty programs.
 _STEPS = Lowered(("train",) * 10, dict.fromkeys((0, 4, 8, 10), "eval"), dict.fromkeys(NAMES, b""))
 PROGRAMS = archive.pack(Archive(("step", "params.w"), 1, (0,) * 10, {"cpu": _STEPS}))
 LOCK_RAW = git_history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
 SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
 SOFTWARE = {"python": "3.11.2", **SOFTWARE}
-JAX = SOFTWARE["jax"]
-#: Forgers commit what they run; the harness in their commits is the honest one.
+#: Commits of forgers: edited science, and the honest harness.
 _COMMITS: dict[str, dict[str, bytes]] = {}
 _files_at = git_history.files_at
 
@@ -56,8 +54,7 @@ def _files_at_or_forged(commit: str, paths: tuple[str, ...]) -> dict[str, bytes]
 
 
 git_history.files_at = _files_at_or_forged
-#: What nobody need beat by 0.1 nats.
-CURVES["forged"] = (Point(0, 5.5), Point(400, 4.0), Point(1000, 2.99))
+CURVES["forged"] = {0: 5.5, 400: 4.0, 1000: 2.99}
 CONFIG = {
     "recipe": {
         "kind": "Recipe",
@@ -114,23 +111,22 @@ def _rules() -> str:
 
 
 def install_track(folder: Path) -> None:
-    """Writes the track; the caller points speedrun.base.track at the folder."""
+    """Writes the track into a folder that the caller sets as TRACKS_DIR."""
     (folder / "forged.toml").write_text(_rules())
 
 
 def edit_track(before: str, after: str) -> None:
-    """Replaces a text in the track that is installed."""
     path = track.TRACKS_DIR / "forged.toml"
     path.write_text(path.read_text().replace(before, after))
 
 
 def rank(ranked: bool = True) -> None:
-    """Whether the track that is installed ranks."""
+    """Sets whether the installed track ranks."""
     edit_track("ranked = true", f"ranked = {str(ranked).lower()}")
 
 
 def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -> str:
-    """The source text of a record, with the track as it is installed now, if it is."""
+    """The source text of a record, with the installed track if there is one."""
     path = track.TRACKS_DIR / "forged.toml"
     rules = path.read_text() if path.exists() else _rules()
     return join_source(dict(edit({**SOURCE, "speedrun/tracks/forged.toml": rules})))
@@ -146,7 +142,7 @@ def commit_of(edit: Callable[[Mapping[str, str]], Mapping[str, str]]) -> str:
 
 
 class Moment(NamedTuple):
-    """An event and when it was."""
+    """An event and its time."""
 
     event: runlog.AnyEvent
     mono_ns: int
@@ -158,17 +154,15 @@ Edit = Callable[[Moments], Moments]
 
 
 def shard(name: str, start: int, stop: int) -> ShardRange:
-    """The first one is left where no further batch fits."""
+    """The first shard has no room for another batch."""
     tokens = 690 if name == "t_train_1.bin" else SHARD_TOKENS
     return ShardRange(name=name, sha256=digest(name), tokens=tokens, start=start, stop=stop)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run is made from."""
-
     seed: int = 1
-    attempt: str = "a"  #: another one of the same seed is another run
+    attempt: str = "a"  #: distinguishes runs of one seed
     shards: tuple[ShardRange, ...] = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 400))
     step_s: tuple[float, ...] = (0.1,) * 10
     val_losses: tuple[float, ...] = (5.5, 4.0, 3.4, 3.25)
@@ -198,7 +192,7 @@ class _FakeClock:
         self.moments.append(Moment(event, self.mono_ns, utc_ns))
 
     def train(self, seconds: float, step: int) -> float:
-        """No two steps of a machine take the same nanoseconds."""
+        """Advance by slightly different nanoseconds each time, as on a real machine."""
         step_ns = round(seconds * 1e9) + int(digest(f"{self.seed} {step}")[:8], 16) % 17 * (seconds > 0)
         self.train_ns += step_ns
         self.mono_ns += step_ns
@@ -210,7 +204,6 @@ class _FakeClock:
 
 
 def state(when: str, spec: Spec) -> str:
-    """Digest of the weights of a run."""
     return digest(f"{when} {spec.seed}")[:16]
 
 
@@ -240,7 +233,7 @@ def moments(spec: Spec) -> Moments:
 
 
 def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
-    """The sums of an honest run: four seconds went by before its first line."""
+    """The sums of an honest run whose log began after four seconds."""
     log_s = (clock.mono_ns - clock.begun_ns) / 1e9
     num_vals = sum(isinstance(moment.event, runlog.Val) for moment in clock.moments)
     spent = {"compile": 0.5, "warm-up": 0.2, "step": clock.train_s, "evaluation": PAUSE_S * num_vals}
@@ -307,7 +300,6 @@ def chain(log: Moments) -> list[runlog.Line]:
 
 
 def write_code(root: Path, spec: Spec) -> None:
-    """Writes source and programs into a record."""
     (root / "source.txt").write_text(source_text(spec.edit_source))
     (root / archive.name_of(layout.sha256(PROGRAMS))).write_bytes(PROGRAMS)
 
@@ -325,7 +317,7 @@ def write_run(root: Path, spec: Spec) -> Path:
 
 
 def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
-    """The promise of an honest batch of runs like this one."""
+    """The declaration of an honest batch of such runs."""
     start = spec.edit_log(moments(spec))[0].event
     assert isinstance(start, runlog.RunStart)
     return Declaration(
@@ -346,7 +338,7 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
 
 
 def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
-    """A record folder in which nothing has run yet."""
+    """Makes a record folder without runs."""
     root.mkdir(exist_ok=True)
     write_code(root, spec)
     (root / layout.BATCH).write_bytes(layout.encode(promise))
@@ -361,7 +353,7 @@ def forge(
     promise: Callable = copy,
     **spec,
 ) -> Path:
-    """Writes a batch of one run for each seed, all made from the same spec, in place of what is there."""
+    """Replaces a folder by a batch with one run for each seed, all made from one spec."""
     shutil.rmtree(root, ignore_errors=True)
     first = Spec(seed=seeds[0], **spec)
     declare(root, promise(declaration(first, declared or seeds)), first)
@@ -381,7 +373,7 @@ def alone(root: Path, *specs: Spec) -> None:
 
 
 def change(kind: type[runlog.Event], *, at: int | None = None, **fields) -> Edit:
-    """Edits fields of all events of a kind, or of the one `at` a place among them."""
+    """Edit fields of all events of a kind, or of the one at a place among them."""
 
     def edit(log: Moments) -> Moments:
         places = [place for place, moment in enumerate(log) if isinstance(moment.event, kind)]
@@ -394,7 +386,6 @@ def change(kind: type[runlog.Event], *, at: int | None = None, **fields) -> Edit
 
 
 def both(*edits: Edit) -> Edit:
-    """One edit after the other."""
 
     def edit(log: Moments) -> Moments:
         for one in edits:

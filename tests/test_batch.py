@@ -1,4 +1,4 @@
-"""A batch: its seeds, its looks, what is left of a killed run, and the command from the declaration to the card."""
+"""A batch: seeds, looks, killed runs, and the command from the declaration to the card."""
 
 import fcntl
 import json
@@ -22,7 +22,7 @@ from speedrun.base import children, runlog, track
 from speedrun.base.errors import UsageError
 from speedrun.data import generated
 from speedrun.lab.several_runs import num_runs
-from speedrun.record import batch, statistics
+from speedrun.record import batch
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
 from speedrun.record.layout import Look, sha256
@@ -70,7 +70,7 @@ def far(folder: Path) -> Any:
 
 
 def begun(folder: Path, *specs: Spec) -> Path:
-    """Four runs declared, with a look after two; some are there."""
+    """A batch of four declared runs with a look after two, of which some exist."""
     declare(folder, TWO_LOOKS(declaration(Spec(), (1, 2, 3, 4))))
     for spec in specs:
         write_run(folder, spec)
@@ -100,7 +100,7 @@ WIDE = [lost(1, 3.275), lost(2, 3.274), lost(3, 3.20), lost(4, 3.22)]
         ([lost(1, 3.25), Spec(seed=2, edit_log=BLEW_UP)], (3.25, math.inf), (), 2, False),
         ([lost(1, 3.20), BROKE[0]], (3.20,), (2,), None, False),
         ([lost(1, 3.20), BROKE[0], lost(2, 3.20)], (3.20, 3.20), (), 2, True),
-        # The first run of a seed counts: it cannot be run again until it fits.
+        # The first run of a seed counts, so nobody can repeat a seed until it fits.
         ([lost(1, 3.29), lost(1, 3.20, attempt="b"), lost(2, 3.25)], (3.29, 3.25), (3, 4), 2, False),
     ],
 )
@@ -115,14 +115,14 @@ def test_how_far_a_batch_of_two_looks_is(folder, specs, losses, missing, tested,
 # --- what is left of a killed run --------------------------------------------------------------------------
 
 
-#: What a power cut or a kill leaves of a log: whole lines, a share of the next one, and more.
+#: What a power cut or a kill leaves of a log: complete lines, a share of the next one, and other bytes.
 CUTS = {
     "before its preflight": (1, 0, b""),
     **{f"in line {line}": (line, 0.5, b"") for line in (4, 9, 18, 25)},
     "zeros": (20, 0, b"\0" * 100 + b"\n"),
     "torn zeros": (20, 0, b"\0" * 100),
     "no event": (20, 0, b'{"i":\n'),
-    # The last two lines, the loss and the end, are one write: V303 sees no result that was known.
+    # The loss and the end are one write, so V303 sees no known result.
     "nothing of its result": (-2, 0, b""),
     "half a loss": (-2, 0.5, b""),
     "a loss": (-2, 1, b""),
@@ -131,7 +131,7 @@ CUTS = {
 
 
 def kept_at_the_end(log):
-    """With a checkpoint of the last step between the stop of the clock and the result."""
+    """Insert a checkpoint of the last step before the result."""
     saved = log[-3]._replace(event=runlog.Checkpoint(10, "e" * 16, 0.01), mono_ns=log[-3].mono_ns + 500)
     return [*log[:-2], saved, *log[-2:]]
 
@@ -139,7 +139,7 @@ def kept_at_the_end(log):
 @pytest.mark.parametrize(("whole", "share", "tail"), CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("edit", [list, kept_at_the_end], ids=["", "with a checkpoint"])
 def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, share, tail):
-    """It sorts before all others, and is no source of facts about them."""
+    """It sorts first, but must not lead the record."""
     before = load(forge(folder)).lead
     killed = write_run(folder, Spec(seed=1, attempt="0", edit_log=edit))
     log = killed / "metrics.jsonl"
@@ -156,7 +156,7 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, s
 
 
 def test_salvage_removes_programs_of_nobody_and_no_result(folder):
-    """Of a run that was killed before it named them; who cuts off a byte cannot have the seed run again."""
+    """Nobody can repeat a seed by cutting a byte off its log."""
     forge(folder)
     (folder / "programs-0123456789abcdef.xz").write_bytes(b"of nobody")
     log = min(folder.glob("runs/*")) / "metrics.jsonl"
@@ -213,7 +213,6 @@ def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
 
 
 def test_what_cannot_be_declared_is_one_line(tmp_path, smoke_data):
-    """By the process that declares, with its exit code."""
     out = tmp_path / "out"
     words = ["--runs", "4", "--then", "3", "--out", str(out), "--data", str(smoke_data)]
     done = speedrun("batch", *words)
@@ -221,7 +220,7 @@ def test_what_cannot_be_declared_is_one_line(tmp_path, smoke_data):
     assert "must be larger" in done.stderr
 
 
-#: A child that lets a signal pass, and ends well.
+#: A child that ignores signals and succeeds.
 LATE = "import signal, time; [signal.signal(n, print) for n in (2, 15)]; print('up', flush=True); time.sleep(0.8)"
 
 
@@ -238,7 +237,7 @@ LATE = "import signal, time; [signal.signal(n, print) for n in (2, 15)]; print('
     ids=["no handler yet", "too late for it", "too late, interrupted", "killed", "ended badly", "ended well"],
 )
 def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
-    """A signal that comes while a run writes its end stops the batch, not the run."""
+    """A signal while a run writes its end stops the batch, but not the run."""
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     if sent is not None:
         assert child.stdout is not None
@@ -262,7 +261,7 @@ def test_a_child_that_ignores_signals_is_killed_by_the_second():
 
 
 def test_a_batch_that_blew_up_ends_in_words(folder):
-    """First after a good run, then at once: there is no mean to print."""
+    """After a good run, and as the first run, without a mean to print."""
     begun(folder, lost(1, 3.25), Spec(seed=2, edit_log=BLEW_UP))
     result = resumed(folder)
     assert result.exit_code == 1, result.exception
@@ -304,10 +303,7 @@ def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code)
 
 
 def test_the_number_of_runs_follows_from_the_expected_mean():
-    """The published table: 0.002 below the target take 9 runs; 0.003 take 6, as few runs are tested more widely."""
     rules = track.load("main-8xh100")
-    for gap, needed in ((0.002, 9), (0.003, 6)):
-        assert statistics.batch_needed(gap, 0.0013, known_sigma=rules.target.sigma) == needed
     assert num_runs(rules, 3.20) == rules.rules.min_runs
 
 
@@ -315,9 +311,9 @@ def test_the_number_of_runs_follows_from_the_expected_mean():
     ("made", "words", "code", "facts"),
     [
         ({}, [], 0, {"rule": "z", "declared": True, "passed": True, "num_runs": 2}),
-        # The rule for few runs, at its level, would ask for 16: more than it is for.
+        # By the rule for few runs it would be 16.
         ({"val_losses": (5.5, 4.0, 3.4, 3.269)}, [], 1, {"rule": "z", "runs_needed": 14}),
-        # The known noise of the track would give a p.
+        # The known noise would give a p.
         ({"seeds": (1,)}, [], 1, {"num_runs": 1, "rule": "z", "p": None, "passed": False}),
         ({}, ["--target", "3.1"], 1, {"declared": False, "runs_needed": None}),
     ],
@@ -332,12 +328,12 @@ def test_stats_says_what_a_record_proves(folder, made, words, code, facts):
 
 
 def test_stats_needs_whole_records_and_compares_two(folder, tmp_path):
-    """A batch before its look, and a record of which a log is damaged."""
+    """Refuses a batch before its look, and a record with a damaged log."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
     log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-1])
-    assert "is no whole record" in invoke("stats", str(folder)).stderr
+    assert "is not a complete record" in invoke("stats", str(folder)).stderr
     parent = str(forge(tmp_path / "parent"))
     found = json.loads(invoke("stats", str(forge(folder)), "--against", parent, "--json").stdout)
     no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter
@@ -346,7 +342,7 @@ def test_stats_needs_whole_records_and_compares_two(folder, tmp_path):
 
 @pytest.mark.compile
 def test_a_batch_is_declared_run_killed_and_resumed(tmp_path):
-    """Three processes of training: the second one is taken for killed, and its seed runs again."""
+    """The log of the second run is cut as by a kill, so its seed runs again."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     here: dict[str, Any] = {"cwd": tmp_path, "env": env}
     words = ["--runs", "2", *as_words(SMALL), "--out", "record"]

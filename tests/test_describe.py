@@ -52,12 +52,9 @@ def test_a_description_is_in_about_and_readme_and_the_rest_stays(records):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"recipe": {"parent": "smoke"}}, "recipe smoke"),
         ({"recipe": {"parent": "a|b"}}, "recipe a&#124;b"),
-        ({"recipe": {"parent": None}}, "none"),
         ({"recipe": {"parent": ["smoke"]}}, "none"),
         ({"recipe": "smoke"}, "none"),
-        ({}, "none"),
     ],
 )
 def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(records, config, said):

@@ -295,7 +295,7 @@ def test_a_slow_step_is_no_hang(config, unbroken, tmp_path):
     assert runs_of(out)[0].end.final_hash == unbroken.end.final_hash
     assemble(out, title="slow")
     failed = {result.check.id: result.messages for result in validate(out).having("failed")}
-    assert failed["V402"] == (f"{runs_of(out)[0].folder}: SPEEDRUN_FAULTS is not among them",)
+    assert failed["V402"] == (f"{runs_of(out)[0].folder}: SPEEDRUN_FAULTS: not among the known variables",)
 
 
 def test_faults_are_written_down_and_never_asked_for_by_a_normal_run(monkeypatch):

@@ -1,4 +1,4 @@
-"""The loss head with several weighted targets and a shifted cap: every form against record 89's formulas in float64.
+"""The loss head with several weighted targets and a shifted cap: each form against record 89's formulas in float64.
 
 `SPEEDRUN_GOLDEN` names a folder with units2026.npz: loss and gradients by record 89's own code.
 """
@@ -40,7 +40,7 @@ RULES = ["recipe", "exact"]
 
 
 def ahead(next_N: np.ndarray, prefix_N: np.ndarray) -> np.ndarray:
-    """The next three tokens and the prefix of the next one; -1 where there is none."""
+    """The next three tokens and the prefix of the next one; -1 if there is none."""
     longer_N = np.concatenate([next_N, [-1, -1]])
     return np.stack([next_N, longer_N[1:-1], longer_N[2:], prefix_N], axis=1).astype(np.int32)
 
@@ -52,7 +52,7 @@ def weighted_targets(ids_NM: jax.Array, weights_M: jax.Array) -> Targets:
 
 
 def targets_of(ids_NM: np.ndarray, weights_M: Any, rule: str) -> Targets:
-    """Record 89 counts weights behind the end of the tokens, and those of prefixes that exist."""
+    """Record 89 also counts weights beyond the last token, but only those of existing prefixes."""
     targets = weighted_targets(jnp.asarray(ids_NM), jnp.asarray(weights_M, jnp.float32))
     if rule == "exact":
         return targets
@@ -62,7 +62,7 @@ def targets_of(ids_NM: np.ndarray, weights_M: Any, rule: str) -> Targets:
 
 
 class Oracle:
-    """Losses and gradients as record 89 writes them: 23 sigmoid((z + 5) / 7.5), in float64, token by token."""
+    """Losses and gradients by the formulas of record 89, 23 sigmoid((z + 5) / 7.5), in float64."""
 
     def __init__(self, ids_NM: np.ndarray, weights_M: np.ndarray, rule: str) -> None:
         self.ids_NM, self.weights_M, self.rule = ids_NM, weights_M.astype(np.float64), rule
@@ -87,7 +87,7 @@ class Oracle:
 
 
 def inputs(num_tokens: int = 24, vocab_size: int = 33) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """States and weights, whose logits reach far into the cap, and targets of which some coincide or are missing."""
+    """States and weights with logits far into the cap, and targets of which some coincide or are missing."""
     rng = np.random.default_rng(0)
     x_ND, head_VD = rng.normal(size=(num_tokens, 12)), 2 * rng.normal(size=(vocab_size, 12))
     next_N, prefix_N = rng.integers(0, vocab_size, (2, num_tokens))
@@ -137,7 +137,7 @@ def units() -> Mapping[str, np.ndarray]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("form", FORMS, ids=FORMS)
 def test_record_89s_own_code_agrees(form, rule, units):
-    """Logits before the cap as states, and the unit matrix as the head."""
+    """The states are logits before the cap, and the head is the identity."""
     z_NV, weights_M = units["logits"], np.append(units["mtp"], units["prefix_weight"]).astype(np.float32)
     ids_NM = ahead(units["targets"], units["prefix_targets"])
     head_VV = np.eye(z_NV.shape[1], dtype=np.float32)
@@ -231,7 +231,7 @@ class TestNarrowFactors:
         return jnp.asarray(x_ND, jnp.bfloat16), jnp.asarray(head_VD / 8, jnp.bfloat16), ids_NM
 
     def test_scales_are_not_rounded_to_the_dtype_of_the_states(self):
-        """4.48 in bfloat16 is 4.47; all states would be too small by as much. Oracle: ml_dtypes."""
+        """In bfloat16, 4.48 becomes 4.47, so all states would be too small. Reference: ml_dtypes."""
         x_ND, head_VD, ids_NM = self.rounded()
         targets = targets_of(ids_NM, WEIGHTS, "recipe")
         _, (_, got) = differentiate(self.fp8, x_ND, head_VD.astype(jnp.float32), targets)

@@ -1,8 +1,6 @@
-"""Reading source texts of strangers: nothing crashes, and nothing runs."""
+"""Untrusted source texts are read without a crash, and never executed."""
 
 import contextlib
-import difflib
-from collections.abc import Callable
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +12,25 @@ from record_forge import RECIPE, forge, shard
 
 from speedrun.base.sourcefile import MARKER, check_path, join_source
 from speedrun.record import source
-from speedrun.record.checks.v1_tokens import read_once
+from speedrun.record.checks.v1_tokens import _read_once
 from speedrun.record.layout import sha256
 from speedrun.record.source import split_source
 from speedrun.record.validate import validate
 
+
+def nested(depth: int) -> str:
+    """A compiler copies each `finally` to every exit of its `try`, so a level multiplies its time by five."""
+    body = "return 0"
+    for level in range(depth):
+        lines = [f"try:\n    if x: return {level}\n    if y: return {level}", "finally:", f"    {body}"]
+        body = "\n".join(lines).replace("\n", "\n    ")
+    return f"def f(x, y):\n    {body}\n"
+
+
 MANY = 100_000
-#: All of them in less than the size that is refused unread.
+#: All are smaller than the size that is refused unread.
 BOMBS = {
+    "exits of blocks": nested(16),
     "brackets": "(" * MANY,
     "closed brackets": "(" * MANY + ")" * MANY,
     "signs": "-" * MANY + "1",
@@ -35,7 +44,6 @@ BOMBS = {
     "a zero byte": "x = '\0'",
     "half a character": "x = '\ud800'",
     "one line": "x = '" + "y" * 250_000 + "'",
-    "a return": "return",
 }
 
 
@@ -51,7 +59,7 @@ def test_any_text_is_read(text):
         source.read(text)
 
 
-@pytest.mark.parametrize("bomb", ["closed brackets", "signs", "comparisons", "one line"])
+@pytest.mark.parametrize("bomb", ["signs", "one line"])
 def test_a_record_with_a_bomb_ends_in_a_report(forged, bomb):
     forge(forged / "record", edit_source=lambda files: {**files, RECIPE: BOMBS[bomb] + "\n"})
     for result in validate(forged / "record").results:
@@ -70,16 +78,10 @@ def test_nothing_of_a_source_is_executed(forged):
     ("path", "is_science"),
     [
         ("speedrun/recipes/tiny.py", True),
-        ("speedrun/science/nn.py", True),
         ("speedrun/science/kernels/fast/inner.py", True),
-        ("speedrun/step.py", False),
         ("speedrun/kernels/attention.py", False),
-        ("speedrun/science/__init__.py", False),
-        ("speedrun/recipes.py", False),
         ("speedrun/recipes/__init__.py", False),
         ("speedrun/recipes/weights.toml", False),
-        ("speedrun/__init__.py", False),
-        ("speedrun/base/clock.py", False),
     ],
 )
 def test_science_is_told_by_its_place(path, is_science):
@@ -115,48 +117,16 @@ def test_lines_of_science_that_the_parent_does_not_hold_are_counted(changes, num
     assert source.changed_lines(join_source(PARENT), "") == 6, "without a parent all is counted"
 
 
-@given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd")))
-def test_changed_lines_are_at_most_those_of_a_diff(lines, parent_lines):
-    sides = ["".join(f"{line}\n" for line in side) for side in (lines, parent_lines)]
-    texts = [join_source({"speedrun/science/nn.py": side}) for side in sides]
-    added = sum(line.startswith("+ ") for line in difflib.ndiff(parent_lines, lines))
-    assert max(0, len(lines) - len(parent_lines)) <= source.changed_lines(*texts) <= added
-
-
-def processor_s(function: Callable[[], object]) -> float:
-    """The least of three."""
-
-    def once() -> float:
+def test_time_to_look_for_positions_read_twice_does_not_grow_with_the_square():
+    def read_s(number: int) -> float:
+        shards = [shard(f"t_{i}", 0, 1) for i in range(number)]
+        run = SimpleNamespace(data=SimpleNamespace(shards=shards), folder="a")
+        record: Any = SimpleNamespace(finished=[run])
         begun = process_time()
-        function()
+        assert not list(_read_once.find(record))
         return process_time() - begun
 
-    return min(once() for _ in range(3))
-
-
-def nested(depth: int) -> str:
-    """A compiler copies each `finally` to every way out of its `try`: five times the time a level."""
-    body = "return 0"
-    for level in range(depth):
-        lines = [f"try:\n    if x: return {level}\n    if y: return {level}", "finally:", f"    {body}"]
-        body = "\n".join(lines).replace("\n", "\n    ")
-    return f"def f(x, y):\n    {body}\n"
-
-
-def test_time_to_read_a_source_does_not_double_with_its_depth():
-    shallow, deep = (processor_s(lambda depth=depth: source.read(nested(depth))) for depth in (4, 8))
-    assert deep < 20 * max(shallow, 1e-4)
-
-
-def test_time_to_look_for_positions_read_twice_does_not_grow_with_the_square():
-    def read(number: int) -> float:
-        shards = [shard(f"t_{i}", 0, 1) for i in range(number)]
-        record: Any = SimpleNamespace(
-            finished=[SimpleNamespace(data=SimpleNamespace(shards=shards), folder="a")]
-        )
-        return processor_s(lambda: [*read_once.find(record)])
-
-    assert read(8000) < 20 * read(1000)
+    assert min(read_s(8000) for _ in range(3)) < 20 * min(read_s(1000) for _ in range(3))
 
 
 # --- files in one text --------------------------------------------------------------------------------------
@@ -189,15 +159,15 @@ TWO_FILES = join_source({"a.py": "A = 1\n", "b.py": "B = 2\n"})
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (TWO_FILES.replace("A = 1", "A = 2"), "not the one"),
+        (TWO_FILES.replace("A = 1", "A = 2"), "does not match"),
         (TWO_FILES.replace("a.py", "b.py"), "twice"),
         (TWO_FILES.replace("a.py", "../a.py"), "source path"),
-        (TWO_FILES.replace("lines:1", "lines:9"), "not the one"),
-        (TWO_FILES.replace("lines:1", "lines:99999999999"), "want a file marker"),
-        ("hello\n" + TWO_FILES, "want a file marker"),
+        (TWO_FILES.replace("lines:1", "lines:9"), "does not match"),
+        (TWO_FILES.replace("lines:1", "lines:99999999999"), "need a file marker"),
+        ("hello\n" + TWO_FILES, "need a file marker"),
         (TWO_FILES[:-1], "newline"),
-        (TWO_FILES[: -len("B = 2\n")], "not the one"),
-        (MARKER.format(path="a.py", sha256=sha256(b""), lines=0) + "stray\n", "want a file marker"),
+        (TWO_FILES[: -len("B = 2\n")], "does not match"),
+        (MARKER.format(path="a.py", sha256=sha256(b""), lines=0) + "stray\n", "need a file marker"),
     ],
 )
 def test_damage_is_named(text, problem):

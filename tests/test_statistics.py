@@ -58,20 +58,12 @@ def test_runs_that_do_not_differ_prove_nothing_and_no_runs_are_refused():
     [(0.0008, {38}), (0.0010, {25, 26}), (0.0012, {19}), (0.0015, {13}), (0.0020, {9}), (0.0030, {6})],
 )
 def test_runs_needed_are_those_of_the_published_table(margin, runs):
-    """90 % power, sd 0.0013, Student's t; a table that was made elsewhere."""
+    """A table from modded-nanogpt: 90 % power, sd 0.0013, Student's t."""
     assert batch_needed(margin, 0.0013, known_sigma=None) in runs
 
 
-@pytest.mark.parametrize("num_looks", [1, 2])
-def test_power_is_how_often_simulated_batches_pass(num_looks):
-    batches = np.random.default_rng(0).normal(TARGET - 0.003, SIGMA, (4000, 6))
-    _, p = stats.ttest_1samp(batches, TARGET, axis=1, alternative="less")
-    told = power(6, 0.003, SIGMA, known_sigma=SIGMA, num_looks=num_looks)
-    assert told == pytest.approx(np.mean(p < 0.01 / num_looks), abs=0.025)
-
-
 def passes(n: int, margin: float, sigma: float, known: float, num_batches: int = 40_000) -> float:
-    """How often simulated batches of the z rule pass: by the definition, without a line of ours but the factor."""
+    """Share of simulated batches that pass the z rule, computed independently except for the factor."""
     batches = np.random.default_rng(n).normal(TARGET - margin, sigma, (num_batches, n))
     sd = batches.std(axis=1, ddof=1) if n > 1 else np.zeros(num_batches)
     z = (batches.mean(axis=1) - TARGET) / (np.maximum(sd, WIDENED[n] * known) / n**0.5)
@@ -81,7 +73,7 @@ def passes(n: int, margin: float, sigma: float, known: float, num_batches: int =
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("sigma", [0.0012, 0.0019, 0.0030])
 def test_the_power_of_few_runs_is_that_of_their_own_test(n, sigma):
-    """The larger of the sample's sd and the widened known one; with the known one alone, 0.91 was claimed for 0.80."""
+    """With the known sigma alone, 0.91 would be claimed for 0.80."""
     for margin in (0.0042, 0.0080):
         told = power(n, margin, sigma, known_sigma=0.0019)
         assert told == pytest.approx(passes(n, margin, sigma, 0.0019), abs=0.012)
@@ -94,32 +86,13 @@ def test_the_z_rule_holds_one_percent_where_the_noise_is_larger_than_known(n):
     assert worst >= 0.008, "and no power is given away"
 
 
-@pytest.mark.parametrize("num_looks", [1, 2])
-@pytest.mark.parametrize("margin", [0.003, 0.0042, 0.006, 0.012])
-def test_a_batch_is_the_smallest_with_its_power_at_the_level_of_each_look(margin, num_looks):
-    known = {"known_sigma": 0.0019, "num_looks": num_looks}
-    n = batch_needed(margin, 0.0019, **known)
-    assert n is not None
-    assert power(n, margin, 0.0019, **known) >= 0.9
-    assert n == 1 or power(n - 1, margin, 0.0019, **known) < 0.9
-
-
-def test_an_interval_holds_the_true_mean_as_often_as_it_says():
-    rng = np.random.default_rng(1)
-    found = [mean_interval(list(rng.normal(5.0, 2.0, 4))) for _ in range(1500)]
-    assert np.mean([one.low <= 5.0 <= one.high for one in found if one]) == pytest.approx(0.95, abs=0.02)
-    assert mean_interval([1.0]) is None
-
-
 def test_equal_means_are_equivalent_and_others_are_not_and_at_the_margin_it_is_seldom_granted():
-    """Where the true difference is the margin itself, at most alpha of all batches may pass."""
+    """If the true difference equals the margin, at most alpha of all batches may pass."""
     rng = np.random.default_rng(2)
     first = rng.normal(3.278, 0.0004, 12)
     assert equivalent(list(first), list(rng.normal(3.278, 0.0004, 12))).passed
     assert not equivalent(list(first), list(rng.normal(3.2795, 0.0004, 12))).passed
     assert not equivalent([3.278, 3.290], [3.278, 3.266]).passed, "too few and too wide to say"
-    with pytest.raises(ValueError, match="two on each side"):
-        equivalent([3.278], list(first))
     rng, passed = np.random.default_rng(3), 0
     for _ in range(400):
         first, second = rng.normal(3.278, 0.0005, 6), rng.normal(3.279, 0.0005, 6)
@@ -128,20 +101,18 @@ def test_equal_means_are_equivalent_and_others_are_not_and_at_the_margin_it_is_s
 
 
 def test_the_interval_of_a_ratio_of_pairs_uses_the_pairs():
-    """The node slows down on the way: pairs see the ratio, groups do not."""
+    """The node slows down meanwhile: pairs show the ratio, groups do not."""
     drift = np.linspace(1.0, 1.5, 8)
     first, second = 100 * drift, 98 * drift
     found = ratio_interval(list(first), list(second))
     assert (found.mean, found.low, found.high) == pytest.approx((0.98, 0.98, 0.98))
-    with pytest.raises(ValueError, match="two pairs or more"):
-        ratio_interval([1.0], [1.0])
     with pytest.raises(ValueError, match="above zero"):
         ratio_interval([1.0, 0.0], [1.0, 1.0])
 
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 5])
 def test_the_interval_of_a_ratio_holds_the_true_one_as_often_as_it_says(num_pairs):
-    """Also of as few pairs as `speedrun reproduce --against` takes."""
+    assert mean_interval([1.0]) is None
     rng = np.random.default_rng(4)
     times = 100 * (1 + 0.005 * rng.normal(size=(600, 2, num_pairs)))
     found = [ratio_interval(list(first), list(0.99 * second)) for first, second in times]

@@ -1,11 +1,9 @@
-"""One honest record passes; for each check, one forgery that this check alone refuses."""
+"""Honest records pass, and each forgery is refused by its check alone."""
 
 import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import forgeries
 import pytest
 import record_forge
-from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of, promised
+from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -29,14 +27,16 @@ from speedrun.record import git_history as history_module
 from speedrun.record import reader as record_module
 from speedrun.record.about import HEAD_END, assemble, summarize
 from speedrun.record.checks import CHECKS, v4_environment
-from speedrun.record.checks.v3_batches import nowhere_else, unfollowed
-from speedrun.record.checks.v3_claims import CURVES, hardware
+from speedrun.record.checks.v3_batches import _nowhere_else, unfollowed
+from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.checks.v5_source import _inputs, leaves
-from speedrun.record.layout import About, Look, encode
+from speedrun.record.layout import About, encode
 from speedrun.record.logged_run import FormatError
 from speedrun.record.reader import decode, load
-from speedrun.record.validate import find_check, validate
+from speedrun.record.validate import Report, find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -45,8 +45,12 @@ def folder(forged) -> Path:
 
 
 def found(record: Path) -> dict[str, tuple[str, ...]]:
-    """What was found wrong, by check."""
-    return {r.check.id: r.messages for r in validate(record).results if r.status in ("failed", "warning")}
+    """The messages of failures and warnings, by check."""
+    return problems(validate(record))
+
+
+def problems(report: Report) -> dict[str, tuple[str, ...]]:
+    return {r.check.id: r.messages for r in report.results if r.status in ("failed", "warning")}
 
 
 TOUCHING = shard("t_train_1.bin", 0, 300), shard("t_train_1.bin", 300, 600), shard("t_train_2.bin", 0, 400)
@@ -55,7 +59,7 @@ HONEST = {
     "an optimiser that differs where the model is fixed":
         fixed(edit_source=forgeries.with_file("speedrun/science/optim/groups.py", "Adam = abs\n")),
     "ranges that touch do not overlap": forgeries.made(shards=TOUCHING),
-    # Ten steps of 100 tokens; the cursor may be anywhere between the tokens seen and those skipped besides.
+    # Ten steps of 100 tokens; the cursor lies between the tokens seen, and those seen or skipped.
     "tokens that are cut off from documents are not counted":
         forgeries.cutting(replace(shard("t_train_1.bin", 0, 640), skipped=40), shard("t_train_2.bin", 0, 400)),
     **{f"compiled as the harness does for {platform}": logged(change(runlog.Plan, compiler_options=options))
@@ -69,14 +73,6 @@ def test_an_honest_record_passes_every_check(folder, build):
     report = validate(folder, strict=True)
     assert {result.status for result in report.results} == {"ok"}
     assert report.exit_code == 0
-
-
-@pytest.mark.parametrize("flag", [
-    "autotune_level", "load_autotune_results_from", "enable_cublaslt", "enable_triton_gemm", "triton_gemm_any",
-    "enable_triton_softmax_fusion", "enable_split_k_autotuning", "cudnn_gemm_fusion_level", "enable_cudnn_fmha",
-])  # fmt: skip
-def test_flags_that_choose_other_products_are_not_known(flag):
-    assert not v4_environment._FLAGS.fullmatch(f"xla_gpu_{flag}")
 
 
 def test_a_step_has_a_batch_of_the_track(folder):
@@ -99,16 +95,17 @@ def test_the_validation_shard_is_known_under_another_name(folder):
 @pytest.mark.parametrize(("id", "how", "build"), FORGERIES, ids=[f"{id}-{how}" for id, how, _ in FORGERIES])
 def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     build(folder)
-    assert list(found(folder)) == [id], found(folder)
-    assert validate(folder).exit_code == (0 if find_check(id).severity == "warning" else 1)
-    assert validate(folder, strict=True).exit_code == 1
+    report = validate(folder)  # once, as it takes most of the time of these tests
+    assert list(problems(report)) == [id], problems(report)
+    assert report.exit_code == (0 if find_check(id).severity == "warning" else 1)
+    assert dataclasses.replace(report, strict=True).exit_code == 1
 
 
 @pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize(
     ("before", "after", "edits", "problems"),
     [
-        (0.001, 0.0, [], {"V205", "V209"}),  # measured once, as older runs are
+        (0.001, 0.0, [], {"V205", "V209"}),  # measured once, as in older runs
         (0.001, 0.001, [], {"V205", "V209"}),
         (0.001, 50.0, [], set()),
         (50.0, 0.001, [], set()),
@@ -119,7 +116,7 @@ def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     ],
 )
 def test_a_machine_whose_load_changed_spoils_no_run(folder, before, after, edits, problems, ranked):
-    """Of the rates before and after the run, the wider allowance holds; where nothing is ranked, it is a warning."""
+    """The more generous of both rates counts; a track that does not rank only warns."""
     rank(ranked)
     rates = change(runlog.Preflight, matmul_gflops=before), change(runlog.RunEnd, matmul_gflops=after)
     logged(*rates, *edits)(folder)
@@ -132,7 +129,7 @@ def test_every_check_has_a_forgery_and_one_id():
     ids = [check.id for check in CHECKS]
     assert sorted({id for id, _, _ in FORGERIES}) == sorted(ids)
     assert len(set(ids)) == len(ids)
-    assert len(FORGERIES) == len({(id, how) for id, how, _ in FORGERIES}) >= forgeries.FEWEST
+    assert len(FORGERIES) == len({(id, how) for id, how, _ in FORGERIES})
 
 
 # --- what cannot be read -----------------------------------------------------------------------------------
@@ -191,40 +188,14 @@ def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
 @pytest.mark.parametrize("stamp", ["yesterday", "2026-10-02T00:00:00", ""])
 @pytest.mark.parametrize("path", ["batch.json", LOG])
 def test_a_stamp_that_is_none_ends_in_a_report(folder, path, stamp):
-    """A declaration is compared with the runs: both need a moment."""
     old = b"2026-10-02T01:00:00.200001+00:00" if path == LOG else b"2026-10-02T00:00:00+00:00"
     edited(path, old, stamp.encode())(folder)
     assert "V001" in found(folder)
 
 
-@pytest.mark.parametrize(("spread", "status"), [(0.03, "failed"), (0.06, "ok")])
-def test_losses_far_closer_than_seeds_are_are_refused(folder, spread, status):
-    """By chance, four losses lie within 0.04 sigma once in 10,000 batches: the quantile of chi-squared, 3 degrees."""
-    sigma = track.load("forged").target.sigma
-    losses = [3.25 + z * spread * sigma * 1.5**0.5 for z in (-1, 0, 0, 1)]
-    runs = [Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss)) for seed, loss in enumerate(losses)]
-    record_forge.declare(folder, record_forge.declaration(runs[0], range(4)), runs[0])
-    for run in runs:
-        write_run(folder, run)
-    assemble(folder)
-    (result,) = (r for r in validate(folder).results if r.check.id == "V307")
-    assert result.status == status
-
-
-@pytest.mark.parametrize("looks", [(), [(0, 0.01)], [(-1, 0.01)], [(1, 1e-30)], [(9, 0.01)]])
-def test_looks_that_fit_nothing_end_in_a_report(folder, looks):
-    forge(folder, declared=(1, 2, 3), promise=promised(looks=tuple(Look(*look) for look in looks)))
-    assert "V306" in found(folder)
-
-
 def test_no_key_of_a_config_hides_another():
     hidden = {"": {"a": {"b": 1}}, "a": {"b": 2}, "a.b": 3, "a%2Eb": 4, "a%b": 5}
     assert sorted(leaves(hidden).values()) == [1, 2, 3, 4, 5]
-
-
-def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):
-    edited(LOG, b'"width":8', b'"width":1' + b"0" * 400)(folder)
-    assert "out of range" in found(folder)["V001"][0]
 
 
 @given(place=st.integers(0), byte=st.integers(0, 255), which=st.integers(0))
@@ -283,7 +254,7 @@ def test_a_run_killed_before_its_clock_is_told_as_that(folder):
 
 @pytest.fixture
 def history(tmp_path, monkeypatch) -> Callable[[dict[str, str]], str]:
-    """Makes a repository that holds a version of the harness, and takes it for the one that we are in."""
+    """Makes commits of a harness in a repository that replaces ours."""
     root = tmp_path / "repository"
     root.mkdir()
     git(root, "init", "--quiet")
@@ -297,7 +268,7 @@ def history(tmp_path, monkeypatch) -> Callable[[dict[str, str]], str]:
         return git(root, "rev-parse", "HEAD")
 
     monkeypatch.setattr(history_module, "ROOT", root)
-    record_forge._files_at.cache_clear()  # another repository may have had an equal commit
+    record_forge._files_at.cache_clear()  # repositories of other tests can have the same commit
     return commit
 
 
@@ -324,7 +295,7 @@ NORM = "speedrun/science/nn.py"
 
 def test_fixed_science_is_that_of_a_version_before_the_racers_own(folder, history):
     def branched(files: dict[str, str]) -> str:
-        """A commit on top of the older version, which is not of our history."""
+        """Commit on top of the older version, outside our history."""
         git(history_module.ROOT, "checkout", "--quiet", "--detach", older)
         commit = history(files)
         git(history_module.ROOT, "checkout", "--quiet", newer)
@@ -355,7 +326,7 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_copy_that_claims_to_be_older_is_the_copy(history, forged, monkeypatch, merged):
-    """What git has first is the original, whether or not the other one has been merged."""
+    """The record that git has first is the original, whether or not the other one was merged."""
     root = history_module.ROOT
     original, copy = (root / "records" / "forged" / name for name in ("original", "copy"))
     for folder, days in ((original, 0), (copy, 1)):
@@ -364,8 +335,8 @@ def test_a_copy_that_claims_to_be_older_is_the_copy(history, forged, monkeypatch
         forge(folder, seeds=(1,))
         if folder == original or merged:
             history({})
-    assert list(nowhere_else.find(load(original))) == []
-    (told,) = nowhere_else.find(load(copy))
+    assert list(_nowhere_else.find(load(original))) == []
+    (told,) = _nowhere_else.find(load(copy))
     assert "same name as tiny-1-00a1 of forged/original" in told
 
 
@@ -384,7 +355,7 @@ def test_without_history_nothing_tells_whether_a_commit_is_known(folder, history
 
 @pytest.mark.parametrize("ranked", [True, False])
 def test_a_recipe_from_outside_the_repository_needs_a_commit_for_a_rank(folder, history, ranked):
-    """Other science must be the commit's on every track."""
+    """On every track, all other science must be the commit's."""
     rank(ranked)
     model = "speedrun/science/models/tiny.py"
     commit = history({path: text for path, text in SOURCE.items() if path != RECIPE} | RUN_LOCK)
@@ -430,12 +401,9 @@ def test_a_file_of_git_is_found_by_its_commit_only(history):
 
 
 def test_the_reference_of_the_smoke_track_is_the_committed_record():
-    vals = load(Path(__file__).parent.parent / "records/smoke-cpu/2026-11-25-first").runs[0]
-    seen = {0: 0, **{step.step + 1: step.tokens_seen for step in vals.steps}}
-    points = [(seen[val.step], val.loss) for val in vals.vals]
-    assert [point.tokens for point in CURVES["smoke-cpu"]] == [tokens for tokens, _ in points]
-    losses = [loss for _, loss in points]
-    assert [point.loss for point in CURVES["smoke-cpu"]] == pytest.approx(losses, abs=1e-4)
+    run = load(ROOT / "records/smoke-cpu/2026-11-25-first").runs[0]
+    seen = {0: 0, **{step.step + 1: step.tokens_seen for step in run.steps}}
+    assert CURVES["smoke-cpu"] == pytest.approx({seen[val.step]: val.loss for val in run.vals}, abs=1e-4)
 
 
 # --- assembling --------------------------------------------------------------------------------------------
@@ -481,12 +449,12 @@ def test_hardware_is_that_of_the_config(folder):
 
 
 def test_a_track_for_one_kind_of_device_refuses_others(folder):
-    """An H200 has more memory bandwidth: its times belong to another board."""
+    """An H200 has more memory bandwidth, so its times belong to another board."""
     record = load(forge(folder))
     assert record.track is not None
     for kind in ("cpu", "NVIDIA H100 80GB HBM3"):
         rules = replace(record.track, rules=replace(record.track.rules, device_kind=kind))
-        told = [*hardware.find(dataclasses.replace(record, track=rules))]
+        told = [*v4_environment._hardware.find(dataclasses.replace(record, track=rules))]
         assert [kind in line for line in told] == [True] * 2 * (kind != "cpu")
 
 
@@ -577,21 +545,8 @@ def test_files_behind_the_most_that_are_read_are_refused(folder, monkeypatch):
     assert "a record holds at most 4 files" in found(folder)["V008"][-1]
 
 
-def test_nothing_heavy_is_imported():
-    record = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-six-seeds"
-    code = f"""
-import pathlib, sys
-from speedrun.board import plots
-from speedrun.record.validate import validate
-validate(pathlib.Path({str(record)!r}))
-print(*sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"jax", "numpy", "scipy", "matplotlib"}.intersection(done.stdout.split())
-
-
 def attempts(text: str) -> list[Any]:
-    """Runs in order: each its name, the run that it resumes, if any, and how it ended; "!": its result was known."""
+    """Runs in order, as letters: its name, the run that it resumes, and f(inished), a(borted) or ! (result known)."""
     runs = []
     for hour, (name, *resumed, end) in enumerate(text.split()):
         run = SimpleNamespace(begun=hour, folder=name, outcome="finished" if end == "f" else "aborted")
@@ -619,7 +574,6 @@ def test_runs_that_go_on_from_one_checkpoint_are_one_until_a_result_is_known(run
 
 # --- the records in this repository ------------------------------------------------------------------------
 
-ROOT = Path(__file__).parent.parent
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/about.json"))
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a record, derived from its logs, and what it says to people: `about.json`, the head of `README.md`."""
+"""The numbers of a record, derived from its logs, and its texts for people: `about.json`, the head of `README.md`."""
 
 import dataclasses
 import shlex
@@ -21,7 +21,7 @@ HEAD_END = "<!-- end of the generated head; write below -->\n"
 
 
 class Summary(Strict, frozen=True, omit_defaults=True):
-    """Means are over finished runs; an sd needs two of them. Losses are nats per token."""
+    """Numbers of a record. Means are over finished runs; losses are nats per token."""
 
     num_runs: int
     num_finished: int
@@ -33,23 +33,16 @@ class Summary(Strict, frozen=True, omit_defaults=True):
     train_time_s_mean: float | None
     train_time_s_sd: float | None
     cold_wall_s_mean: float | None
-    compile_s_mean: float | None
     num_steps: int
     num_tokens: int
     step_p50_ms: float
-    step_p95_ms: float
-    step_max_ms: float
-    data_wait_share: float | None  #: of the train time
     test: MeanTest | None = None  #: None without a declared batch, or before its first look
 
 
 def summarize(record: Record) -> Summary:
-    """Derive the summary from the logs, with losses from the exact sums. The track must be known."""
+    """Derive the summary from the logs; the track must be known."""
     runs, done, target, promised = record.runs, record.finished, record.rules.target, record.declaration
     val_loss = _mean([run.val_loss for run in done])
-    train_time_s = _mean([run.train_time_s for run in done])
-    data_wait_s = _mean([run.end.data_wait_s for run in done])
-    p50_ms, p95_ms, max_ms = console.quantiles_ms([second for run in done for second in run.step_s])
     none_blew_up = all(run.outcome != "non-finite" for run in runs)
     return Summary(
         num_runs=len(runs),
@@ -59,16 +52,12 @@ def summarize(record: Record) -> Summary:
         target_reached=none_blew_up and val_loss is not None and val_loss <= target.loss,
         val_loss_mean=val_loss,
         val_loss_sd=_sd([run.val_loss for run in done]),
-        train_time_s_mean=train_time_s,
+        train_time_s_mean=_mean([run.train_time_s for run in done]),
         train_time_s_sd=_sd([run.train_time_s for run in done]),
         cold_wall_s_mean=_mean([run.end.cold_wall_s for run in done]),
-        compile_s_mean=_mean([run.end.compile_s for run in done]),
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
         num_tokens=max((at.tokens_seen for run in done for at in (run.origin, *run.steps[-1:])), default=0),
-        step_p50_ms=p50_ms,
-        step_p95_ms=p95_ms,
-        step_max_ms=max_ms,
-        data_wait_share=data_wait_s / train_time_s if data_wait_s is not None and train_time_s else None,
+        step_p50_ms=console.quantiles_ms([second for run in done for second in run.step_s])[0],
         test=promised and standing(promised, runs, target.loss, target.sigma).test,
     )
 
@@ -90,13 +79,9 @@ def assemble(
     parent_record: str | None = None,
     changes: Sequence[str] | None = None,
 ) -> Summary:
-    """Write `about.json` and the head of `README.md` of the runs in a folder; what stands below the head stays.
+    """Write `about.json` and the head of `README.md` for the runs in a folder, and keep the text below the head.
 
-    None keeps what `about.json` says. `default_title` is the title of a record without one. Changes are those from the
-    parent, one sentence each.
-
-    Raises:
-        UsageError: if a run cannot be read, or the folder holds what a record may not.
+    None keeps a field of `about.json`. Raise UsageError if a file is malformed or not permitted.
     """
     said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
     edits = {key: value for key, value in said.items() if value is not None}
@@ -123,7 +108,7 @@ def assemble(
 
 
 def reproduce_command(run: Run) -> str:
-    """Return the command line that makes this run again."""
+    """Return the command line that repeats this run."""
     name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
     command = ["speedrun", "run", "--track", name, "--recipe", run.start.recipe]
     command += ["--seed", str(run.start.seed)]
@@ -139,15 +124,15 @@ def reproduce_command(run: Run) -> str:
 
 
 def sources(runs: Sequence[Run]) -> list[str]:
-    """Return the weights that runs of a record started from, if they were not random: V311 marks these runs."""
+    """Return the given weights from which runs of a record started, if any."""
     own = {run.folder for run in runs}
     return sorted({run.origin.run_id for run in runs if run.resumed} - own)
 
 
 def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
-    """Return what a record is and what was measured, by name. Some of the texts are strangers'."""
+    """Return the rows of a result card, as names and untrusted texts."""
     about, lead, declared = record.about, record.lead, record.declaration
-    # The config may hold anything.
+    # The config is untrusted.
     recipe = lead.start.config.get("recipe")
     parent = recipe.get("parent") if isinstance(recipe, dict) else None
     parent = f"recipe {parent}" if isinstance(parent, str) else "none"
@@ -176,7 +161,7 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
 
 
 def readme_head(record: Record, summary: Summary) -> str:
-    """Return the generated part of `README.md`: title, result card, command, plot."""
+    """Return the generated part of `README.md`."""
     rows = (f"| {name} | {_cell(value)} |" for name, value in facts(record, summary))
     blocks = [
         f"# {_cell(record.about.title)}",
@@ -198,6 +183,6 @@ def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> 
 
 
 def _cell(text: str) -> str:
-    """Escape text, so that it can neither leave a table cell nor hold markup."""
+    """Escape text so that it can neither leave a table cell nor hold markup."""
     shown = console.clean(text)
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("[", "&#91;")

@@ -11,27 +11,20 @@ from speedrun.record.layout import Declaration, Look
 from speedrun.record.logged_run import Run
 from speedrun.record.statistics import MeanTest
 
-_SEED_BITS = 31
-
 
 def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:
-    """Return seeds that nobody picks, since they follow from source and config.
-
-    Each is the first 31 bits of sha256("source config i") for i = 0, 1, 2, ...
-    """
+    """Return seeds that nobody can choose: the first 31 bits of sha256("source config i") for i = 0, 1, 2, ..."""
     texts = (f"{source_sha256} {config_sha256} {i}" for i in range(num_runs))
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    return tuple(int.from_bytes(digest[:4], "big") >> (32 - _SEED_BITS) for digest in digests)
+    return tuple(int.from_bytes(digest[:4], "big") >> 1 for digest in digests)
 
 
 def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[Look, ...]:
-    """Return one look after `num_runs`; or two, each at half the level, the second after `then` runs in all.
-
-    Raises:
-        UsageError: if the second comes before the first.
-    """
+    """Return one look after `num_runs`; or two at half the level each, the second after `then` runs in total."""
     if then is not None and then <= num_runs:
-        raise UsageError(f"got {num_runs} runs, then {then}; the second counts all runs: it must be larger")
+        raise UsageError(
+            f"got {num_runs} runs, then {then}; the second counts all runs, so it must be larger"
+        )
     counts = [num_runs] if then is None else [num_runs, then]
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
 
@@ -39,7 +32,7 @@ def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[L
 class Standing(NamedTuple):
     """Progress of a batch."""
 
-    losses: tuple[float, ...]  #: in the order of the seeds; infinite for a run that became non-finite
+    losses: tuple[float, ...]  #: in the order of the seeds; infinite for a non-finite run
     missing: tuple[int, ...]  #: seeds to run before the next look; empty if the batch is decided
     test: MeanTest | None  #: at the last look reached
 
@@ -73,5 +66,5 @@ def completed(runs: Sequence[Run]) -> Mapping[int, float]:
 
 
 def allowed_to_break_off(num_runs: int) -> int:
-    """Return how many runs may break off: one in ten, at least one, since machines fail."""
+    """Return how many runs may break off, since machines fail: one in ten, at least one."""
     return max(1, num_runs // 10)

@@ -1,4 +1,4 @@
-"""Files of a commit, from the repository that holds this code. Offline; nothing is checked out."""
+"""Files of commits in the repository that holds this code, read offline without a checkout."""
 
 import os
 import re
@@ -7,43 +7,34 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-#: The root of the repository.
 ROOT = Path(__file__).parent.parent.parent
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _ANSWER_S = 20.0
-#: No prompt, no lock, and no request to a server if this is a partial clone.
+#: No prompts, no locks, and no requests from a partial clone to its server.
 _QUIET = {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
 
 
 def files_here(paths: Iterable[str]) -> dict[str, bytes]:
-    """Return those of these files that exist in this version, by path from the root, as in `source.txt`."""
+    """Return the content of those files that exist in this version, by path from the root."""
     return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).is_file()}
 
 
 def is_complete() -> bool:
-    """Return whether this code is in a repository with its whole history."""
+    """Return whether this code is in a repository that is not shallow."""
     return _git("rev-parse", "--is-shallow-repository") == b"false\n"
 
 
 @lru_cache(maxsize=256)
 def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
-    """Return those of these files that a commit holds.
-
-    Args:
-        commit: from an untrusted source; only 40 hex digits are passed to git.
-        paths: relative to the root, of plain names (`sourcefile.check_path`).
-
-    Returns:
-        None if the commit is unknown here: no git, no repository, or not in this one.
-    """
+    """Return the content of those files that an untrusted commit holds, or None if it is unknown here."""
     if not COMMIT.fullmatch(commit):
         return None
     names = [f"{commit}^{{commit}}", *(f"{commit}:{path}" for path in paths)]
     answer = _git("cat-file", "--batch", text="".join(f"{one}\n" for one in names)) or b""
     found: dict[str, bytes] = {}
     for name in names if answer else ():
-        # Of each: `ID TYPE SIZE`, a newline, the content, a newline; or a line without a size.
+        # Each answer is `ID TYPE SIZE`, a newline, the content and a newline; or one line without a size.
         head, _, answer = answer.partition(b"\n")
         if len(words := head.split()) == 3:
             found[name], answer = answer[: int(words[2])], answer[int(words[2]) + 1 :]
@@ -52,20 +43,14 @@ def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
 
 
 def base(commit: str) -> str:
-    """Return the newest commit that an untrusted one shares with this version; empty if there is none here.
-
-    It holds nothing that was changed for a record, as the record's own commit may.
-    """
+    """Return the newest commit that an untrusted one shares with this version, or "" without one."""
     if not COMMIT.fullmatch(commit):
         return ""
     return (_git("merge-base", commit, "HEAD") or b"").decode().strip()
 
 
 def added_first(folder: Path, names: Sequence[str]) -> str | None:
-    """Return which of some folders in a folder this version's history has first; None if it cannot tell.
-
-    In the order in which they were merged: an author chooses the stamps of a log.
-    """
+    """Return which of some folders in a folder was merged first, or None if the history does not tell."""
     order = ("--first-parent", "--diff-merges=first-parent", "--reverse", "--diff-filter=A")
     shown = ("--name-only", "--relative", "--format=tformat:commit")
     answer = _git("-C", str(folder.resolve()), "log", *order, *shown, "--", *names) or b""
@@ -78,7 +63,7 @@ def added_first(folder: Path, names: Sequence[str]) -> str | None:
 
 def _git(*argv: str, text: str = "") -> bytes | None:
     """Return the output of git in this repository, or None if it fails."""
-    # A repository that only contains this code's folder, as an environment may be in one, says nothing about it.
+    # A repository further up belongs to another project.
     environment = {**os.environ, **_QUIET, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
     try:
         return subprocess.run(

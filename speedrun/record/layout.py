@@ -2,10 +2,9 @@
 
     about.json  batch.json  source.txt  reproduction.json  runs/<run>/metrics.jsonl  README.md  plots/
 
-`about.json` is what its authors say. `batch.json` is the declaration of a batch, written before its first run.
-`source.txt` is the source closure, and `metrics.jsonl` the log of a run (`base.runlog`). All else is a view: README
-and plots are made from these, and never read. Losses are nats per token. A key that is not declared here is
-an error.
+Authors write `about.json`. `batch.json` declares a batch before its first run, `source.txt` is the source closure, and
+`metrics.jsonl` the log of a run (`base.runlog`). README and plots are made from these, and never read. Losses are nats
+per token. A key that is not declared here is an error.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.j
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: unknown keys are errors."""
+    """Base class: unknown keys are errors."""
 
 
 class TrackRef(Strict, frozen=True):
@@ -37,7 +36,7 @@ class Recipe(Strict, frozen=True):
 
 
 class Look(Strict, frozen=True):
-    """A test of the batch after a number of runs, at a level."""
+    """A test of the batch after a number of runs."""
 
     num_runs: int
     alpha: float
@@ -55,14 +54,14 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1
     attention: str
     num_steps: int
     seeds: tuple[Natural, ...]  #: in the order of the runs
-    seeds_chosen: bool  #: whether a person chose them; else they follow from source and config
-    looks: tuple[Look, ...]  #: in order; the last one is after all seeds
-    expected_loss: float | None  #: the mean for which the number of runs was computed
+    seeds_chosen: bool  #: by a person; else they follow from source and config
+    looks: tuple[Look, ...]  #: in order; the last is after all seeds
+    expected_loss: float | None  #: mean from which the number of runs was computed
     created_utc: str
 
 
 class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
-    """`about.json`: what its authors say of a record."""
+    """`about.json`: the authors' description of a record."""
 
     title: str = "untitled"
     authors: tuple[str, ...] = ()
@@ -71,15 +70,15 @@ class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
 
 
 def encode(file: msgspec.Struct) -> bytes:
-    """Return the canonical bytes of a file, of a record or beside it: JSON, indented for people and `diff`."""
+    """Return the canonical bytes of a file: JSON, indented for people and `diff`."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 
 def sha256(raw: bytes) -> str:
-    """Return the SHA-256 digest as 64 hex digits."""
+    """Return the digest in hex digits."""
     return hashlib.sha256(raw).hexdigest()
 
 
 def config_sha256(config: dict) -> str:
-    """Return the digest of a resolved config: of its JSON with sorted keys. A config has no seed."""
+    """Return the digest of the JSON of a resolved config, with sorted keys."""
     return sha256(msgspec.json.encode(config, order="sorted"))

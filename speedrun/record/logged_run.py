@@ -1,7 +1,7 @@
-"""One run of a record: its log, line by line, and what follows from it.
+"""One run of a record: the lines of its log, and facts that follow from them.
 
-Logs are untrusted. A line is accepted only in the canonical form of a known event, which also refuses repeated keys,
-NaN and stray spaces; and the events must come in an order that the checks can rely on.
+Logs are untrusted. A line must be the canonical form of a known event, which excludes repeated keys, NaN and stray
+spaces, and the events must come in an order on which the checks can rely.
 """
 
 import itertools
@@ -18,21 +18,20 @@ from speedrun.record.layout import LOG
 
 #: Events that a finished run has exactly once.
 _ONCE = (runlog.Preflight, runlog.DataReady, runlog.Plan, runlog.ClockStart, runlog.ClockStop, runlog.RunEnd)
-#: The order of what comes before its first step.
+#: Their order before its first step.
 _ORDER = (runlog.RunStart, runlog.Preflight, runlog.DataReady, runlog.Exported, runlog.Plan)
 _ORDER += (runlog.WarmupStart, runlog.WarmupEnd, runlog.Resume, runlog.ClockStart)
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
-#: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
-_LARGEST = 2.0**128
-_LONGEST_LINE, _DEEPEST = 2**22, 64  #: in bytes, and in levels of its JSON
+_LARGEST = 2.0**128  #: the end of float32, so sums of squares are finite
+_LONGEST_LINE, _DEEPEST = 2**22, 64  #: bytes of a line, and levels of its JSON
 _Event = TypeVar("_Event", bound=runlog.Event)
 
 
 class FormatError(ValueError):
-    """A file of a record that does not have the declared form."""
+    """A file of a record does not have the declared form."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Run:
 
     @cached_property
     def outcome(self) -> runlog.Outcome:
-        """How it ended. A run that was killed broke off where its log ends; an error that it logged counts always."""
+        """How the run ended; a logged non-finite loss counts even if the run was killed afterwards."""
         end = self.lines[-1].event
         if isinstance(end, runlog.RunEnd) and end.status != "aborted":
             return end.status
@@ -54,13 +53,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it claims to have finished."""
+        """Whether the run claims to have finished."""
         return self.outcome == "finished"
-
-    @property
-    def created_utc(self) -> str:
-        """Time of the first line, as the log has it."""
-        return self.lines[0].t_utc
 
     @cached_property
     def preflight(self) -> runlog.Preflight:
@@ -69,12 +63,12 @@ class Run:
 
     @property
     def hardware(self) -> tuple[int, str]:
-        """The number of devices and their kind; none for a run that was killed before it knew."""
+        """Number and kind of the devices; zero and "" for a run that was killed before its preflight."""
         return next(((hw.num_devices, hw.device_kind) for hw in self.of(runlog.Preflight)), (0, ""))
 
     @property
     def bench_gflops(self) -> tuple[float, float]:
-        """The lowest and the highest of the measured rates: before the run, and after it if it was measured then."""
+        """The lower and the higher of the rates measured before and after the run."""
         rates = [hw.matmul_gflops for hw in self.of(runlog.Preflight)]
         rates += [end.matmul_gflops for end in self.of(runlog.RunEnd) if end.matmul_gflops]
         return min(rates), max(rates)
@@ -89,11 +83,11 @@ class Run:
         return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
 
     def of(self, kind: type[_Event]) -> list[_Event]:
-        """Return all events of one kind, in order."""
+        """Return all events of a kind, in order."""
         return [line.event for line in self.lines if isinstance(line.event, kind)]
 
     def line_of(self, kind: type[runlog.Event]) -> runlog.Line:
-        """Return the line of the first event of a kind that the grammar demands."""
+        """Return the line of the first event of a kind; there must be one."""
         return next(line for line in self.lines if isinstance(line.event, kind))
 
     @cached_property
@@ -103,7 +97,7 @@ class Run:
 
     @cached_property
     def begun(self) -> datetime:
-        """Time of the first line, in UTC."""
+        """Time of the first line."""
         return datetime.fromisoformat(self.lines[0].t_utc)
 
     @cached_property
@@ -113,12 +107,12 @@ class Run:
 
     @property
     def final_hash(self) -> str:
-        """Of its last state; empty if it broke off."""
+        """Hash of the last state; empty if the run broke off."""
         return next((end.final_hash for end in self.of(runlog.RunEnd)), "")
 
     @property
     def data(self) -> runlog.DataRead:
-        """What it read; a run that was not killed has it."""
+        """The data that a run read, if it was not killed."""
         return self.end.data
 
     @cached_property
@@ -133,17 +127,17 @@ class Run:
 
     @cached_property
     def origin(self) -> runlog.Resume:
-        """Where it started: at step 0, or where the run that it resumes left off."""
+        """Where the run started: step 0, or the last checkpoint of the run that it resumes."""
         return next(iter(self.of(runlog.Resume)), _BEGINNING)
 
     @property
     def resumed(self) -> bool:
-        """Whether it resumes an earlier run."""
+        """Whether the run resumes an earlier one."""
         return self.origin is not _BEGINNING
 
     @cached_property
     def step_s(self) -> list[float]:
-        """Seconds each step took on the ranked clock."""
+        """Seconds of each step on the ranked clock."""
         times = [self.origin.train_time_s, *(step.train_time_s for step in self.steps)]
         return [after - before for before, after in itertools.pairwise(times)]
 
@@ -154,7 +148,7 @@ class Run:
 
     @property
     def val_loss(self) -> float:
-        """The result: loss of the last validation, from its exact sum."""
+        """The result: exact loss of the last validation."""
         return loss_of(self.vals[-1])
 
 
@@ -164,7 +158,7 @@ def loss_of(val: runlog.Val) -> float:
 
 
 def check_moment(utc: str) -> None:
-    """Raise FormatError unless a text is a time stamp with a time zone."""
+    """Raise FormatError for a text that is not a time stamp with a time zone."""
     try:
         zone = datetime.fromisoformat(utc).tzinfo
     except ValueError as error:
@@ -174,11 +168,7 @@ def check_moment(utc: str) -> None:
 
 
 def check_range(holder: object) -> None:
-    """Check every number in a file or event, at any depth.
-
-    Raises:
-        FormatError: if one is not finite, or its magnitude is above 2^128; or if it is nested too deep.
-    """
+    """Raise FormatError for a file or event with a NaN or a number beyond 2^128, or with too deep nesting."""
     level, depth = [msgspec.to_builtins(holder)], 0
     while level:
         if (depth := depth + 1) > _DEEPEST:
@@ -190,11 +180,7 @@ def check_range(holder: object) -> None:
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
-    """Read one run, line by line.
-
-    Raises:
-        FormatError: if its log is missing or of another format, or a line is not a canonical event.
-    """
+    """Read the log of a run; raise FormatError unless it is complete, canonical and in order."""
     path = f"runs/{folder}/{LOG}"
     if path not in raw:
         raise FormatError("missing")
@@ -208,13 +194,12 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
         except FormatError as error:
             raise FormatError(f"line {number}: {error}") from None
     run = Run(tuple(log), tuple(lines), folder)
-    if problem := grammar_problem(run):
+    if problem := _grammar_problem(run):
         raise FormatError(problem)
     return run
 
 
 def _read_line(raw_line: bytes) -> runlog.Line:
-    """Decode one line; raise FormatError unless it is canonical, with valid hex floats and stamps."""
     if len(raw_line) > _LONGEST_LINE:
         raise FormatError(f"{len(raw_line):,} bytes; at most {_LONGEST_LINE:,} are read")
     try:
@@ -232,8 +217,8 @@ def _read_line(raw_line: bytes) -> runlog.Line:
     return line
 
 
-def grammar_problem(run: Run) -> str | None:
-    """Return what is wrong with the order of events, or None. Runs that broke off need only a correct beginning."""
+def _grammar_problem(run: Run) -> str | None:
+    """Return what is wrong with the order of events; runs that broke off need only a correct beginning."""
     kinds = [type(line.event) for line in run.lines]
     if not kinds or kinds[0] is not runlog.RunStart or kinds.count(runlog.RunStart) != 1:
         return "the log must begin with its only run_start"
@@ -261,6 +246,6 @@ def grammar_problem(run: Run) -> str | None:
         if _ORDER.index(before) > _ORDER.index(after):
             return f"{after.__struct_config__.tag} must come before {before.__struct_config__.tag}"
     if not run.vals or run.start.num_steps != first + len(run.steps) or not (run.steps or run.resumed):
-        want = f"{run.start.num_steps - first} steps and a validation"
-        return f"want {want}, got {len(run.steps)} and {len(run.vals)}"
+        need = f"{run.start.num_steps - first} steps and a validation"
+        return f"got {len(run.steps)} steps and {len(run.vals)} validations, need {need}"
     return None

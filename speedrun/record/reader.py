@@ -1,7 +1,7 @@
 """Reads a record folder, which is untrusted.
 
-Only files with known names are opened, none above its size cap, none through a link. Each file is decoded once.
-Everything else is listed with the reason why it was refused.
+Only files with known names and limited sizes are opened, never through a link; each is decoded once. Everything else is
+listed with the reason for its refusal.
 """
 
 import lzma
@@ -29,12 +29,9 @@ from speedrun.record.source import split_source
 _MIB = MOST_ABOUT_BYTES = 2**20
 
 _RUN = r"runs/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
-
-#: Every folder of a record.
-FOLDERS = re.compile(rf"runs|plots|{_RUN}")
-
-#: Every file that a record may hold, and its size cap in bytes.
-FILES = (
+_FOLDERS = re.compile(rf"runs|plots|{_RUN}")
+#: The files that a record may hold, and their largest sizes in bytes.
+_FILES = (
     (re.compile(r"(about|batch|reproduction)\.json"), MOST_ABOUT_BYTES),
     (re.compile(r"source\.txt"), 4 * _MIB),
     (archive.NAME, archive.MOST_BYTES),
@@ -43,7 +40,7 @@ FILES = (
     (re.compile(r"plots/[a-z0-9-]{1,60}\.png"), 4 * _MIB),
 )
 MAX_FILES = 1000
-_MOST_UNPACKED_BYTES = 2**26  #: of all programs of an archive together
+_MOST_UNPACKED_BYTES = 2**26  #: of an archive of programs
 MAX_BYTES = 256 * _MIB
 
 _Read = TypeVar("_Read")
@@ -59,15 +56,15 @@ class Record:
     """A record folder, as far as it could be read."""
 
     root: Path
-    raw: dict[str, bytes]  #: every permitted file, by path from the root
-    refused: dict[str, str]  #: the reason for everything else, by path
+    raw: dict[str, bytes]  #: content of each permitted file, by path from the root
+    refused: dict[str, str]  #: reason for refusing each other file, by path
     malformed: tuple[str, ...]  #: one line for each file that cannot be decoded
-    runs: tuple[Run, ...]  #: by folder name
+    runs: tuple[Run, ...]  #: sorted by folder name
     about: About
-    declaration: Declaration | None  #: None also for a run by itself
-    reproduction: Reproduction | None  #: result of a referee who ran it again, if there is one
+    declaration: Declaration | None  #: None without a batch
+    reproduction: Reproduction | None
     track: Track | None  #: None if this version does not know it
-    whole: bool  #: every run could be read
+    whole: bool  #: whether every run could be read
 
     @property
     def finished(self) -> tuple[Run, ...]:
@@ -76,28 +73,28 @@ class Record:
 
     @property
     def lead(self) -> Run:
-        """The run for facts in which all agree: the first finished one by name, if there is one."""
+        """The run for facts in which all agree: the first finished one, or else the first."""
         return next(iter(self.finished), self.runs[0])
 
     @property
     def created_utc(self) -> str:
-        """When its first run began."""
-        return min(run.created_utc for run in self.runs)
+        """Start of the first run."""
+        return min(run.lines[0].t_utc for run in self.runs)
 
     @cached_property
     def id(self) -> str:
-        """The digest of its evidence: source, declaration and logs."""
+        """Digest of the evidence: source, declaration and logs."""
         paths = (path for path in sorted(self.raw) if path in (SOURCE, BATCH) or path.startswith("runs/"))
         return sha256("".join(f"{sha256(self.raw[path])} {path}\n" for path in paths).encode())
 
     @cached_property
     def source_sha256(self) -> str:
-        """The digest of `source.txt`."""
+        """Digest of `source.txt`."""
         return sha256(self.raw.get(SOURCE, b""))
 
     @property
     def source_lines(self) -> int:
-        """Lines of code in `source.txt`."""
+        """Lines of the files in `source.txt`."""
         return sum(text.count("\n") for text in self.source_files.values())
 
     @cached_property
@@ -110,20 +107,20 @@ class Record:
 
     @property
     def rules(self) -> Track:
-        """The track; raises UnknownTrack if this version does not know it, so a check that needs it is skipped."""
+        """The track; raises UnknownTrack if this version does not know it, which skips a check."""
         if self.track is None:
             raise UnknownTrack("the track is not known: see V006")
         return self.track
 
 
 def load(root: Path) -> Record:
-    """Read a record folder; problems are part of the result. Raise UsageError if `root` is not a folder."""
+    """Read a record folder; problems become part of the result. Raise UsageError if `root` is not a folder."""
     raw, refused = read_files(root)
     folders = sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})
     malformed: list[str] = [] if folders else ["the record holds no runs"]
 
     def attempt(path: str, read: Callable[..., _Read], *given: object) -> _Read | None:
-        """Return None and note the problem if it fails; refused files are already noted."""
+        """Return None and note the problem if it fails, unless the file was refused."""
         try:
             return read(*given)
         except FormatError as error:
@@ -152,12 +149,7 @@ def load(root: Path) -> Record:
 
 
 def decode(raw: bytes, kind: type[_File]) -> _File:
-    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
-
-    Raises:
-        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
-            another schema; or a time without a time zone.
-    """
+    """Decode an untrusted file of a record; raise FormatError unless `encode` could have written it."""
     try:
         file = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -170,60 +162,47 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
 
 
 def read_programs(raw: bytes) -> archive.Archive:
-    """Read an untrusted archive.
-
-    Raises:
-        UsageError: if it is no such file, or larger than one may be.
-    """
+    """Read an untrusted archive; raise UsageError if it is too large, malformed or inconsistent."""
     opened = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_UNPACKED_BYTES)
     try:
         unpacked = opened.decompress(raw, _MOST_UNPACKED_BYTES)
         if not opened.eof or opened.unused_data:
-            most = f"with more behind its end, or above {_MOST_UNPACKED_BYTES:,} bytes when unpacked"
-            raise UsageError(f"its archive of programs is cut, {most}; restore it, or run again")
+            need = f"need one stream of at most {_MOST_UNPACKED_BYTES:,} bytes when unpacked"
+            raise UsageError(f"its archive of programs is cut or too long; {need}; restore it, or run again")
         found = msgspec.msgpack.decode(unpacked, type=archive.Archive)
     except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
     for one in found.platforms.values():
         scored = {f"{part}-{name}" for name in one.scored.values() for part in ("hidden", "logits")}
         held = {*one.steps, *scored, "init", "constants"} <= one.programs.keys()
-        if not (
-            held and 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
-        ):
-            raise UsageError(
-                "its archive of programs lacks some that it names, or contradicts itself; run again"
-            )
+        is_whole = 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
+        if not (held and is_whole):
+            raise UsageError("its archive lacks programs that it names, or contradicts itself; run again")
     return found
 
 
 def load_result(folder: Path) -> Record:
-    """Read a whole record of a known track with a finished run; raise UsageError if it is none."""
+    """Read a complete record of a known track with a finished run; raise UsageError for any other."""
     record = load(folder)
     if not record.finished or record.track is None or not record.whole or record.malformed:
-        need = "is no whole record with a finished run of a known track"
-        raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' says why")
+        need = "is not a complete record with a finished run of a known track"
+        raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' lists the problems")
     return record
 
 
 def need_record(folder: Path) -> Path:
-    """Return the folder of a record; refuse one without a source, and name the record that may have been meant.
-
-    Raises:
-        UsageError: if the folder exists and is no record.
-    """
-    # Unlike Path.exists, this is False where it may not be looked at.
-    if folder.is_dir() and not os.path.exists(folder / SOURCE):
-        inside = sorted(path.parent for path in folder.glob(f"*/{SOURCE}"))
-        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
-        raise UsageError(f"{folder} holds no {SOURCE}, so it is no record; {hint}")
+    """Return the folder; raise UsageError if it exists but holds no record."""
+    if folder.is_dir() and not os.path.exists(folder / SOURCE):  # Path.exists raises without permission
+        hint = "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{folder} holds no {SOURCE}, so it is not a record; {hint}")
     return folder
 
 
 def need_finished(folder: Path) -> None:
-    """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
+    """Raise SpeedrunError if a process succeeded but left no finished run in this record."""
     if not (folder.is_dir() and load(folder).finished):
         got = f"{folder} has no finished run, although its process succeeded"
-        raise SpeedrunError(f"{got}; need one; look for what ends it")
+        raise SpeedrunError(f"{got}; find out what ended the process early")
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:
@@ -238,14 +217,7 @@ def known_track(runs: Sequence[Run]) -> Track | None:
 
 
 def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Read all files that a record may hold.
-
-    Returns:
-        The content of each permitted file, and the reason for everything refused; both by path from the root.
-
-    Raises:
-        UsageError: if `root` is not a folder.
-    """
+    """Return the content of each permitted file, and the reason for each refusal, by path from the root."""
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder; give the folder of a record (it holds {SOURCE})")
     raw: dict[str, bytes] = {}
@@ -268,30 +240,28 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def discard_partials(root: Path) -> None:
-    """Remove what killed writers left in a record, in which nobody may be writing."""
+    """Remove the temporary files of killed writers; nobody may be writing."""
     for left in root.rglob("*" + PARTIAL):
         if left.is_file() or left.is_symlink():
             left.unlink()
 
 
 def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: int) -> str | None:
-    """Return why an entry may not be in a record, or None."""
     if entry.is_dir(follow_symlinks=False):
         return "not a folder of a record"
     if not entry.is_file(follow_symlinks=False):
         return "a link or a special file; a record holds plain files only"
-    cap_bytes = next((cap for pattern, cap in FILES if pattern.fullmatch(path)), None)
-    if cap_bytes is None and path.endswith(PARTIAL):
-        return "left by a command that was killed; run the same command again to remove it"
+    cap_bytes = next((cap for pattern, cap in _FILES if pattern.fullmatch(path)), None)
     if cap_bytes is None:
-        return "not a file of a record"
+        left = "left by a command that was killed; run the same command again to remove it"
+        return left if path.endswith(PARTIAL) else "not a file of a record"
     if size_bytes > min(cap_bytes, left_bytes):
         return f"{size_bytes:,} bytes; at most {min(cap_bytes, left_bytes):,} are left for it"
     return None
 
 
 def _walk(folder: Path, prefix: str, refused: dict[str, str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield all files, and the folders it does not enter; follow no link. What cannot be listed is noted."""
+    """Yield all files and unknown folders without following links; note folders that cannot be listed."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -299,7 +269,7 @@ def _walk(folder: Path, prefix: str, refused: dict[str, str]) -> Iterator[tuple[
         return
     for entry in entries:
         path = prefix + entry.name
-        if entry.is_dir(follow_symlinks=False) and FOLDERS.fullmatch(path):
+        if entry.is_dir(follow_symlinks=False) and _FOLDERS.fullmatch(path):
             yield from _walk(folder / entry.name, f"{path}/", refused)
         else:
             yield path, entry

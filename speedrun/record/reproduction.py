@@ -1,7 +1,7 @@
-"""`reproduction.json`: the runs of a record that was run again. The verdict on the record is derived from them.
+"""`reproduction.json`: the runs of a referee who ran a record again, and the verdict that follows from them.
 
-It compares the loss, given the noise of single runs, and the time, on hardware of the same kind. Intervals are 99 %: of
-a hundred honest reproductions one is called a mismatch.
+The loss is compared on any hardware, the time on hardware of the same kind. Intervals are 99 %, so one of a hundred
+honest reproductions is called a mismatch.
 """
 
 import math
@@ -20,14 +20,13 @@ from speedrun.record.statistics import FEW_RUNS, Interval
 REPRODUCTION = "reproduction.json"
 CONFIDENCE = 0.99
 
-#: Share of the train time within which times count as equal: nodes of one kind differ by 0.4 % (modded-nanogpt, issue
-#: 160).
+#: Share of the train time within which times count as equal; nodes of one kind differ by 0.4 % (modded-nanogpt, #160).
 SAME_TIME = 0.01
-#: Sd of single runs for records with too few of them; for times, a lower bound. Time: 5 % for smoke-cpu on 2 shared
-#: cores; a GPU node by the same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
+#: Relative sd of single runs in records with few runs; for times, a lower bound. Measured for smoke-cpu on 2 shared
+#: cores, and for GPU times in the same issue.
 _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
 _LOSS_SD = 0.0125
-#: Smallest ratio of two benchmarks of the same hardware. Shared CPUs vary more than GPUs, and have no other mark.
+#: Lowest ratio of two benchmarks of the same hardware; shared CPUs vary more than GPUs.
 SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
 
 Verdict = Literal["within", "faster", "slower", "loss mismatch", "not the same hardware"]
@@ -41,11 +40,11 @@ class Point(Strict, frozen=True):
     recorded: str
     here: str
     equal: bool
-    lost: str  #: what is no longer promised if they differ; else empty
+    lost: str  #: what is no longer guaranteed if they differ; else empty
 
 
 class Hardware(Strict, frozen=True):
-    """What a run found at its start."""
+    """Hardware of a run, measured at its start."""
 
     platform: str
     device_kind: str
@@ -71,21 +70,21 @@ class Reproduction(Strict, frozen=True, tag_field="schema", tag="speedrun.reprod
     record_id: str
     track: str  #: name and version
     by: str  #: name of the referee; may be empty
-    created_utc: str  #: when its seeds were drawn
+    created_utc: str  #: when the seeds were drawn
     software: dict[str, str]
-    same_seeds: bool  #: whether they are the record's; else fresh ones
-    points: tuple[Point, ...]  #: compared before the runs, equal or not
+    same_seeds: bool  #: whether seeds are the record's, and not fresh
+    points: tuple[Point, ...]  #: all that was compared before the runs
     runs: tuple[Outcome, ...]
 
 
 class Difference(Interval, frozen=True):
     """A mean difference or ratio to the record, and its 99 % interval."""
 
-    noise_from: NoiseFrom  #: source of the sd of single runs
+    noise_from: NoiseFrom
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What the runs of a reproduction say about the record."""
+    """The verdict on a record, and what led to it."""
 
     hardware: tuple[Point, ...]  #: whether times are comparable
     loss_difference: Difference | None  #: nats, these runs minus the record; None: no run finished
@@ -103,7 +102,7 @@ class Noise(NamedTuple):
 
 
 def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Noise:
-    """Return the sd of single runs: the record's own; if it has few runs, the larger of that and a given one.
+    """Return the record's own sd; if it has few runs, the larger of that and `otherwise`.
 
     The runs of the reproduction do not count, since a failed one would widen its own interval.
     """
@@ -114,10 +113,7 @@ def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Nois
 
 
 def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Difference:
-    """Return mean(second) - mean(first) +- reach * sd * sqrt(1 / n + 1 / m).
-
-    One number on a side is enough, so a new run can be compared with a batch.
-    """
+    """Return mean(second) - mean(first) +- quantile * sd * sqrt(1 / n + 1 / m)."""
     from scipy import special
 
     tail = (1 + CONFIDENCE) / 2
@@ -130,10 +126,9 @@ def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) 
 def loss_difference(
     record: Sequence[Run], here: Sequence[Outcome], sigma: float | None, *, same_seeds: bool
 ) -> Difference:
-    """Return the loss of these runs minus the record's: of all its runs, or of those with the same seeds.
+    """Return the loss of these runs minus the record's; `sigma` is the track's sd over seeds.
 
-    `sigma` is the sd over seeds that the track declares. With the same seeds, the noise is that of fresh ones all the
-    same: unless the bits are equal, rounding grows until runs of one seed differ like runs of two (README).
+    The same seeds do not reduce the noise: unless the bits are equal, runs of one seed end like runs of two.
     """
     losses = [run.val_loss for run in record]
     scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
@@ -143,18 +138,18 @@ def loss_difference(
 
 
 def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
-    """Return the train time of these runs over the record's, as a ratio of geometric means; seeds do not matter."""
+    """Return the train time of these runs over the record's, as a ratio of geometric means."""
     logs = [math.log(run.train_time_s) for run in record]
     assumed = _TIME_SD.get(record[0].preflight.platform, max(_TIME_SD.values()))
     scatter = noise(logs, assumed, "assumed")
-    if scatter.sd < assumed:  # runs of one hour on one machine do not show how machines of a kind differ
+    if scatter.sd < assumed:  # one machine does not show how machines of its kind differ
         scatter = Noise(assumed, None, "assumed")
     found = difference(logs, [math.log(run.train_time_s) for run in here if run.train_time_s], scatter)
     return Difference(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter.origin)
 
 
 def outcome_of(run: Run) -> Outcome:
-    """Return what is kept of a finished or non-finite run."""
+    """Return the facts of a finished or non-finite run that `reproduction.json` keeps."""
     loss, time_s = (run.val_loss, run.train_time_s) if run.finished else (None, None)
     hw = run.preflight
     here = Hardware(hw.platform, hw.device_kind, hw.num_devices, hw.matmul_gflops)
@@ -162,13 +157,13 @@ def outcome_of(run: Run) -> Outcome:
 
 
 def point(what: str, recorded: str, here: str, *, equal: bool | None = None, lost: str = "") -> Point:
-    """Return a point of untrusted texts; by default it is equal if the texts are."""
+    """Compare two untrusted texts; `equal` replaces their comparison."""
     same = recorded == here if equal is None else equal
     return Point(clean(what), clean(recorded), clean(here), same, "" if same else lost)
 
 
 def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> tuple[Point, ...]:
-    """Compare kind and number of devices, and the median benchmark of each side."""
+    """Compare devices, and the median benchmark of each side."""
     first = recorded[0], here[0]
     kinds = [f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in first]
     rates = [median(one.matmul_gflops for one in side) for side in (recorded, here)]
@@ -200,7 +195,7 @@ def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> J
 def verdict(
     loss: Difference | None, time: Difference | None, hardware: Sequence[Point], num_non_finite: int = 0
 ) -> Verdict:
-    """Return the verdict: by the loss, which compares on any hardware; then by hardware; then by time."""
+    """Judge by the loss, then by the hardware, then by the time."""
     if loss is None or time is None or num_non_finite or not loss.low <= 0 <= loss.high:
         return "loss mismatch"
     if not all(point.equal for point in hardware):
@@ -211,7 +206,7 @@ def verdict(
 
 
 def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
-    """Return why nothing can be derived from the runs of a file, or None."""
+    """Return why no verdict follows from the runs of a file, or None."""
     seeds, known = [run.seed for run in found.runs], {run.start.seed for run in record}
     done = [run for run in found.runs if run.outcome == "finished"]
     if not seeds or len(set(seeds)) != len(seeds):
@@ -220,7 +215,7 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     if any(fact in own for run in found.runs for fact in (run.run_id, run.train_time_s)):
         return "holds a run of the record itself"
     if found.same_seeds and not known.issuperset(seeds):
-        return "claims the seeds of the record, which has others"
+        return "claims to use the seeds of the record, but has others"
     if any(not (run.val_loss and (run.train_time_s or 0) > 0) for run in done):
         return "a finished run has no loss, or no time"
     if any(run.outcome == "aborted" for run in found.runs):

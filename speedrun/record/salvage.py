@@ -1,4 +1,4 @@
-"""Mends the logs of runs whose process was killed, so that they stay visible as runs that broke off."""
+"""Repairs the logs of killed runs, so that they stay visible as runs that broke off."""
 
 from pathlib import Path
 
@@ -12,28 +12,23 @@ from speedrun.record.reader import discard_partials
 
 
 def salvage(root: Path) -> list[str]:
-    """Cut off what is unreadable at the end of each log, and remove programs that no log names. Nothing may run there.
+    """Cut unreadable ends off logs, remove programs that no log names, and return the names of killed runs.
 
-    Returns:
-        The names of the runs that were killed.
-
-    Raises:
-        UsageError: if another program writes into it.
-        StorageError: if the disk refuses; then every log is unchanged.
+    Raise UsageError if another process writes into the record.
     """
     with lock_record(root):
         discard_partials(root)
         folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
         killed = [folder.name for folder in folders if not ended(folder) and _salvage(folder)]
         logs = [_read(folder / LOG) for folder in folders]
-        for path in root.glob("programs-*.xz"):  # of a run that was killed before its log could name them
+        for path in root.glob("programs-*.xz"):  # a run may be killed before its log names them
             if not any(path.stem.removeprefix("programs-").encode() in log for log in logs):
                 path.unlink()
         return killed
 
 
 def ended(folder: Path) -> bool:
-    """Return whether a run wrote the end of its log."""
+    """Return whether a log has its end."""
     raw = _read(folder / LOG)
     return raw.endswith(b"\n") and _is_end(raw.splitlines()[-1])
 
@@ -50,16 +45,16 @@ def _read(path: Path) -> bytes:
 def _salvage(folder: Path) -> bool:
     """Salvage one run. Without a first line, which says what it ran, remove it and return False."""
     raw = _read(folder / LOG)
-    if _is_end(raw.rpartition(b"\n")[2]):  # only its line break is missing: the result stays
+    if _is_end(raw.rpartition(b"\n")[2]):  # only the last newline is missing, so the result counts
         write_whole(folder / LOG, raw, b"\n")
         return False
     lines = _readable(raw)
     if not lines or not isinstance(lines[0].event, runlog.RunStart):
         (folder / LOG).unlink(missing_ok=True)
-        if not any(folder.iterdir()):  # other files are left, and reported by `assemble`
+        if not any(folder.iterdir()):  # `assemble` reports other files
             folder.rmdir()
         return False
-    # The result is printed with the end of the run; without that end, nobody has seen the result.
+    # The result is printed after the end of the log, so nobody has seen it yet.
     for stop in (line.i for line in lines if isinstance(line.event, runlog.ClockStop)):
         result = next((line.i for line in lines[stop:] if isinstance(line.event, runlog.Val)), len(lines))
         del lines[result:]
@@ -69,9 +64,9 @@ def _salvage(folder: Path) -> bool:
 
 
 def _readable(raw: bytes) -> list[runlog.Line]:
-    """Return the lines before the end of the run or the first unreadable one; a power cut leaves zeros behind."""
+    """Return the lines before the end of the run, or before the first unreadable one."""
     lines: list[runlog.Line] = []
-    for one in raw.split(b"\n")[:-1]:
+    for one in raw.split(b"\n")[:-1]:  # a power cut may leave zeros
         try:
             line = runlog.decode(one)
         except DecodeError:

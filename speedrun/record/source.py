@@ -1,4 +1,4 @@
-"""Reads `source.txt`, which is untrusted: its files, what is science, and what they import. Executes nothing."""
+"""Reads `source.txt`, which is untrusted: its files, and the names that they import and bind. Executes nothing."""
 
 import ast
 import re
@@ -11,38 +11,33 @@ from speedrun.base.sourcefile import check_path
 from speedrun.record.layout import sha256
 
 _MARKER = re.compile(r"#### file: (\S+) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
-#: Larger files are data, or an attack on the parser; they are not parsed. The largest of ours has 20,000.
-MOST_BYTES = 2**18
+#: Larger files are data or an attack, and are not parsed. Our largest has 20,000.
+_MOST_BYTES = 2**18
 
-#: Files that a recipe's author may change, since they shape the loss curve. All others are instruments.
+#: Files that the author of a recipe may change. All others are the harness.
 SCIENCE = ("speedrun/science/", "speedrun/recipes/")
-#: They find recipes by name, so they are instruments.
+#: These find recipes by name, so they belong to the harness.
 _REGISTERS = frozenset(f"{folder}__init__.py" for folder in SCIENCE)
 
 
 def split_source(text: str) -> dict[str, str]:
-    """Return the files of a source text: relative path -> text, in their order.
-
-    Raises:
-        ValueError: a missing, malformed or repeated marker, a path that `check_path` refuses, a text shorter than its
-            marker says, or one with another digest.
-    """
+    """Return the files of a source text by relative path, in order; raise ValueError for any damage."""
     files: dict[str, str] = {}
     lines = text.split("\n")
     if lines.pop():
-        raise ValueError("the source text does not end in a newline; it was cut")
+        raise ValueError("the source text was cut: it does not end in a newline")
     at = 0
     while at < len(lines):
         marker = _MARKER.fullmatch(lines[at])
         if not marker:
-            raise ValueError(f"line {at + 1}: want a file marker, got {lines[at][:80]!r}")
+            raise ValueError(f"line {at + 1}: need a file marker, got {lines[at][:80]!r}")
         path, digest, count = check_path(marker[1]), marker[2], int(marker[3])
         body = lines[at + 1 : at + 1 + count]
         content = "".join(f"{line}\n" for line in body)
         if path in files:
-            raise ValueError(f"line {at + 1}: {path} stands here twice")
+            raise ValueError(f"line {at + 1}: {path} appears twice")
         if len(body) != count or sha256(content.encode()) != digest:
-            raise ValueError(f"{path}: the text is not the one its marker was written for")
+            raise ValueError(f"{path}: its text does not match the size and digest in its marker")
         files[path] = content
         at += 1 + count
     return files
@@ -54,17 +49,9 @@ def is_science(path: str) -> bool:
 
 
 def changed_lines(source_text: str, parent_source_text: str) -> int:
-    """Return the number of lines of science in a source text that its parent's does not hold.
+    """Return how many non-blank lines of science a source text has that its parent's lacks.
 
-    Counts the lines of all science files as a multiset, without blank lines: a line that moved within a file or to
-    another is not counted, one that was edited or copied is. Instruments and tracks do not count. Linear time.
-
-    Args:
-        source_text: `source.txt` of a record.
-        parent_source_text: that of its parent; "" counts all lines of science.
-
-    Raises:
-        ValueError: a text that `split_source` refuses.
+    Lines are compared as multisets over all files: edited and copied lines count, moved ones do not.
     """
     return (_science_lines(source_text) - _science_lines(parent_source_text)).total()
 
@@ -79,10 +66,10 @@ class Import(NamedTuple):
 
     line: int
     module: str
-    name: str | None  #: None for a whole module
+    name: str | None  #: None: the module itself
 
 
-#: A comment in the first two lines that declares the encoding of a file (PEP 263).
+#: A declaration of the encoding in one of the first two lines (PEP 263).
 _ENCODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 
@@ -94,20 +81,18 @@ class Names(NamedTuple):
 
 
 def read(text: str) -> Names:
-    """Read a Python file.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
-    if (size := len(text.encode(errors="replace"))) > MOST_BYTES:
-        raise ValueError(f"{size:,} bytes; at most {MOST_BYTES:,} are read")
+    """Return the names in a Python file; raise ValueError if it cannot be parsed."""
+    if (size := len(text.encode(errors="replace"))) > _MOST_BYTES:
+        raise ValueError(f"{size:,} bytes; at most {_MOST_BYTES:,} are read")
     for name in (name for line in text.split("\n", 2)[:2] for name in _ENCODING.findall(line)):
         if name != "utf-8":
-            raise ValueError(f"declares the encoding {name}: Python reads another text than people do")
+            raise ValueError(
+                f"declares the encoding {name}, need utf-8: Python would read another text than people do"
+            )
     try:
         with warnings.catch_warnings():  # about odd escapes
             warnings.simplefilter("ignore")
-            tree = ast.parse(text)  # not compiled: copies of nested `finally` take all memory
+            tree = ast.parse(text)  # compiling could take all memory for nested `finally`
     # Everything that a parser may raise on hostile input.
     except SyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.msg}") from None
@@ -115,12 +100,6 @@ def read(text: str) -> Names:
         raise ValueError(str(error)) from None
     except (RecursionError, MemoryError):
         raise ValueError("nested too deep for Python's parser") from None
-    left: list[ast.AST] = [tree]
-    while left:
-        if isinstance(node := left.pop(), ast.Return):
-            raise ValueError(f"line {node.lineno}: 'return' outside function")
-        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-        left += (child for child in ast.iter_child_nodes(node) if not isinstance(child, inner))
     return Names(list(_imports(tree)), {name for node in tree.body for name in _bound(node)})
 
 

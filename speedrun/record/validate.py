@@ -1,4 +1,4 @@
-"""Runs all checks on a record: offline, without JAX, and without executing anything of it."""
+"""Runs all checks on a record, offline, without JAX and without executing anything from it."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +15,7 @@ from speedrun.record.reader import Record, UnknownTrack, load
 Status = Literal["ok", "failed", "warning", "skipped"]
 
 #: Problems shown for each check; a broken log could have one in every line.
-MAX_PROBLEMS = 5
+_MAX_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Result:
 
     check: Check
     status: Status
-    messages: tuple[str, ...]  #: problems, or why it was skipped; safe to print
+    messages: tuple[str, ...]  #: problems, or the reason for skipping; safe to print
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,13 +40,13 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: "good" or "refused", and the number of checks by status."""
+        """One line with "good" or "refused", and the number of checks by status."""
         counts = [(len(self.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
         said = ", ".join(f"{count} {status}" for count, status in counts if count)
         return f"{'refused' if self.exit_code else 'good'}: {said}"
 
     def shown(self, *, verbose: bool) -> list[Result]:
-        """Return the results to print, problems last; without `verbose`, problems and what an examination found."""
+        """Return the results to print, problems last; without `verbose`, only problems and examinations."""
         found = [result for result in self.having("ok") if verbose or result.check.id.startswith("V6")]
         skipped = self.having("skipped") if verbose else []
         return [*skipped, *found, *self.having("warning"), *self.having("failed")]
@@ -66,16 +66,12 @@ class Report:
 
 
 def validate(record_dir: Path, *, strict: bool = False) -> Report:
-    """Read a record and run all checks. If `strict`, warnings count as failures in `exit_code`.
-
-    Raises:
-        UsageError: if `record_dir` is not a folder.
-    """
+    """Read a record and run all checks; if `strict`, warnings count as failures in `exit_code`."""
     return examine(load(record_dir), strict=strict)
 
 
 def examine(record: Record, *, strict: bool = False) -> Report:
-    """Run all checks on a record that was read before."""
+    """Run all checks on a loaded record."""
     return Report(tuple(ask(check, record) for check in CHECKS), strict)
 
 
@@ -85,14 +81,13 @@ def ask(check: Check, record: Record) -> Result:
         unread = "V008" if record.refused else "V001"
         return Result(check, "skipped", (f"a run cannot be read: see {unread}",))
     try:
-        problems = list(islice(check.find(record), MAX_PROBLEMS + 1))
+        problems = list(islice(check.find(record), _MAX_PROBLEMS + 1))
     except (Skip, UnknownTrack) as skip:
         return Result(check, "skipped", (clean(str(skip)),))
     except ArithmeticError as error:
-        # Numbers of a record may be too large to compute with.
         problems = [f"a number is out of range ({error})"]
-    shown = tuple(clean(problem) for problem in problems[:MAX_PROBLEMS])
-    more = ("and more",) if len(problems) > MAX_PROBLEMS else ()
+    shown = tuple(clean(problem) for problem in problems[:_MAX_PROBLEMS])
+    more = ("and more",) if len(problems) > _MAX_PROBLEMS else ()
     is_ranked = record.track is None or record.track.rules.ranked
     is_error = check.severity == "error" or (check.severity == "error if ranked" and is_ranked)
     status: Status = "ok" if not problems else "failed" if is_error else "warning"
@@ -100,11 +95,7 @@ def ask(check: Check, record: Record) -> Result:
 
 
 def find_check(id: str) -> Check:
-    """Return a check by its id.
-
-    Raises:
-        UsageError: if there is none; it names the nearest.
-    """
+    """Return a check by its id; raise UsageError with the nearest id if there is none."""
     checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS), LOWERED]
     for check in checks:
         if check.id == id.upper():

@@ -1,22 +1,20 @@
-"""The types of a check, and the decorators that make one of a function."""
+"""The type of a check, and the decorators that make a check from a function."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NotRequired, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeVar
 
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 
-Severity = Literal["error", "error if ranked", "warning"]
-
 
 class Skip(Exception):
-    """Raised by a check that does not apply to this record; carries the reason."""
+    """Raised by a check that does not apply to this record; its text is the reason."""
 
 
 def if_ranked(record: Record, problem: str) -> str:
-    """Return a problem of a record on a track that ranks; raise Skip on any other track."""
+    """Return the problem if the record's track ranks; otherwise raise Skip."""
     if not record.rules.rules.ranked:
         raise Skip(f"{problem}; this track does not rank")
     return problem
@@ -29,35 +27,26 @@ _FindOfRun = Callable[[Run, _Facts], Iterable[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One rule of a record, with an id that never changes."""
+    """One rule for records. An id never changes its meaning."""
 
     id: str
     title: str  #: what holds for a good record
     why: str  #: why it matters
     hint: str  #: what to do if it does not hold
-    needs_runs: bool = True  #: skipped where a run cannot be read
-    severity: Severity = "error"
-    find: _Find  #: one line for each problem
+    needs_runs: bool = True  #: skipped if a run cannot be read
+    severity: Literal["error", "error if ranked", "warning"] = "error"
+    find: _Find  #: yields one line for each problem
 
 
-class Texts(TypedDict):
-    """What describes a check besides its id and title."""
-
-    why: str
-    hint: str
-    needs_runs: NotRequired[bool]
-    severity: NotRequired[Severity]
-
-
-def check(rule: str, **texts: Unpack[Texts]) -> Callable[[_Find], Check]:
-    """Decorate a function from a record to its problems; `rule` is the id, a space and the title."""
+def check(rule: str, **fields: Any) -> Callable[[_Find], Check]:
+    """Decorate a function that yields the problems of a record; `rule` is the id, a space and the title."""
     id, title = rule.split(" ", 1)
-    return lambda find: Check(id=id, title=title, find=find, **texts)
+    return lambda find: Check(id=id, title=title, find=find, **fields)
 
 
-def check_run(rule: str, **texts: Unpack[Texts]) -> Callable[[_FindOfRun[Record]], Check]:
-    """Decorate a function from one finished run and its record to the problems of that run."""
-    return lambda find: check(rule, **texts)(partial(_problems_of_finished, find))
+def check_run(rule: str, **fields: Any) -> Callable[[_FindOfRun[Record]], Check]:
+    """Decorate a function that yields the problems of one finished run."""
+    return lambda find: check(rule, **fields)(partial(_problems_of_finished, find))
 
 
 def _problems_of_finished(find: _FindOfRun[Record], record: Record) -> Iterator[str]:
@@ -67,11 +56,7 @@ def _problems_of_finished(find: _FindOfRun[Record], record: Record) -> Iterator[
 
 
 def problems_of(runs: Iterable[tuple[Run, _Facts]], find: _FindOfRun[_Facts]) -> Iterator[str]:
-    """Yield the problems of each run, after its folder's name.
-
-    Raises:
-        Skip: the first one raised, if some run was skipped and no run has a problem.
-    """
+    """Yield the problems of each run after its folder name; raise the first Skip if there are none."""
     skipped: list[Skip] = []
     found = False
     for run, facts in runs:

@@ -12,8 +12,8 @@ from speedrun.record.reader import Record, read_programs
 from speedrun.record.reproduction import runs_problem
 from speedrun.record.source import split_source
 
-_SLACK_S = 0.001  #: of sums: rounding
-#: Control characters but tab and newline, and all that change the direction of text, are invisible, or end a line.
+_SLACK_S = 0.001  #: rounding of sums
+#: Control characters except tab and newline, line separators, invisible characters, and those that turn text around.
 _HOSTILE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufeff\uffa0\U000e0000-\U000e0fff]"
@@ -26,18 +26,16 @@ _HOSTILE = re.compile(
     why="a file without exactly one reading can mean two things to two readers",
     hint="let `speedrun run` write the files, and do not edit them",
 )
-def schema(record: Record) -> Iterator[str]:
-    """Reports unknown and repeated keys, other spacing, NaN, and events out of order."""
+def _schema(record: Record) -> Iterator[str]:
     yield from record.malformed
 
 
 @check(
     "V002 the hash chain of each log is unbroken",
-    why="each line carries the digest of the line before, so that editing a line breaks the chain",
-    hint="restore the log from where the run wrote it, or run again",
+    why="each line carries the digest of the line before, so editing a line breaks the chain",
+    hint="restore the log from the machine that wrote it, or run again",
 )
-def chain(record: Record) -> Iterator[str]:
-    """`prev` of each line is the digest of the line before, and `i` is its number."""
+def _chain(record: Record) -> Iterator[str]:
     for run in record.runs:
         prev = runlog.GENESIS
         for number, (raw, line) in enumerate(zip(run.raw_lines, run.lines, strict=True)):
@@ -52,18 +50,17 @@ def chain(record: Record) -> Iterator[str]:
     why="an examiner runs the programs and reviewers read the source, so both must be those that ran",
     hint="restore source.txt and programs-*.xz, which the run wrote before its clock started",
 )
-def hashes(record: Record) -> Iterator[str]:
-    """Compare the digests of text and programs, of which every finished run names one archive, and all the same."""
+def _hashes(record: Record) -> Iterator[str]:
     if SOURCE in record.refused:
         raise Skip(f"{SOURCE} was not read: see V008")
     try:
         if not split_source(record.raw.get(SOURCE, b"").decode()):
-            yield f"{SOURCE}: missing, or without a file; need what the runs ran"
+            yield f"{SOURCE}: missing, or without a file; need the source that ran"
     except ValueError as error:
         yield f"{SOURCE}: {error}"
     for run in record.runs:
         if run.start.source_sha256 != record.source_sha256:
-            yield f"{run.folder}: ran other sources than {SOURCE}"
+            yield f"{run.folder}: ran another source than {SOURCE}"
     for run in record.finished:
         if (count := len(run.of(runlog.Exported))) != 1:
             yield f"{run.folder}: names {count} archives of programs, need one"
@@ -79,8 +76,8 @@ def hashes(record: Record) -> Iterator[str]:
             read_programs(raw)
         except UsageError as error:
             yield f"{name}: {error}"
-    strangers = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
-    yield from (f"{name}: no run names it" for name in strangers)
+    unnamed = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
+    yield from (f"{name}: no run names it" for name in unnamed)
 
 
 @check(
@@ -88,17 +85,17 @@ def hashes(record: Record) -> Iterator[str]:
     why="runs with different settings are different experiments, whose mean has no meaning",
     hint="make one record for each config; its runs differ only in their seeds",
 )
-def config(record: Record) -> Iterator[str]:
-    """Compare the config in each log with its digest, the recipe, and with those of the others."""
+def _config(record: Record) -> Iterator[str]:
     for run in record.runs:
-        recipe = run.start.config.get("recipe")
-        told = (recipe.get("name"), recipe.get("revision")) if isinstance(recipe, dict) else ()
+        config = run.start.config
+        recipe = config.get("recipe")
+        stated = (recipe.get("name"), recipe.get("revision")) if isinstance(recipe, dict) else ()
         for name in ("num_devices", "microbatches", "replicas"):
-            if type(number := run.start.config.get(name, 1)) is not int:
-                yield f"{run.folder}: its config has {name} {number!r}, which is no whole number"
-        if told != (run.start.recipe, run.start.recipe_revision):
-            yield f"{run.folder}: ran {run.start.recipe} {run.start.recipe_revision}, and its config is of {told}"
-        if run.start.config_sha256 != layout.config_sha256(run.start.config):
+            if type(number := config.get(name, 1)) is not int:
+                yield f"{run.folder}: {name} in its config is {number!r}, need a whole number"
+        if stated != (run.start.recipe, run.start.recipe_revision):
+            yield f"{run.folder}: ran {run.start.recipe} {run.start.recipe_revision}, its config says {stated}"
+        if run.start.config_sha256 != layout.config_sha256(config):
             yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
     if len({layout.config_sha256(run.start.config) for run in record.runs}) > 1:
         yield "the runs have different configs"
@@ -109,38 +106,36 @@ def config(record: Record) -> Iterator[str]:
     why="a rule is never changed in place, so a track file with another digest is another track",
     hint="validate with the version of speedrun that made the record",
 )
-def known_track(record: Record) -> Iterator[str]:
-    """All runs name one track of this version, with its digest."""
+def _known_track(record: Record) -> Iterator[str]:
     if record.track is None:
         named = sorted({f"{run.start.track} ({run.start.track_sha256[:8]})" for run in record.runs})
         yield f"the runs name {', '.join(named)}; this version has no such track with that digest"
 
 
 @check(
-    "V007 the log of a finished run tells one story",
+    "V007 the log of a finished run is consistent",
     why="its end repeats what its beginning says, and both must describe the same run",
-    hint="restore the log from where the run wrote it, or run again",
+    hint="restore the log from the machine that wrote it, or run again",
 )
-def one_story(record: Record) -> Iterator[str]:
-    """Compare validation data where both tell it; a run that finished met no error, and has its digests."""
+def _consistent(record: Record) -> Iterator[str]:
     for run in record.finished:
         (begun,) = run.of(runlog.DataReady)
         first, last = (begun.val_shard, begun.val_sha256), (run.data.val_shard.name, run.data.val_sha256)
         if first != last:
-            yield f"{run.folder}: it was to score {first}, and scored {last}"
+            yield f"{run.folder}: its beginning announces validation on {first}, its end names {last}"
         if not (run.final_hash and (run.end.first_batch_sha256 or not run.steps)):
-            yield f"{run.folder}: it finished, and its end names no final state, or no first batch"
-        told = zip((run.end.compile_s, run.end.val_s), (run.of(runlog.Compile), run.vals), strict=True)
-        for told_s, events in told:
-            if abs(told_s - (sum_s := sum(event.seconds for event in events))) > _SLACK_S:
-                yield f"{run.folder}: {told_s:.3f} s of compilation or validation in its end, {sum_s:.3f} s in events"
+            yield f"{run.folder}: its end lacks the hash of the final state or of the first batch"
+        sums = zip((run.end.compile_s, run.end.val_s), (run.of(runlog.Compile), run.vals), strict=True)
+        for stated_s, events in sums:
+            if abs(stated_s - (sum_s := sum(event.seconds for event in events))) > _SLACK_S:
+                yield f"{run.folder}: {stated_s:.3f} s of compilation or validation in its end, {sum_s:.3f} s in events"
         scored_ns = [line.t_mono_ns for line in run.lines if isinstance(line.event, runlog.Val)]
         if run.end.cold_wall_s < (span_s := (scored_ns[-1] - run.lines[0].t_mono_ns) / 1e9):
-            yield f"{run.folder}: a cold wall time of {run.end.cold_wall_s:.3f} s; its log takes {span_s:.3f} s"
+            yield f"{run.folder}: a cold wall time of {run.end.cold_wall_s:.3f} s, but its log spans {span_s:.3f} s"
         if run.end.data_wait_s > run.train_time_s:
-            yield f"{run.folder}: it waited {run.end.data_wait_s:.3f} s for data, in {run.train_time_s:.3f} s"
+            yield f"{run.folder}: it waited {run.end.data_wait_s:.3f} s for data in {run.train_time_s:.3f} s"
         if errors := run.of(runlog.Error):
-            yield f"{run.folder}: it finished, and has {console.clean(errors[0].kind)}"
+            yield f"{run.folder}: it finished, but logged {console.clean(errors[0].kind)}"
 
 
 @check(
@@ -149,8 +144,7 @@ def one_story(record: Record) -> Iterator[str]:
     why="strangers read a record, so nothing in it may execute, hide, or be too large to review",
     hint="remove everything that the harness did not write",
 )
-def plain_files(record: Record) -> Iterator[str]:
-    """Report links, binaries, scripts, terminal codes and bidirectional text."""
+def _plain_files(record: Record) -> Iterator[str]:
     yield from (f"{path}: {why}" for path, why in record.refused.items())
     for path, content in record.raw.items():
         if path.endswith((".md", "source.txt")) and _HOSTILE.search(content.decode(errors="replace")):
@@ -164,8 +158,8 @@ def plain_files(record: Record) -> Iterator[str]:
     why="readers must be able to derive its verdict",
     hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or remove it",
 )
-def reproduced(record: Record) -> Iterator[str]:
-    """Check that a verdict follows from its runs; their results are taken from the referee."""
+def _reproduced(record: Record) -> Iterator[str]:
+    """The numbers of the referee's runs are trusted; the verdict follows from them."""
     stored = record.reproduction
     if stored is None or not record.finished:
         return

@@ -12,12 +12,11 @@ from speedrun.record.reader import Record
 
 
 @check(
-    "V101 shards are the track's own",
+    "V101 the shards are the track's",
     why="the same loss on other text is another result",
-    hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
+    hint="get the track's shards, check them with `speedrun data verify --full`, and run again",
 )
-def shard_hashes(record: Record) -> Iterator[str]:
-    """Compare digests, if the track lists them."""
+def _shard_hashes(record: Record) -> Iterator[str]:
     table = record.rules.data.sha256
     if not table:
         raise Skip(f"{record.rules.id} lists no digests")
@@ -28,29 +27,28 @@ def shard_hashes(record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V102 tokens are read from the first one on, by shard and name",
+    "V102 tokens are read in order, from the first token of the first shard",
     why="choosing the order of the data influences the loss",
     hint="keep all shards of the track in the folder, under their own names, and run again",
 )
-def shard_order(run: Run, record: Record) -> Iterator[str]:
-    """Validation shards in the list are left to V103."""
+def _shard_order(run: Run, record: Record) -> Iterator[str]:
     rules = record.rules.data
     (data,) = run.of(runlog.DataReady)
-    listed = [name for name in data.train_shards if name != data.val_shard]
+    listed = [name for name in data.train_shards if name != data.val_shard]  # V103 reports the others
     if listed != sorted(set(listed)):
         yield "the list of training shards is not sorted by name"
     known = sorted(name for name in rules.sha256 if fnmatchcase(name, rules.train))
     if wrong := next((pair for pair in zip(listed, known, strict=False) if pair[0] != pair[1]), None):
-        yield "{} is in the place of {}, which the track begins with".format(*wrong)
+        yield "{} is in the place of {}, which comes earlier in the track".format(*wrong)
     elif known and (more := listed[len(known) :]):
-        yield f"{more[0]} is none of the track's shards"
+        yield f"{more[0]} is not one of the track's shards"
     names = [shard.name for shard in run.data.shards if not _is_scored(shard, run)]
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:
         yield f"{strangers[0]} does not match {rules.train}"
     in_order = list(dict.fromkeys(names))
     num_restarts = sum(after < before for before, after in pairwise(names))
-    # A resumed run may start at the end of its shard, and read from the next.
+    # A resumed run may start at the end of its shard, and so read from the next one.
     began = run.origin.cursor[0]
     due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
     if in_order not in due or num_restarts:
@@ -58,15 +56,15 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     due_at = {listed[began]: run.origin.cursor[1]} if began < len(listed) else {}
     for shard in run.data.shards:
         if shard.start > (due := due_at.get(shard.name, 0)):  # V107 reports what is read again
-            yield f"{shard.name} is read from token {shard.start:,} on; the next one is {due:,}"
+            yield f"{shard.name} is read from token {shard.start:,}; the next token is {due:,}"
         due_at = {shard.name: shard.stop}
     most = max((step.batch_tokens for step in run.steps), default=0)
     for shard, after in pairwise(run.data.shards):
         if after.name != shard.name and not _cuts(run) and (left := shard.tokens - shard.stop) > most + 1:
-            yield f"{shard.name} is left {left:,} tokens before its end, of which a batch takes {most:,}"
+            yield f"{shard.name} is left {left:,} tokens before its end, but a batch takes only {most:,}"
     reference = next((one for one in record.finished if not one.resumed), run)
     if not run.resumed and run.end.first_batch_sha256 != reference.end.first_batch_sha256:
-        yield f"its first batch is not that of {reference.folder}; the data must not depend on the seed"
+        yield f"its first batch differs from that of {reference.folder}; data must not depend on the seed"
 
 
 @check_run(
@@ -74,8 +72,7 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     why="a model that has seen the scored tokens may have memorised them",
     hint="take the shard out of the training data, discard the run, and run again",
 )
-def no_leak(run: Run, record: Record) -> Iterator[str]:
-    """Compare names and digests, since files can be renamed."""
+def _no_leak(run: Run, _record: Record) -> Iterator[str]:
     (data,) = run.of(runlog.DataReady)
     for shard in run.data.shards:
         if _is_scored(shard, run):
@@ -86,19 +83,17 @@ def no_leak(run: Run, record: Record) -> Iterator[str]:
 
 def _is_scored(shard: runlog.ShardRange, run: Run) -> bool:
     val = run.data.val_shard
+    # Files can be renamed.
     return shard.name == val.name or shard.sha256 == val.sha256
 
 
 @check_run(
     "V104 every token is counted",
     why="tokens that are read but not counted would be free training",
-    hint="tokens seen, batches, cursor and ranges must agree; look for a change in the data stream",
+    hint="tokens seen, batches, cursor and ranges must agree; look for a change of the data stream",
 )
-def token_count(run: Run, _record: Record) -> Iterator[str]:
-    """Batches, tokens seen and ranges read have the same sums, and the cursor follows from the ranges.
-
-    Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
-    """
+def _token_count(run: Run, _record: Record) -> Iterator[str]:
+    """If documents are cut, a range holds more than the steps read, so the cursor can only be bounded."""
     if (cut := sum(shard.skipped for shard in run.data.shards)) and not _cuts(run):
         yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
     shards = iter(run.data.shards)
@@ -136,10 +131,9 @@ def _num_inputs(shard: runlog.ShardRange) -> int:
 @check_run(
     "V105 exactly the declared tokens are scored",
     why="losses compare only over the same tokens, and over fewer tokens luck matters more",
-    hint="score the size the track declares, from the start of its first validation shard",
+    hint="score as many tokens as the track declares, from the start of its first validation shard",
 )
-def val_tokens(run: Run, record: Record) -> Iterator[str]:
-    """Check every validation, not only the last."""
+def _val_tokens(run: Run, record: Record) -> Iterator[str]:
     want = record.rules.data.val_tokens
     val = run.data.val_shard
     if not fnmatchcase(val.name, record.rules.data.val):
@@ -159,8 +153,7 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
     why="a range beyond the end of its file cannot have been read",
     hint="look for a swapped shard: a name has one size and digest in all runs of a record",
 )
-def shard_sizes(record: Record) -> Iterator[str]:
-    """Each name is one file, and no position lies beyond its end."""
+def _shard_sizes(record: Record) -> Iterator[str]:
     known: dict[str, tuple[str, int]] = {}
     for run in record.finished:
         for shard in (*run.data.shards, run.data.val_shard):
@@ -176,18 +169,17 @@ def shard_sizes(record: Record) -> Iterator[str]:
     why="reading a position twice is training for longer than declared",
     hint="get more shards, or train for fewer steps",
 )
-def read_once(run: Run, _record: Record) -> Iterator[str]:
-    """Count how many ranges cover a position of a shard. All tracks permit one."""
+def _read_once(run: Run, _record: Record) -> Iterator[str]:
     ranges: dict[str, list[runlog.ShardRange]] = {}
     for shard in run.data.shards:
         ranges.setdefault(shard.name, []).append(shard)
     for name, own in ranges.items():
         if (times := _depth(own)) > 1:
-            yield f"{name}: a position is read {times} times; the track reads each once"
+            yield f"{name}: a position is read {times} times; a run may read each once"
 
 
 def _depth(ranges: Iterable[runlog.ShardRange]) -> int:
-    """Return the largest number of ranges that share a position."""
+    """Return the largest number of ranges that share a position, in time n log n."""
     depth = deepest = 0
     # At one position, an end (-1) sorts before a start (+1): ranges that touch do not overlap.
     for _, change in sorted(edge for one in ranges for edge in ((one.start, 1), (one.stop, -1))):

@@ -10,23 +10,21 @@ from speedrun.record.checks.table import check_run
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 
-#: An event is stamped right after the clock is read: 10 us later on a quiet machine. More than this is an edit.
+#: Most between reading the clock and stamping the event; on a quiet machine it is 10 us.
 _SLACK_S = 0.1
 #: A forward pass is one third of a training step's arithmetic.
 _FORWARD_SHARE = 1 / 3
-#: Fewer steps than this can be equal by chance.
+#: Fewer steps can be equal by chance.
 _FEWEST_STEPS = 4
 #: Longest pause: a constant, plus a multiple of the training time for as many tokens.
 _MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
-#: Instead of the constant after the stop: digests of shards, a checkpoint and the second bench come there.
-_MOST_END_S = 300.0
-_MOST_SLOWER = 10.0  #: by which a pause may be longer on a machine whose speed changed
-#: The benchmark may have been disturbed more than the run.
-_BENCH_SLACK = 1.25
-#: One letter for each event, to compare their order with.
+_MOST_END_S = 300.0  #: the constant after the stop: digests of shards, a checkpoint and the second benchmark
+_MOST_SLOWER = 10.0  #: factor on pauses, for a machine whose speed changed
+_BENCH_SLACK = 1.25  #: other programs may have slowed the benchmark more than the run
+#: One letter for each event: their order must match `_SHAPE`.
 _LETTERS: dict[type, str] = {runlog.Step: "s", runlog.ClockStart: "(", runlog.ClockPause: "["}
 _LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")"}
-#: Steps while the clock runs, one validation in each pause, and one after the stop.
+#: Steps only while the clock runs, one validation in each pause, and one after the stop.
 _SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
 
 
@@ -35,15 +33,14 @@ _SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
     why="every time in the record is a difference of stamps; one that decreases makes all of them doubtful",
     hint="if the log was not edited, the machine's clock is broken; use another machine",
 )
-def monotonic(run: Run, _record: Record) -> Iterator[str]:
-    """Check the stamps, and the train time from step to step. Real steps differ by nanoseconds at least."""
+def _monotonic(run: Run, _record: Record) -> Iterator[str]:
     for before, after in pairwise(run.lines):
         if after.t_mono_ns <= before.t_mono_ns:
             back_ns = before.t_mono_ns - after.t_mono_ns
             yield f"line {after.i + 1} is stamped {back_ns:,} ns before the line above"
             break
     if len(run.step_s) >= _FEWEST_STEPS and len({round(seconds * 1e9) for seconds in run.step_s}) == 1:
-        yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s: no real clock is so regular"
+        yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s, but real steps differ by nanoseconds"
     for step, seconds in zip(run.steps, run.step_s, strict=True):
         if seconds < 0:
             yield f"step {step.step} ends {-seconds:.6f} s before the step above"
@@ -53,10 +50,9 @@ def monotonic(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V202 steps, clock events and stamps give one train time",
     why="the train time is recorded in three ways, and an edit must change all of them",
-    hint="leave timing to the harness: a recipe neither reads nor stops the clock",
+    hint="leave timing to the harness; a recipe neither reads nor stops the clock",
 )
-def clock_total(run: Run, _record: Record) -> Iterator[str]:
-    """Compute the clock again from the stamps of its events."""
+def _clock_total(run: Run, _record: Record) -> Iterator[str]:
     running_ns, since_ns = round(run.origin.train_time_s * 1e9), 0
     for line in run.lines:
         match line.event:
@@ -75,12 +71,11 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V204 the clock pauses for the declared validations only",
+    "V204 the clock pauses only for the declared validations",
     why="a pause is free time, so it may hold only a validation that the track declares",
     hint="validate exactly when the track says",
 )
-def pauses(run: Run, record: Record) -> Iterator[str]:
-    """Each pause holds one validation, and the last one follows the stop of the clock."""
+def _pauses(run: Run, record: Record) -> Iterator[str]:
     num_steps = run.start.num_steps
     want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)]
     want.append(num_steps)
@@ -94,7 +89,7 @@ def pauses(run: Run, record: Record) -> Iterator[str]:
         yield f"validated before steps {_some(got)}; the track says {_some(want)}"
     shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
     if not _SHAPE.fullmatch(shape):
-        yield "a step lies outside of the clock, a validation outside a pause, or a pause holds none"
+        yield "a step lies outside the clock, a validation outside a pause, or a pause holds no validation"
 
 
 def _some(steps: list[int]) -> str:
@@ -106,9 +101,9 @@ def _some(steps: list[int]) -> str:
     "V205 a validation takes a plausible time",
     severity="error if ranked",
     why="a validation faster than its arithmetic scored nothing, and a long pause can hide work",
-    hint="look for cached scores, or a bench on a busy machine; run again",
+    hint="look for cached scores, or a benchmark on a busy machine; run again",
 )
-def val_time(run: Run, _record: Record) -> Iterator[str]:
+def _val_time(run: Run, _record: Record) -> Iterator[str]:
     """At least a forward pass at the benchmarked speed; at most a multiple of the training time for its tokens."""
     (plan,), (slowest, fastest) = run.of(runlog.Plan), run.bench_gflops
     slower = min(_MOST_SLOWER, fastest / slowest) if slowest > 0 else 1.0
@@ -137,8 +132,8 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
     why="programs are compiled before the clock starts; compiling later could hide in a pause",
     hint="look for a shape or dtype that changes after the warm-up",
 )
-def no_compile(run: Run, _record: Record) -> Iterator[str]:
-    """Pauses and the last validation count as running, since compiling there would be hidden."""
+def _no_compile(run: Run, _record: Record) -> Iterator[str]:
+    """Pauses and the last validation count as running, since they could hide a compilation."""
     for line in run.lines[run.line_of(runlog.ClockStart).i :]:
         if isinstance(line.event, runlog.Compile):
             yield f"line {line.i + 1}: {line.event.name} was compiled after the clock started"
@@ -149,20 +144,18 @@ def no_compile(run: Run, _record: Record) -> Iterator[str]:
     why="warm-up steps are not timed, so they must not train",
     hint="rebuild the state from the seed after the warm-up",
 )
-def warm_up(run: Run, _record: Record) -> Iterator[str]:
-    """The state before the first step is the initial state."""
+def _warm_up(run: Run, _record: Record) -> Iterator[str]:
     hashes = [event.state_hash for event in (*run.of(runlog.WarmupStart), *run.of(runlog.WarmupEnd))]
     if len(hashes) != 2 or len({*hashes}) != 1:
-        yield "the state hashes before and after the warm-up are not one"
+        yield "the state hashes before and after the warm-up differ, or one is missing"
 
 
 @check_run(
     "V208 untimed work is short",
-    why="without a cap, work would move from the timed part to the untimed one",
+    why="without a limit, work would move from the timed part to the untimed one",
     hint="compile less, or fill the compilation cache first",
 )
-def untimed(run: Run, record: Record) -> Iterator[str]:
-    """Measure from the first line to the start of the clock."""
+def _untimed(run: Run, record: Record) -> Iterator[str]:
     cap_s = record.rules.rules.untimed_cap_s
     spent_s = (run.line_of(runlog.ClockStart).t_mono_ns - run.lines[0].t_mono_ns) / 1e9
     if spent_s > cap_s:
@@ -175,16 +168,15 @@ def untimed(run: Run, record: Record) -> Iterator[str]:
     why="the host can run ahead of the devices; a step that is too fast was not waited for",
     hint="wait for the devices before reading the clock, or run again on an idle machine",
 )
-def throughput(run: Run, _record: Record) -> Iterator[str]:
-    """Compare the model's flops per second, of the median step and in total, with the bench before and after."""
-    if not run.steps:  # it resumed after the last step, for the validation only
+def _throughput(run: Run, _record: Record) -> Iterator[str]:
+    if not run.steps:  # resumed after the last step, only to validate
         return
     (plan,), (_, fastest) = run.of(runlog.Plan), run.bench_gflops
     steps = [(step.batch_tokens, seconds) for step, seconds in zip(run.steps, run.step_s, strict=True)]
-    seen, begun = run.steps[-1].tokens_seen, run.origin  # what it resumes does not count
+    seen, begun = run.steps[-1].tokens_seen, run.origin  # without the run that it resumes
     whole = seen - begun.tokens_seen, run.train_time_s - begun.train_time_s
     for what, parts in (("median step", steps), ("whole run", [whole])):
         rates = [tokens / seconds if seconds > 0 else float("inf") for tokens, seconds in parts]
         gflops = plan.flops_per_token * median(rates) / 1e9
         if not 0 < gflops <= _BENCH_SLACK * fastest:
-            yield f"{what}: {gflops:,.1f} Gflop/s, the bench reached {fastest:,.1f}"
+            yield f"{what}: {gflops:,.1f} Gflop/s, the benchmark reached {fastest:,.1f}"

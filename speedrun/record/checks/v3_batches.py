@@ -1,4 +1,4 @@
-"""V302 to V307, V312: the runs are the declared ones, all distinct, and together they prove the claim."""
+"""V302 to V307, V312: the runs are those declared, are distinct, and together prove the claim."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -16,31 +16,26 @@ from speedrun.record.logged_run import FormatError, Run, read_run
 from speedrun.record.reader import Record
 from speedrun.record.statistics import chi2_cdf
 
-#: Probability, under the track's noise, below which losses are too close together.
-_TOO_CLOSE = 1e-4
-#: Chosen seeds must not be among the first of those that follow from source and config.
-_MOST_DERIVED = 200
-#: Fewer runs than this can be close by chance.
-_FEWEST = 4
-#: Holds the committed records: `records/<track>/<record>/`.
-_COMMITTED = "records"
+_TOO_CLOSE = 1e-4  #: probability of losses this close, under the track's noise
+_MOST_DERIVED = 200  #: chosen seeds must not be among so many that follow from source and config
+_FEWEST = 4  #: fewer runs or losses can be close by chance
+_COMMITTED = "records"  #: holds the committed records: `records/<track>/<record>/`
 
 
 @check(
     "V302 the batch proves its target",
     severity="warning",
-    why="one lucky run proves nothing: a rank takes a declared batch whose mean is below the target with p < 0.01",
-    hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
+    why="one lucky run proves nothing; a rank needs a declared batch whose mean is below the target with p < 0.01",
+    hint="`speedrun stats RECORD` computes the number of runs it would take; declare a new batch of that size",
 )
-def proves(record: Record) -> Iterator[str]:
-    """There are enough runs, and the test, made again from the logs, passes."""
+def _proves(record: Record) -> Iterator[str]:
     rules, target = record.rules.rules, record.rules.target
     if not rules.ranked:
         raise Skip("this track does not rank")
     if not record.finished:
         raise Skip("no run finished")
     if len(record.finished) < rules.min_runs:
-        yield f"{len(record.finished)} of the {rules.min_runs} runs that a rank takes"
+        yield f"{len(record.finished)} of the {rules.min_runs} runs that a rank needs"
     if record.declaration is None:
         if len(record.runs) == 1:  # V306 reports several
             yield "no batch was declared, so no test was made"
@@ -51,18 +46,17 @@ def proves(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V303 all declared runs are there, and no other",
-    why="leaving out runs, or adding some, is choosing the result",
+    "V303 all declared runs are there, and no others",
+    why="leaving out runs or adding some is choosing the result",
     hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch needs a new declaration",
 )
-def all_there(record: Record) -> Iterator[str]:
-    """Each seed up to the deciding look has a completed run; few runs broke off."""
+def _all_there(record: Record) -> Iterator[str]:
     declared, target = record.declaration, record.rules.target
     if declared is None or not record.finished:
         raise Skip("no run finished" if declared else "no batch was declared")
     progress = standing(declared, record.runs, target.loss, target.sigma)
     done = completed(record.runs).keys()
-    yield from (f"seed {seed} was declared and has no run that ended" for seed in progress.missing)
+    yield from (f"seed {seed} was declared, but none of its runs ended" for seed in progress.missing)
     yield from (f"seed {seed} was not declared" for seed in sorted(done - set(declared.seeds)))
     if not progress.missing and (more := done & set(declared.seeds[len(progress.losses) :])):
         yield f"seeds {sorted(more)} were run after the batch was decided"
@@ -70,7 +64,7 @@ def all_there(record: Record) -> Iterator[str]:
     for run in broke_off:
         if run.vals and run.vals[-1].step == run.start.num_steps:
             yield f"{run.folder}: broke off when its result was known, so it had to count"
-    # Runs up to the deciding look: those of a second look that is never reached do not count.
+    # Only up to the deciding look: a second look that is never reached permits no more broken runs.
     needed = len(progress.losses) + len(progress.missing)
     if len(broke_off) > (allowed := allowed_to_break_off(needed)):
         yield f"{len(broke_off)} runs broke off; of {needed}, {allowed} may"
@@ -78,11 +72,10 @@ def all_there(record: Record) -> Iterator[str]:
 
 @check(
     "V304 all runs are distinct",
-    why="one run under several seeds is one observation, and makes any test pass",
+    why="one run under several seeds is one observation, but could make any test pass",
     hint="take the copies out, and run the declared seeds",
 )
-def distinct(record: Record) -> Iterator[str]:
-    """Seeds, initial and final states, losses and times all differ."""
+def _distinct(record: Record) -> Iterator[str]:
     earlier: list[tuple[str, dict[str, object]]] = []
     for run in record.finished:
         starting = tuple(event.state_hash for event in run.of(runlog.WarmupStart))
@@ -95,10 +88,9 @@ def distinct(record: Record) -> Iterator[str]:
 @check(
     "V305 all runs stop at the declared step",
     why="stopping a run when its loss is low is choosing the result",
-    hint="the number of steps is the recipe's; let every run come to its end",
+    hint="the recipe sets the number of steps; let every run reach its end",
 )
-def one_end(record: Record) -> Iterator[str]:
-    """All logs, the declaration and the stages of the config have the same number of steps."""
+def _one_end(record: Record) -> Iterator[str]:
     steps = {run.folder: run.start.num_steps for run in record.runs}
     if record.declaration is not None:
         steps["batch.json"] = record.declaration.num_steps
@@ -108,7 +100,7 @@ def one_end(record: Record) -> Iterator[str]:
 
 
 def _stage_steps(config: dict[str, Any]) -> int:
-    """Return the steps of all stages in a resolved config, which may hold anything; 0 if it has none."""
+    """Return the steps of all stages in a resolved config, which is untrusted; 0 if there are none."""
     match config:
         case {"recipe": {"stages": list() as stages}}:
             counts = [stage.get("num_steps") for stage in stages if isinstance(stage, dict)]
@@ -119,7 +111,7 @@ def _stage_steps(config: dict[str, Any]) -> int:
 def unfollowed(runs: Sequence[Run]) -> list[Run]:
     """Return the runs that no other run resumes: one, however often an honest run was killed.
 
-    If a run broke off before its first checkpoint, a later one may resume the same earlier run.
+    If a run was killed before its first checkpoint, a later one resumes the same earlier run.
     """
     left_off = {run.origin.run_id for run in runs}
 
@@ -133,18 +125,14 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
 
 @check(
     "V306 the batch was declared before its first run, and describes its runs",
-    why="a number of runs that is chosen after the first results are in proves nothing",
+    why="a number of runs chosen after the first results proves nothing",
     hint="declare with `speedrun batch`, which writes the declaration first; do not join runs afterwards",
 )
-def declared_before(record: Record) -> Iterator[str]:
-    """`batch.json` is older than every run, describes all runs, and is named by every log.
-
-    Its seeds must be distinct, and it must declare one or two looks at the rule's level.
-    """
+def _declared_before(record: Record) -> Iterator[str]:
     declared = record.declaration
     if declared is None:
         if len(begun := unfollowed(record.runs)) > 1:
-            yield f"{len(begun)} runs, and no {layout.BATCH} that declared them"
+            yield f"{len(begun)} runs, but no {layout.BATCH} that declared them"
         strangers = [run.folder for run in record.runs if run.start.batch_sha256]
         yield from (f"{folder}: names a batch that is not here" for folder in strangers)
         return
@@ -159,19 +147,19 @@ def declared_before(record: Record) -> Iterator[str]:
     recipe = layout.Recipe(first.recipe, first.recipe_revision, first.overrides)
     stated = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
     if stated != (rules, recipe, first.config_sha256, first.source_sha256):
-        yield f"{layout.BATCH}: another track, recipe, config or source was declared than ran"
+        yield f"{layout.BATCH}: declares another track, recipe, config or source than ran"
     config = first.config
     split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
     if split != (declared.num_devices, declared.microbatches, declared.attention):
-        yield f"{layout.BATCH}: other devices, micro-batches or kernels were declared than ran"
+        yield f"{layout.BATCH}: declares other devices, micro-batches or kernels than ran"
     if len(set(declared.seeds)) < len(declared.seeds):
         yield f"{layout.BATCH}: a seed appears twice, and would count twice"
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
-        yield f"{layout.BATCH}: its seeds do not follow from source and config as it claims"
+        yield f"{layout.BATCH}: claims that its seeds follow from source and config, but they do not"
     some = seeds_from(declared.source_sha256, declared.config_sha256, _MOST_DERIVED)
     if declared.seeds_chosen and declared.seeds != follow and (derived := set(declared.seeds) & set(some)):
-        yield f"{layout.BATCH}: {len(derived)} of its chosen seeds follow from source and config; others were left out"
+        yield f"{layout.BATCH}: {len(derived)} chosen seeds follow from source and config, but others are left out"
     counts = [look.num_runs for look in declared.looks]
     fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
     if not fit or counts[0] < 1:
@@ -180,16 +168,16 @@ def declared_before(record: Record) -> Iterator[str]:
     due = looks(counts[0], counts[1] if len(counts) > 1 else None, record.rules.target.sigma)
     if declared.looks != due:
         levels = ", ".join(f"{look.alpha:g}" for look in due)
-        yield f"{layout.BATCH}: its looks test at another level than the rule's, which is {levels}"
+        yield f"{layout.BATCH}: its looks need the level {levels}"
 
 
 @check(
     "V307 the losses have the noise of the track",
-    why="losses of different seeds have a known noise; a batch without it was copied or edited",
+    why="losses of different seeds scatter by a known amount; a batch that does not was copied or edited",
     hint="run every seed separately, from its own initialisation",
 )
-def scatter(record: Record) -> Iterator[str]:
-    """A chi-squared test, one-sided, that the sample variance is not below the track's."""
+def _scatter(record: Record) -> Iterator[str]:
+    """One-sided chi-squared test that the sample variance is not below the track's."""
     sigma, losses = record.rules.target.sigma, [run.val_loss for run in record.finished]
     if sigma is None:
         raise Skip("the noise of this track is not known")
@@ -202,11 +190,11 @@ def scatter(record: Record) -> Iterator[str]:
 
 @check(
     "V312 no run appears in another record",
-    why="a run that is counted twice is one observation; a seed may be run again until the result fits",
-    hint="keep a run only in the record that it was made for; declare a batch with new seeds",
+    why="a run in two records is one observation, and a seed could be run again until the result fits",
+    hint="keep a run only in the record for which it was made; declare a batch with new seeds",
 )
-def nowhere_else(record: Record) -> Iterator[str]:
-    """Compare names, losses, final states, and seeds with source and config. What was merged later is the copy."""
+def _nowhere_else(record: Record) -> Iterator[str]:
+    """The record that was merged later is the copy; if neither was merged, the one that began later."""
     root = record.root.resolve()
     mine, others = f"{root.parent.name}/{root.name}", list(_of_other_records(root))
     for run in record.finished:
@@ -220,7 +208,7 @@ def nowhere_else(record: Record) -> Iterator[str]:
 
 
 def _facts(run: Run) -> dict[str, object]:
-    """Return what no two finished runs share; a few losses can be equal by chance."""
+    """Return facts in which any two finished runs differ."""
     start, losses = run.start, frozenset((step.step, step.loss) for step in run.steps)
     return {
         "name": start.run_id,
@@ -232,7 +220,7 @@ def _facts(run: Run) -> dict[str, object]:
 
 
 def _shared(mine: dict[str, object], theirs: dict[str, object]) -> list[str]:
-    """Return the names of equal facts; of lists, half of the entries are enough: a copy with a few edits is a copy."""
+    """Return the names of equal facts. Lists count as equal if half of the entries are, since a few could be edited."""
 
     def is_same(a: object, b: object) -> bool:
         if isinstance(a, frozenset) and isinstance(b, frozenset):
@@ -244,7 +232,7 @@ def _shared(mine: dict[str, object], theirs: dict[str, object]) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _read(log: Path, _size_bytes: int, _changed_ns: int) -> tuple[datetime, dict[str, object]] | None:
-    """Return when a finished run began, and its facts."""
+    """Return when a finished run began, and its facts; size and time are keys of the cache."""
     folder = log.parent.name
     try:
         run = read_run({f"runs/{folder}/{layout.LOG}": log.read_bytes()}, folder)
@@ -254,7 +242,7 @@ def _read(log: Path, _size_bytes: int, _changed_ns: int) -> tuple[datetime, dict
 
 
 def _of_other_records(root: Path) -> Iterator[tuple[str, datetime, dict[str, object]]]:
-    """Yield place, beginning and facts of the finished runs of other committed records, if this is a committed one."""
+    """Yield path, start and facts of all finished runs of other records, if this record is a committed one."""
     if root.parent.parent.name != _COMMITTED:
         return
     for log in sorted(root.parent.parent.glob(f"*/*/runs/*/{layout.LOG}")):

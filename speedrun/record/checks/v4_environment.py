@@ -1,4 +1,4 @@
-"""V401 to V403, V405 to V407: the environment of a run is known, and gives no advantage. V404 is in `claims`."""
+"""V401 to V407: the environment of a run is known, is the track's, and gives no advantage."""
 
 import re
 from collections.abc import Iterator
@@ -13,9 +13,8 @@ from speedrun.record.reader import Record
 from speedrun.record.reproduction import SAME_BENCH
 from speedrun.record.source import is_science
 
-#: XLA flags that change the schedule and not the results, without the leading dashes. What chooses other products or
-#: reductions (autotuning and its files, Triton, cuBLASLt, split-K) rounds otherwise, and belongs in the recipe, where
-#: readers see it.
+#: XLA flags that change the schedule but no results, without the leading dashes. Flags that choose other products or
+#: reductions (autotuning, Triton, cuBLASLt, split-K) change the rounding, and belong in the recipe.
 _FLAGS = re.compile(
     r"xla_(force_host_platform_device_count|backend_optimization_level|llvm_disable_expensive_passes|"
     r"cpu_(use_fusion_emitters|parallel_codegen_split_count)|gpu_("
@@ -26,16 +25,15 @@ _FLAGS = re.compile(
     r"deterministic_ops|exclude_nondeterministic_ops|collective_permute_decomposer_threshold|"
     r"lhs_enable_gpu_async_tracker|experimental_parallel_collective_overlap_limit|force_compilation_parallelism))"
 )
-#: Numbers of 16 bits stay so, where the code says so: the harness compiles with it.
+#: The harness compiles with this: it keeps 16-bit numbers at 16 bits.
 _EXACT = ("xla_allow_excess_precision", False)
-#: Variables that choose the precision of every product: recorded, so that V402 sees them.
+#: Variables that choose the precision of every product. Runs record them so that V402 refuses them.
 _PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE"}
-LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
+_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
 #: Packages whose versions a record must name.
-NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
-#: Multiple of the fastest known device.
-_BEYOND = 10.0
-#: Smallest share of the vendor's rate: large products reach 0.6 to 0.8.
+_NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
+_BEYOND = 10.0  #: multiple of the fastest known device
+#: Lowest share of the vendor's rate; large products reach 0.6 to 0.8.
 SLOWEST_OF_VENDOR = 0.5
 
 
@@ -44,11 +42,9 @@ SLOWEST_OF_VENDOR = 0.5
     why="an XLA flag can trade accuracy for speed, and no reader of source.txt would see it",
     hint="unset XLA_FLAGS; put flags that change rounding into the recipe, and propose harmless ones for this check",
 )
-def xla_flags(run: Run, _record: Record) -> Iterator[str]:
-    """Check XLA_FLAGS and the compiler options of the program."""
+def _xla_flags(run: Run, _record: Record) -> Iterator[str]:
     (plan,) = run.of(runlog.Plan)
-    words = run.preflight.environment.get("XLA_FLAGS", "").split()
-    for word in words:
+    for word in run.preflight.environment.get("XLA_FLAGS", "").split():
         if not word.startswith("--") or not _FLAGS.fullmatch(word[2:].partition("=")[0]):
             yield f"XLA_FLAGS holds {word}"
     for option in plan.compiler_options.items():
@@ -57,14 +53,13 @@ def xla_flags(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V402 the environment holds known variables only",
-    why="a variable can load foreign code or another library, and may hold a secret",
-    hint="record only the variables of `provenance.VARIABLES`; a recipe says its precision itself",
+    "V402 the environment holds only known variables",
+    why="a variable can load foreign code, and may hold a secret",
+    hint="record only the variables of `provenance.VARIABLES`; set the precision in the recipe",
 )
-def variables(run: Run, _record: Record) -> Iterator[str]:
-    """Check names only; V401 checks XLA_FLAGS."""
+def _variables(run: Run, _record: Record) -> Iterator[str]:
     if foreign := sorted(run.preflight.environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
-        yield f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} not among them"
+        yield f"{', '.join(foreign)}: not among the known variables"
 
 
 @check_run(
@@ -72,34 +67,50 @@ def variables(run: Run, _record: Record) -> Iterator[str]:
     why="another JAX is another compiler, so nobody can repeat the run without its versions",
     hint="install with scripts/install.sh, which takes all packages from requirements/",
 )
-def packages(run: Run, record: Record) -> Iterator[str]:
-    """The lock file is of this version or of the run's commit, and pins the recorded versions.
-
-    Tracks that do not rank skip runs without a known lock file.
-    """
+def _packages(run: Run, record: Record) -> Iterator[str]:
+    """The lock file must be of this version or of the run's commit, and pin the recorded versions."""
     hw = run.preflight
-    if missing := [name for name in NEEDED if not hw.software.get(name)]:
+    if missing := [name for name in _NEEDED if not hw.software.get(name)]:
         yield f"no version of {', '.join(missing)} is recorded"
         return
-    if not LOCK.fullmatch(hw.lock):
-        yield if_ranked(
-            record, "it names no lock file: none matched the installed packages, or an older version ran"
-        )
+    if not _LOCK.fullmatch(hw.lock):
+        yield if_ranked(record, "it names no lock file, as none matched the installed packages")
         return
     path = f"requirements/{hw.lock}"
     known = git_history.files_here([path]), git_history.files_at(hw.commit, (path,)) or {}
     texts = [files[path] for files in known if path in files]
     text = next((text for text in texts if layout.sha256(text) == hw.lock_sha256), None)
     if text is None:
-        named = f"{path} {hw.lock_sha256[:16]}"
-        yield if_ranked(record, f"{named} belongs neither to this version nor to a commit that is known here")
+        yield if_ranked(record, f"{path} {hw.lock_sha256[:16]} is not of this version or the run's commit")
         return
     pins = provenance.pinned(text.decode(errors="replace"))
-    if lacking := [name for name in NEEDED if name not in pins and name != "python"]:
+    if lacking := [name for name in _NEEDED if name not in pins and name != "python"]:
         yield f"{path} pins no {', '.join(lacking)}"
     for name, version in hw.software.items():
         if name in pins and version not in pins[name]:
             yield f"{name} {version} ran; the lock file has {', '.join(sorted(filter(None, pins[name])))}"
+
+
+@check(
+    "V404 the hardware is the track's, and the config's",
+    why="times and losses of other hardware belong to another board",
+    hint="run on the track's hardware, without --devices",
+)
+def _hardware(record: Record) -> Iterator[str]:
+    rules = record.rules.rules
+    # A run that was killed before its preflight logged no hardware.
+    runs = [run for run in record.runs if run.of(runlog.Preflight)]
+    for run in runs:
+        if rules.platform not in ("any", run.preflight.platform):
+            yield f"{run.folder}: ran on {run.preflight.platform}, the track needs {rules.platform}"
+        if rules.num_devices not in (0, run.preflight.num_devices):
+            yield f"{run.folder}: ran on {run.preflight.num_devices} devices, the track needs {rules.num_devices}"
+        if rules.device_kind not in ("", run.preflight.device_kind):
+            yield f"{run.folder}: ran on {run.preflight.device_kind}, the track needs {rules.device_kind}"
+        if (stated := run.start.config.get("num_devices")) != run.preflight.num_devices:
+            yield f"{run.folder}: ran on {run.preflight.num_devices} devices, its config says {stated!r}"
+    if len({(run.preflight.device_kind, run.preflight.num_devices) for run in runs}) > 1:
+        yield "the runs of one record ran on different hardware"
 
 
 @check_run(
@@ -108,8 +119,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     why="a device that is too hot runs slower, so its times say little about the program",
     hint="let the machine cool, check its fans and power supply, and run again",
 )
-def throttling(run: Run, record: Record) -> Iterator[str]:
-    """Check the seconds of throttling that the driver counted while the clock ran."""
+def _throttling(run: Run, record: Record) -> Iterator[str]:
     throttled_s = run.end.throttled_s
     if throttled_s is None:
         yield if_ranked(record, "throttling was not measured: no nvidia-smi, or an old driver")
@@ -122,8 +132,7 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
     why="uncommitted code cannot be looked up, and may change between runs",
     hint="commit, then run; a copy without git cannot make a ranked record",
 )
-def committed(run: Run, record: Record) -> Iterator[str]:
-    """Check the run's claim; if its commit is known here, compare the science with it."""
+def _committed(run: Run, record: Record) -> Iterator[str]:
     hw = run.preflight
     texts = record.source_files
     theirs = git_history.files_at(hw.commit, tuple(texts))
@@ -131,7 +140,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     if hw.dirty:
         problem = f"the code differed from commit {hw.commit[:12]}"
     elif hw.dirty is None or not git_history.COMMIT.fullmatch(hw.commit) or len(set(hw.commit)) == 1:
-        problem = f"its commit, {hw.commit[:40]!r}, is not known to hold the code; need 40 hex digits of one that does"
+        problem = f"its commit is {hw.commit[:40]!r}; need the 40 hex digits of a commit that holds the code"
     elif theirs is None:
         problem = f"commit {hw.commit[:12]} is not known here; fetch it, or publish it with the record"
         if not git_history.is_complete():
@@ -139,7 +148,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     if theirs is None or problem:
         yield if_ranked(record, problem)
         return
-    # V503 compares the instruments. Without a rank, a recipe from outside the repository needs no commit.
+    # V503 compares the harness. On a track that does not rank, a recipe may come from outside the repository.
     science = [path for path in texts if is_science(path) and theirs.get(path) != texts[path].encode()]
     changed = [path for path in science if path in theirs or not path.startswith(f"{RECIPES}/")]
     if science and not changed:
@@ -151,11 +160,10 @@ def committed(run: Run, record: Record) -> Iterator[str]:
 @check(
     "V407 the machine is as fast as others of its kind",
     severity="warning",
-    why="on a slow node all times are too long; and an inflated benchmark lets impossible steps pass",
-    hint="benchmark the node by itself (`speedrun doctor`), and run again on a healthy one",
+    why="on a slow node all times are too long, and an inflated benchmark lets impossible steps pass",
+    hint="check the idle node with `speedrun doctor`, and run again on a healthy one",
 )
-def health(record: Record) -> Iterator[str]:
-    """Compare both benchmarks of each run with the record's median, and with the vendor's rate if known."""
+def _health(record: Record) -> Iterator[str]:
     rates = {run.folder: run.bench_gflops for run in record.finished}
     kinds = {run.hardware for run in record.finished}
     if len(kinds) != 1:  # V404 reports several
@@ -165,7 +173,7 @@ def health(record: Record) -> Iterator[str]:
     absurd = _BEYOND * max(known.bf16_flops for known in accelerators.DEVICES.values()) * num_devices / 1e9
     beyond = [folder for folder, (low, high) in rates.items() if not 0 < low <= high <= absurd]
     for folder in beyond:
-        yield f"{folder}: a bench of {rates[folder][1]:,.0f} Gflop/s, which no device reaches"
+        yield f"{folder}: the benchmark reached {rates[folder][1]:,.0f} Gflop/s, more than any device"
     if beyond:
         return
     if device is None and len(rates) < 2:
@@ -174,8 +182,8 @@ def health(record: Record) -> Iterator[str]:
     slow = SAME_BENCH.get(record.lead.preflight.platform, min(SAME_BENCH.values()))
     for folder, (low, high) in rates.items():
         if low < usual * slow:
-            yield f"{folder}: the bench reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"
+            yield f"{folder}: the benchmark reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"
         if device is not None:
             most = device.bf16_flops * num_devices / 1e9
             if not SLOWEST_OF_VENDOR * most <= low <= high <= most:
-                yield f"{folder}: the bench reached {high:,.0f} Gflop/s, the vendor's rate is {most:,.0f}"
+                yield f"{folder}: the benchmark reached {high:,.0f} Gflop/s, the vendor's rate is {most:,.0f}"

@@ -1,6 +1,6 @@
-"""V501, V503, V505 to V507: the source is complete, harness and what the track fixes are unchanged, sizes are right.
+"""V501, V503, V505 to V507: the source is complete, its fixed parts are unchanged, and sizes are right.
 
-The source is parsed and never executed: see `record.source`.
+The source is parsed but never executed.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,7 @@ def _need_source(record: Record) -> None:
     why="others read, replay and fork the source, so all of it must be there",
     hint="let the harness write source.txt from the import statements",
 )
-def whole(record: Record) -> Iterator[str]:
-    """It parses, and holds the entry point, the recipe, the track and every file of ours that it imports."""
+def _whole(record: Record) -> Iterator[str]:
     _need_source(record)
     files = record.source_files
     for run in record.runs:
@@ -41,12 +40,12 @@ def whole(record: Record) -> Iterator[str]:
         # V006 reports unknown tracks.
         other = record.track is not None and tracks in files
         if other and layout.sha256(files[tracks].encode()) != run.start.track_sha256:
-            yield f"{run.folder}: {tracks} is not the track that it ran under"
+            yield f"{run.folder}: ran on another track than {tracks}"
     yield from _unreadable_and_missing(files)
 
 
 def _unreadable_and_missing(files: dict[str, str]) -> Iterator[str]:
-    """Report files that are no Python, and imports of ours that are not there."""
+    """Report files that do not parse, and imports of missing modules or names of this package."""
     names: dict[str, Names] = {}
     paths = [path for path in files if path.endswith(".py")]
     for path in paths:
@@ -70,13 +69,10 @@ def _module(path: str) -> str:
 @check(
     "V503 the harness in the source is the harness",
     why="records are comparable only with the same clock, data and validation",
-    hint="change only the science; propose changes of the harness separately, before the record",
+    hint="change only the science; propose changes to the harness separately, before the record",
 )
-def harness(record: Record) -> Iterator[str]:
-    """Instruments are, byte for byte, those of this version or of the commit that the run names.
-
-    Where that commit is unknown, tracks that rank refuse files that differ from this version; others skip the check.
-    """
+def _harness(record: Record) -> Iterator[str]:
+    """The harness must be, byte for byte, that of this version or of the run's commit."""
     _need_source(record)
     rules = f"speedrun/tracks/{record.rules.name}.toml"  # V501 compares it with the run's digest
     texts = {
@@ -85,46 +81,36 @@ def harness(record: Record) -> Iterator[str]:
     if strangers := [path for path in texts if not path.startswith("speedrun/")]:
         yield from (f"{path}: not a file of the harness" for path in strangers)
         return
-    # A commit says nothing about uncommitted code.
-    commits = {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)} or {
-        ""
-    }
+    # A commit does not describe uncommitted code.
+    commits = {run.preflight.commit * (not run.preflight.dirty) for run in record.finished} or {""}
     differ = _of_no_version(texts, commits)
     if differ and any(git_history.files_at(commit, ()) is None for commit in commits):
-        yield if_ranked(
-            record, f"not of this version, and the run's commit is not known here: {_some(differ)}"
-        )
+        some = ", ".join(differ[:6]) + ", ..." * (len(differ) > 6)
+        yield if_ranked(record, f"not of this version, and the run's commit is not known here: {some}")
         return
-    yield from (
-        f"{path} differs from commit {', '.join(sorted(one[:12] for one in commits))}" for path in differ
-    )
+    shown = ", ".join(sorted(commit[:12] for commit in commits))
+    yield from (f"{path} differs from commit {shown}" for path in differ)
 
 
 def _of_no_version(texts: dict[str, str], commits: set[str]) -> list[str]:
-    """Return the files that are neither of this version nor of each of some commits."""
+    """Return the files that differ from this version and from one of the commits."""
     here = git_history.files_here(texts)
     differ = tuple(path for path, text in texts.items() if here.get(path) != text.encode())
     known = [git_history.files_at(commit, differ) or {} for commit in commits]
     return [path for path in differ if any(files.get(path) != texts[path].encode() for files in known)]
 
 
-def _some(paths: list[str]) -> str:
-    shown = ", ".join(paths[:6])
-    return f"{shown}, ..." if len(paths) > 6 else shown
-
-
 @check_run(
-    "V505 the state holds parameters and optimiser state only",
-    why="a table that is no parameter can memorise the training text without being counted",
+    "V505 the state holds only parameters and optimiser state",
+    why="a table that is not a parameter can memorise the training text without being counted",
     hint="make it a parameter, or run on a track that permits a larger state",
 )
-def state(run: Run, record: Record) -> Iterator[str]:
-    """Compare the bytes of the state with the track's cap per parameter."""
-    (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
+def _state(run: Run, record: Record) -> Iterator[str]:
+    (plan,), hw = run.of(runlog.Plan), run.preflight
     if (replicas := run.start.config.get("replicas", 1)) != hw.num_replicas:
         yield f"its config says {replicas!r} replicas, its hardware {hw.num_replicas}"
-    if run.preflight.num_devices % hw.num_replicas:
-        yield f"{run.preflight.num_devices} devices cannot hold {hw.num_replicas} replicas"
+    if hw.num_devices % hw.num_replicas:
+        yield f"{hw.num_devices} devices cannot hold {hw.num_replicas} replicas"
     cap = record.rules.rules.state_bytes_per_param
     held = _held_bytes(run, plan)
     if held > cap * plan.num_params:
@@ -135,12 +121,10 @@ def state(run: Run, record: Record) -> Iterator[str]:
 
 def _held_bytes(run: Run, plan: runlog.Plan) -> int:
     """Return the bytes of one replica of the state."""
-    (hw,) = run.of(runlog.Preflight)
-    return plan.state_bytes_per_device * run.preflight.num_devices // hw.num_replicas
+    return plan.state_bytes_per_device * run.preflight.num_devices // run.preflight.num_replicas
 
 
-#: Bytes of the narrowest dtype of parameters.
-_FEWEST_BYTES = 2
+_FEWEST_BYTES = 2  #: of the narrowest dtype of parameters
 
 
 @check_run(
@@ -148,8 +132,7 @@ _FEWEST_BYTES = 2
     why="models are compared by size, and the flops that V209 checks follow from it",
     hint="let the harness sum the shapes that the recipe's table declares",
 )
-def parameters(run: Run, record: Record) -> Iterator[str]:
-    """Compare the number with the recorded shapes, other runs, the size of the state, and the flops."""
+def _parameters(run: Run, record: Record) -> Iterator[str]:
     (plan,) = run.of(runlog.Plan)
     if (count := sum(map(prod, plan.shapes.values()))) != plan.num_params:
         yield f"says {plan.num_params:,} parameters, its shapes sum to {count:,}"
@@ -160,27 +143,25 @@ def parameters(run: Run, record: Record) -> Iterator[str]:
         yield f"{plan.num_params:,} parameters do not fit into its state"
     if not 0 < plan.flops_per_token <= 6 * plan.num_params:
         yield f"{plan.flops_per_token:,.0f} flops a token; {plan.num_params:,} parameters take at most 6 each"
-    # Every matrix but tables takes 6 flops per parameter and token, forward and backward. Half of that allows for small
-    # tables.
+    # Matrices except tables take 6 flops per parameter and token, forward and backward. Half allows for small tables.
     vocab = record.rules.data.vocab_size
     multiplied = sum(prod(shape) for shape in plan.shapes.values() if len(shape) > 1 and max(shape) < vocab)
     if plan.flops_per_token < 3 * multiplied:
         yield f"{plan.flops_per_token:,.0f} flops a token; {multiplied:,} parameters in matrices take 6 each"
 
 
-#: Fields of a described recipe that no track fixes.
+#: Fields of a recipe in a config that no track fixes.
 FREE = ("kind", "name", "summary", "parent", "revision", "optimizer", "schedule")
-#: Folders of science that such a record may change. No other science imports from them, which a test enforces.
+#: Folders of science that no track fixes. A test ensures that no other science imports from them.
 FREE_FOLDERS = ("speedrun/science/optim/", f"{RECIPES}/")
 
 
 @check(
     "V507 what the track fixes is the track's",
     why="with another model, loss or batch, the number of steps says nothing about the optimiser",
-    hint="change the optimizer, the schedule and the numbers of steps; all else comes from the track's recipe",
+    hint="change only the optimizer, the schedule and the numbers of steps",
 )
-def fixed(record: Record) -> Iterator[str]:
-    """Compare the config, the inputs of the model, and all science but optimisers and recipes, with the track's."""
+def _fixed(record: Record) -> Iterator[str]:
     rules = record.rules.fixed
     if rules is None:
         return
@@ -191,37 +172,30 @@ def fixed(record: Record) -> Iterator[str]:
 
 
 def _settings(run: Run, rules: Fixed) -> Iterator[str]:
-    """Compare the described recipe with the track's, apart from what is free."""
-    found = {
-        name: value
-        for name, value in leaves(run.start.config.get("recipe")).items()
-        if name.partition(".")[0] not in FREE
-    }
-    wanted = leaves(rules.recipe)
+    found, wanted = leaves(run.start.config.get("recipe")), leaves(rules.recipe)
     for name in sorted({*found, *wanted}):
-        if found.get(name) != wanted.get(name):
+        if name.partition(".")[0] not in FREE and found.get(name) != wanted.get(name):
             yield f"{name} is {found.get(name)!r}, the track has {wanted.get(name)!r}"
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Return the values in a JSON tree by dotted name, without nulls and numbers of steps."""
+    """Return the values in a JSON tree by dotted name, except nulls and numbers of steps."""
     found: dict[str, Any] = {}
     left: list[tuple[str, Any]] = [("", tree)]
     while left:
         name, node = left.pop()
-        match node:
-            case dict() | list():
-                for key, part in node.items() if isinstance(node, dict) else enumerate(node):
-                    # Quoted, so that no key hides another.
-                    quoted = str(key).replace("%", "%25").replace(".", "%2E") or "%"
-                    left.append((f"{name}.{quoted}" if name else quoted, part))
-            case value if value is not None and name.rpartition(".")[2] != "num_steps":
-                found[name] = value
+        if isinstance(node, dict | list):
+            for key, part in node.items() if isinstance(node, dict) else enumerate(node):
+                # Quoted, so that no key hides another.
+                quoted = str(key).replace("%", "%25").replace(".", "%2E") or "%"
+                left.append((f"{name}.{quoted}" if name else quoted, part))
+        elif node is not None and name.rpartition(".")[2] != "num_steps":
+            found[name] = node
     return found
 
 
 def _inputs(run: Run, rules: Fixed) -> Iterator[str]:
-    """Compare the size of each batch, and the inputs that the model reads, with the track's at the same progress."""
+    """Compare batch sizes, and the inputs of the model at each share of the training."""
     sizes = {stage["num_sequences"] * stage["seq_len"] for stage in rules.recipe["stages"]}
     for step in run.steps:
         wanted = rules.inputs_at(step.step, run.start.num_steps)
@@ -235,7 +209,7 @@ def _inputs(run: Run, rules: Fixed) -> Iterator[str]:
 
 
 def _code(record: Record) -> Iterator[str]:
-    """Compare the fixed science with this version, and with the one that each run's commit is based on."""
+    """Compare the fixed science with this version, and with the version on which each run's commit is based."""
     texts = {
         path: text
         for path, text in record.source_files.items()

@@ -1,10 +1,7 @@
-"""V601 to V610: compare runs with what the examiner found about their states and programs.
+"""V601 to V610: compare runs with the findings of `record.examine.examiner`, which runs their programs.
 
-The examiner (`speedrun.record.examine.examiner`) runs the programs that a record carries, and none of its source.
-
-On one machine the same program gives the same bits. So nothing may change that must not, and where a state was reached
-in the same bits, every loss has the same bits. Two honest machines round differently, and training amplifies that:
-their losses may differ by `tolerance`, which grows with the steps since both states were equal.
+On one machine a program always gives the same bits. Two honest machines round differently, and training amplifies the
+difference: their losses may differ by `tolerance`, which grows with the steps since both states were equal.
 """
 
 import dataclasses
@@ -13,35 +10,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from speedrun.base import runlog
-from speedrun.record.checks.table import Check, Skip, Texts, check, problems_of
+from speedrun.record.checks.table import Check, Skip, check, problems_of
 from speedrun.record.checks.v5_source import leaves
 from speedrun.record.findings import Findings
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
-#: Nats per token between the mean losses of two scorers of one state, the run's and the examiner's, by compute dtype.
-#: Seen in float32: 2.4e-6, on one CPU.
+#: Nats per token between the mean losses that run and examiner compute for one state, by compute dtype. Measured in
+#: float32 on one CPU: 2.4e-6.
 _SCORER = {"float32": 3e-5, "bfloat16": 2e-4}
-#: Nats per token between the losses of one sequence in two forms of one program, by compute dtype: about ten times what
-#: was measured (docs/referee.md).
+#: Nats per token between the losses of one sequence in two forms of one program, by compute dtype; ten times what was
+#: measured (docs/referee.md).
 _FORMS = {"float32": 2e-4, "bfloat16": 2e-3}
-#: Nats by which losses of two machines may differ one step after equal states, by compute dtype; about ten times what
-#: was measured (docs/referee.md). Early steps are sensitive, since some weights and all second moments start at zero.
+#: Nats by which losses of two machines may differ one step after equal states, by compute dtype; ten times what was
+#: measured (docs/referee.md). Early steps are sensitive, since some weights and all second moments start at zero.
 _FIRST = {"float32": 1e-5, "bfloat16": 1e-3}
 _EARLY = {"float32": 3e-4, "bfloat16": 1e-3}
 _SETTLED = 40  #: steps
 _GROWTH = 1.5
-#: Assumed sd over seeds as a share of the loss: runs of one seed that drifted apart differ like two seeds.
+#: Assumed sd over seeds as a share of the loss: runs of one seed on two machines end like runs of two seeds.
 _SEEDS, _DRIFT_SDS = 0.0125, 4.0
-#: After compression; all programs of record 21 hold 3,400, most of them its schedule.
-_MOST_CONSTANT_BYTES = 2**14
+_MOST_CONSTANT_BYTES = 2**14  #: compressed; record 21 holds 3,400, mostly its schedule
 _NOISE = 4.0  #: standard errors
-_ALIVE = 1.0  #: nats that shuffled targets cost at least
+_ALIVE = 1.0  #: nats that shuffled targets must cost
 
 
 class Examined(NamedTuple):
@@ -67,10 +63,7 @@ class ReplayCheck:
 
 
 def tolerance(dtype: str, start: int, num_steps: int) -> float:
-    """Return the nats by which a loss of an honest run may differ on another machine.
-
-    The states were equal before step `start`, `num_steps` ago. `dtype` is that of `Findings`.
-    """
+    """Return the nats by which a loss may differ on another machine, `num_steps` after equal states before `start`."""
     return (_FIRST if start >= _SETTLED else _EARLY)[dtype] * (1 + num_steps**_GROWTH)
 
 
@@ -78,29 +71,29 @@ def _unasked(_record: Record) -> Iterator[str]:
     raise Skip("needs --replay, or --relower")
 
 
-def check_findings(rule: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
-    """Decorate a function from a run and its findings to problems."""
-    return lambda find: ReplayCheck(check(rule, **texts)(_unasked), find)
+def check_findings(rule: str, **fields: Any) -> Callable[[Find], ReplayCheck]:
+    """Decorate a function that yields the problems of a run, given its findings."""
+    return lambda find: ReplayCheck(check(rule, **fields)(_unasked), find)
 
 
 @check_findings(
     "V601 the final state has the stated loss",
-    why="a log can claim any loss, but weights have one that can be measured",
+    why="a log can claim any loss, but the loss of weights can be measured",
     hint="pass the run's last checkpoints; the last line of its log holds the hash of its final state",
 )
-def loss(run: Run, findings: Findings) -> Iterator[str]:
-    """Compare with the examiner's scorer: tightly if the state is the run's own, or was made again bit by bit.
+def _loss(run: Run, findings: Findings) -> Iterator[str]:
+    """The comparison is tight if the state is the run's own, or was reproduced bit by bit.
 
-    On another platform, each of some sequences is compared, and their mean.
+    On another platform, only some sequences and their mean are compared.
     """
     scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
     same, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
     if findings.val_sha256 != run.data.val_sha256:
-        yield f"the scored ids have sha256 {findings.val_sha256[:16]}, the run scored {run.data.val_sha256[:16]}"
+        yield f"the scored ids have sha256 {findings.val_sha256[:16]}, the log says {run.data.val_sha256[:16]}"
     if findings.own and not same:
         yield f"the state that was scored is {findings.final_hash}, the run ended with {run.final_hash}"
-    told = run.vals[-1].sequences
-    apart = [nats - told[at] if at < len(told) else math.inf for at, nats in findings.sample]
+    logged = run.vals[-1].sequences
+    apart = [nats - logged[at] if at < len(logged) else math.inf for at, nats in findings.sample]
     if findings.foreign:
         for what, worst, most in (
             ("one of its sequences", max(apart, key=abs), _FORMS[findings.dtype]),
@@ -112,7 +105,7 @@ def loss(run: Run, findings: Findings) -> Iterator[str]:
     if findings.own or same:
         if not differ <= _SCORER[findings.dtype]:
             yield scores
-        if told and not all(abs(nats) <= _FORMS[findings.dtype] for nats in apart):
+        if logged and not all(abs(nats) <= _FORMS[findings.dtype] for nats in apart):
             yield f"one of its sequences differs by {max(apart, key=abs):+.5f} nats from the log"
         return
     drift = _drift(run)
@@ -120,8 +113,8 @@ def loss(run: Run, findings: Findings) -> Iterator[str]:
         yield f"trained again, {scores}; two machines may differ by {drift:.5f}"
     else:
         raise Skip(
-            f"trained again, it ended in another state, as on another machine: {scores}, within the drift of "
-            f"{drift:.5f}; pass --checkpoints to score its own state"
+            f"trained again, it ended in another state: {scores}, within the drift of {drift:.5f} between machines; "
+            f"pass --checkpoints to score its own state"
         )
 
 
@@ -132,10 +125,9 @@ def _drift(run: Run) -> float:
 @check_findings(
     "V602 the loss is of a distribution over the whole vocabulary",
     why="without a normalised distribution a loss has no meaning, and can be arbitrarily low",
-    hint="give the logits a column for every id, and let each row depend on its own hidden state alone",
+    hint="give the logits a column for every id, and let each row depend only on its own hidden state",
 )
-def normalised(run: Run, findings: Findings) -> Iterator[str]:
-    """The logits must have all columns, and rows that do not depend on each other."""
+def _normalised(_run: Run, findings: Findings) -> Iterator[str]:
     if findings.columns < findings.num_ids:
         yield f"the logits have {findings.columns} columns, the track {findings.num_ids} ids"
     if findings.rows != 0:
@@ -147,32 +139,29 @@ def normalised(run: Run, findings: Findings) -> Iterator[str]:
     why="a model that sees the target predicts it",
     hint="look for attention without a mask, a shift by one, or a mean over the sequence",
 )
-def causal(_run: Run, findings: Findings) -> Iterator[str]:
-    """Check the largest change of an output when only later tokens were changed."""
+def _causal(_run: Run, findings: Findings) -> Iterator[str]:
     if findings.leak != 0:
         yield f"a log-probability at position {findings.leak_at} changed by {findings.leak:.3g} with later tokens"
 
 
 @check_findings(
     "V604 a sequence is scored independently",
-    why="a sequence may not profit from its neighbours in the batch",
-    hint="look for statistics over the batch, and for state kept between sequences",
+    why="a sequence must not profit from its neighbours in the batch",
+    hint="look for statistics over the batch, and for state that is kept between sequences",
 )
-def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
-    """Check the largest change when sequences got other places and neighbours."""
+def _separate(_run: Run, findings: Findings) -> Iterator[str]:
     if findings.company != 0:
         yield f"a log-probability changed by {findings.company:.3g} with other neighbours"
 
 
 @check_findings(
     "V605 training reproduces the log",
-    why="nobody can prepare for stretches that a nonce draws, so an invented log fails here",
+    why="a nonce draws the repeated stretches, so nobody can prepare an invented log for them",
     hint="pass checkpoints of this run, or none",
 )
-def goes_on(run: Run, findings: Findings) -> Iterator[str]:
-    """Compare losses, validations and tokens read of all stretches, and states of checkpoints, with the log."""
+def _repeated(run: Run, findings: Findings) -> Iterator[str]:
     if findings.foreign:
-        raise Skip(f"it ran on a {run.preflight.platform}: repeat its training on one")
+        raise Skip(f"it ran on a {run.preflight.platform}, which is needed to repeat its training")
     stated = {step.step: step.loss for step in run.steps}
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
@@ -188,13 +177,13 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
         if one.start == run.origin.step and one.first_batch_sha256 != run.end.first_batch_sha256:
             yield f"{where}: the first batch is {one.first_batch_sha256}, the log says {run.end.first_batch_sha256}"
         if (one.start, one.stop) == (run.origin.step, run.start.num_steps):
-            told = [replace(shard, sha256="") for shard in run.data.shards]
-            for got, said in zip_longest(one.ranges, told):
-                if got != said:
-                    yield f"{where}: it read {got}, the log says {said}"
+            logged = [replace(shard, sha256="") for shard in run.data.shards]
+            for got, want in zip_longest(one.ranges, logged):
+                if got != want:
+                    yield f"{where}: it read {got}, the log says {want}"
         for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
-            if (told := read.get(at, cursor)) != cursor:
-                yield f"{where}: the next token before step {at} is {cursor}, the log says {told}"
+            if (logged := read.get(at, cursor)) != cursor:
+                yield f"{where}: the next token before step {at} is {cursor}, the log says {logged}"
         if len(one.losses) != one.stop - one.start:
             yield f"{where}: {len(one.losses)} losses of {one.stop - one.start} steps"
         made = [("step", at, loss, stated, 0.0) for at, loss in enumerate(one.losses, one.start)]
@@ -202,30 +191,29 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
         for what, at, loss, log, most in sorted(made, key=lambda each: each[1]):
             allowed = most + (0.0 if same else tolerance(findings.dtype, one.start, at - one.start))
             if at in log and not abs(loss - log[at]) <= allowed:
-                yield (
-                    f"{where}, {what} {at} has loss {loss:.7g}, the log says {log[at]:.7g}; {allowed:.5f} is allowed"
-                    f"{', as a state was reached in the same bits' if same else ''}"
-                )
+                why = ", as a state was reached in the same bits" * same
+                found = f"{where}, {what} {at} has loss {loss:.7g}, the log says {log[at]:.7g}"
+                yield f"{found}; {allowed:.5f} is allowed{why}"
                 break
 
 
 @check_findings(
     "V606 the run's own training led to the scored state",
     severity="warning",
-    why="a log can be invented where its training is not repeated, or within the drift of another machine",
+    why="a log can be invented if its training is not repeated, or within the drift between machines",
     hint="pass the run's checkpoints (--checkpoints), or replay on the kind of machine that made it",
 )
-def its_own(run: Run, findings: Findings) -> Iterator[str]:
-    """Compare hashes in the case in which V601 is skipped; tell of another platform, which repeats no training."""
+def _its_own(run: Run, findings: Findings) -> Iterator[str]:
+    """Warns if V601 or V605 is skipped."""
     if findings.foreign:
-        yield f"it ran on a {run.preflight.platform}: its training was not repeated here"
+        yield f"it ran on a {run.preflight.platform}, so its training was not repeated here"
     same = findings.own or findings.final_hash == run.final_hash
     if not same and abs(findings.val_loss - run.val_loss) <= _drift(run):
-        yield f"trained again, it is {findings.final_hash}, the run ended with {run.final_hash}"
+        yield f"trained again, its final state is {findings.final_hash}, the log says {run.final_hash}"
 
 
 def _gap(findings: Findings) -> str:
-    """Say by how much other text loses more than the scored one, if that is no noise."""
+    """Return how much higher the loss on other text is, if significantly."""
     other, noise = findings.other_loss, _NOISE * findings.other_error
     if other is None or not other - findings.val_loss > noise:
         return ""
@@ -234,28 +222,24 @@ def _gap(findings: Findings) -> str:
 
 @check_findings(
     "V607 the scored text is not in the programs",
-    why="a program can recognise a scored sequence by its beginning and add what it holds of it",
-    hint="compute tables in the program; other text has to be predicted as well if constants are large",
+    why="a program can recognise a scored sequence by its beginning and continue it from memory",
+    hint="compute tables in the program; with large constants, other text must be predicted as well",
 )
-def memory(_run: Run, findings: Findings) -> Iterator[str]:
-    """Bound the constants, unless other text shows that they are no memory."""
+def _memory(_run: Run, findings: Findings) -> Iterator[str]:
     if findings.constant_bytes <= _MOST_CONSTANT_BYTES:
         return
-    if found := _gap(findings) or (
-        "" if findings.other_loss is not None else "there is no other text to score"
-    ):
+    if found := _gap(findings) or "there is no other text to score" * (findings.other_loss is None):
         held = f"its programs hold {findings.constant_bytes:,} bytes of constants after compression"
-        yield f"{held}, {_MOST_CONSTANT_BYTES:,} need no proof; {found}"
+        yield f"{held}, more than {_MOST_CONSTANT_BYTES:,}; {found}"
 
 
 @check_findings(
     "V608 other text has the same loss",
     severity="warning",
-    why="a model that predicts only the scored text has seen it; one that predicts no text is none",
-    hint="read the model: where does it recognise a text? Other shards can be of another kind, too",
+    why="a model that predicts only the scored text has seen it",
+    hint="look for the place where the model recognises a text; the other shards may also be of another kind",
 )
-def generalises(_run: Run, findings: Findings) -> Iterator[str]:
-    """Compare with other text, and with targets in random order."""
+def _generalises(_run: Run, findings: Findings) -> Iterator[str]:
     if findings.other_loss is None:
         yield "there is no other text to score"
     if found := _gap(findings):
@@ -266,11 +250,10 @@ def generalises(_run: Run, findings: Findings) -> Iterator[str]:
 
 @check_findings(
     "V609 the programs are as large as the log says",
-    why="parameters, state and batch are the author's words in the log, and facts in the programs",
+    why="an author can write any sizes into the log, but not into the programs",
     hint="let the harness log what it runs",
 )
-def sizes(run: Run, findings: Findings) -> Iterator[str]:
-    """Compare parameters, bytes of the state, tokens of each batch, and the compute dtype if it is narrow."""
+def _sizes(run: Run, findings: Findings) -> Iterator[str]:
     (plan,) = run.of(runlog.Plan)
     least, most = findings.num_params
     if not least <= plan.num_params <= most:
@@ -281,16 +264,16 @@ def sizes(run: Run, findings: Findings) -> Iterator[str]:
         if step.batch_tokens != tokens:
             yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, its program takes {tokens:,}"
             break
-    claimed = leaves(run.start.config).get("recipe.compute_dtype")  # the config may hold anything
+    claimed = leaves(run.start.config).get("recipe.compute_dtype")  # the config is untrusted
     if claimed == "bfloat16" and findings.dtype != claimed:
         yield f"the log says {claimed}, its programs hold {findings.dtype}"
 
 
-#: `validate --relower` asks it: `record.examine.replay`.
+#: `record.examine.replay` decides it, for `validate --relower`.
 LOWERED = check(
     "V610 the source makes the programs",
-    why="people read, credit and fork the text, but what is examined are programs",
-    hint="lower it with the run's versions of JAX; programs may depend on the recipe and its settings alone",
+    why="people read, credit and fork the text, but examiners run the programs",
+    hint="use the run's version of JAX; programs may depend only on the recipe and its settings",
 )(_unasked)
 
-REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own, memory, generalises, sizes)
+REPLAY_CHECKS = (_loss, _normalised, _causal, _separate, _repeated, _its_own, _memory, _generalises, _sizes)
