@@ -220,24 +220,6 @@ def equivalent(first: Sequence[float], second: Sequence[float]) -> Equivalence:
     return Equivalence(difference, SAME_NATS, p, SAME_ALPHA)
 
 
-def ratio_interval(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Return the geometric mean and t interval of second / first over paired measurements.
-
-    A bootstrap would not do: with three pairs its interval cannot leave the range of the ratios, and misses the true
-    ratio one time in four.
-
-    Raises:
-        ValueError: if there are fewer than two pairs, or numbers that are not above zero.
-    """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError(f"got {len(first)} and {len(second)} numbers; need two pairs or more")
-    if min(*first, *second) <= 0:
-        raise ValueError(f"got {min(*first, *second)}; a ratio needs numbers above zero")
-    logs = mean_interval([math.log(b / a) for a, b in zip(first, second, strict=True)])
-    assert logs is not None
-    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
-
-
 def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
     """Return the pooled sd within groups: sqrt(sum of squares / sum of (n - 1)).
 
