@@ -14,8 +14,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.cli import options as cli
-from speedrun.lab.effects import compared
-from speedrun.lab.proof import RATE_FROM
+from speedrun.lab.effects import RATE_FROM, compared
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.layout import encode
 from speedrun.record.logged_run import Run

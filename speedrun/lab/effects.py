@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from speedrun.lab.proof import RATE_FROM, seconds_per_nat
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
 from speedrun.record.logged_run import Run
 from speedrun.record.statistics import Interval, mean_interval
@@ -21,6 +20,10 @@ from speedrun.record.statistics import Interval, mean_interval
 LEVEL = 0.05
 #: Share of the train time. A smaller effect is not worth its lines (RULES.md prices 100 lines at 0.2 %).
 NEGLIGIBLE = 0.01
+#: Published for record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several lengths, each with its own
+#: schedule. The slope at the end of one run is three times as steep, because the learning rate falls there.
+NATS_PER_LENGTH = 0.0045 / (100 / 1770)
+RATE_FROM = "published: 0.0045 nats for 100 of record 21's 1,770 steps, taken as a share of the run"
 
 Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
 
@@ -39,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True):
     against: str
     seeds: tuple[int, ...]  #: of the pairs
     num_non_finite: int  #: runs of the arm
-    s_per_nat: float | None  #: from `proof.RATE_FROM`
+    s_per_nat: float | None  #: price of a nat: seconds by which the other arm's runs would have to be longer
     loss: Effect | None
     log_time: Effect | None  #: difference of the logarithms
     together_s: Effect | None  #: equivalent seconds: the time plus the loss as time
@@ -47,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.experiment-summary/1"):
+class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.experiment-summary/2"):
     """`summary.json` of an experiment, derived from its runs."""
 
     standing: Standing
@@ -104,7 +107,8 @@ def compared(arm: str, against: str, pairs: Mapping[int, tuple[Run, Run]]) -> Fi
         raise ValueError("a run took no time")
     by_loss = [new.val_loss - old.val_loss for old, new in pairs.values()]
     by_time_s = [new.train_time_s - old.train_time_s for old, new in pairs.values()]
-    s_per_nat = seconds_per_nat(others) if others else None
+    mean_s = fmean(run.train_time_s for run in others) if others else None
+    s_per_nat = None if mean_s is None else mean_s / NATS_PER_LENGTH
     return Finding(
         arm=arm,
         against=against,
@@ -114,7 +118,7 @@ def compared(arm: str, against: str, pairs: Mapping[int, tuple[Run, Run]]) -> Fi
         loss=_effect(by_loss),
         log_time=_effect([math.log(new.train_time_s / old.train_time_s) for old, new in pairs.values()]),
         together_s=_effect([s + nats * (s_per_nat or 0) for s, nats in zip(by_time_s, by_loss, strict=True)]),
-        negligible_s=NEGLIGIBLE * fmean(run.train_time_s for run in others) if others else None,
+        negligible_s=None if mean_s is None else NEGLIGIBLE * mean_s,
         verdict="unresolved",
     )
 

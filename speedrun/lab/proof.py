@@ -1,4 +1,4 @@
-"""Statistics of runs: the losses of one record, equal runs in other people's logs, the price of a nat."""
+"""Statistics of runs: the losses of one record, and of equal runs in other people's logs."""
 
 import math
 from collections import defaultdict
@@ -12,7 +12,6 @@ from speedrun.base.errors import UsageError
 from speedrun.board.foreign_logs import ContextRun, can_identify
 from speedrun.record import statistics
 from speedrun.record.batch import standing
-from speedrun.record.logged_run import Run
 from speedrun.record.reader import load_result
 from speedrun.record.statistics import Interval, pooled_sd
 
@@ -146,14 +145,3 @@ def noise(found: Sequence[Group]) -> Noise | None:
         low=float(low),
         high=float(high),
     )
-
-
-#: Published for record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several lengths, each with its own
-#: schedule. The slope at the end of one run is three times as steep, because the learning rate falls there.
-NATS_PER_LENGTH = 0.0045 / (100 / 1770)
-RATE_FROM = "published: 0.0045 nats for 100 of record 21's 1,770 steps, taken as a share of the run"
-
-
-def seconds_per_nat(runs: Sequence[Run]) -> float:
-    """Return the price of a nat: the seconds by which runs like these would have to be longer."""
-    return fmean(run.train_time_s for run in runs) / NATS_PER_LENGTH
