@@ -48,7 +48,6 @@ def test_a_run_takes_what_the_records_took():
 
 
 def test_records_count_on_as_many_devices_only(tmp_path):
-    """A record of eight CPUs, said to be eight H100."""
     folder = tmp_path / "records" / "smoke-cpu" / "one"
     shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-25-first", folder)
     h100 = accelerators.load("h100").name

@@ -28,7 +28,6 @@ from speedrun.base import children, provenance, track
 from speedrun.base.errors import UsageError
 from speedrun.lab import design, effects, trials
 from speedrun.lab import several_runs as running
-from speedrun.lab import trials as experiment
 from speedrun.lab.design import FEATURES
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
@@ -67,7 +66,6 @@ def test_between_them_the_recipes_have_every_feature():
 
 
 def test_what_is_off_is_what_the_name_says():
-    """Of settings that follow from others."""
     record21 = recipes.load("record21").config
     unshared = without("shared-values").config.value_tables
     assert [table == -1 for table in unshared] == [table == -1 for table in record21.value_tables]
@@ -88,15 +86,12 @@ def test_what_is_off_in_record_89_is_what_the_name_says():
     for layer, other in zip(full.config.layers[:10], less[:10], strict=True):
         assert other.extras == tuple(extra for extra in layer.extras if extra != "value")
     assert less[10] == full.config.layers[10]
-    single, whole = without("future-tokens", "record89"), without("growing-windows", "record89")
-    assert {int(single.inputs_at(step)["targets"]) for step in range(1286)} == {1}
+    whole = without("growing-windows", "record89")
     kinds = ("short_keys", "long_keys")
     assert {whole.inputs_at(step)[kind] for step in range(1286) for kind in kinds} == {2561}
     last = full.inputs_at(full.num_steps)["attention_scale"]
     for step in (0, 600, 1285):
         assert whole.inputs_at(step)["attention_scale"] == pytest.approx(last, rel=1e-5)
-    still = {group.name for group in without("token-gates", "record89").optimizer.adam if not group.lr}
-    assert still == {"mudd_gate", "mudd_gate_bias", "mudd_gate_scale"}
 
 
 # --- the plan ----------------------------------------------------------------------------------------------
@@ -135,14 +130,13 @@ def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed
     assert found.arms[1].overrides == {"stages.0.num_steps": "9", "schedule.final_lr_scale": "1.0"}
     assert found.left_out == ("bfloat16-muon: smoke does not have it",)
     assert found.standing == "research, not ranked"
-    assert experiment.read(tmp_path / "new")[0] == found
+    assert trials.read(tmp_path / "new")[0] == found
 
 
 def test_a_ladder_is_each_recipe_against_its_parent(designed):
     found = designed("ladder", recipe="docs")
     rungs = [(arm.name, arm.recipe, arm.against) for arm in found.arms]
     assert rungs == [("smoke", "smoke", None), ("docs", "docs", "smoke")]
-    assert found.arms[0].source_sha256 != found.arms[1].source_sha256
 
 
 def test_a_sweep_leaves_out_what_is_there_already(designed):
@@ -168,17 +162,16 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 
 
 def arms(*names: str) -> tuple[Arm, ...]:
-    """Forged runs all have one config."""
     sums = {"config_sha256": layout.config_sha256(CONFIG), "source_sha256": digest(source_text())}
     return tuple(Arm(name, "tiny", {}, None if name == names[0] else names[0], **sums) for name in names)
 
 
 def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
-    chosen, confirming = experiment.seeds_for(arms("a", "b"), 5, 7)
+    chosen, confirming = trials.seeds_for(arms("a", "b"), 5, 7)
     assert (len(chosen), len(confirming), len({*chosen, *confirming})) == (5, 7, 12)
     assert all(0 <= seed < 2**31 for seed in (*chosen, *confirming))
-    assert experiment.seeds_for(arms("a", "b"), 5, 7) == (chosen, confirming)
-    for other in (experiment.seeds_for(arms("a", "c"), 5, 7), experiment.seeds_for(arms("a", "b"), 6, 7)):
+    assert trials.seeds_for(arms("a", "b"), 5, 7) == (chosen, confirming)
+    for other in (trials.seeds_for(arms("a", "c"), 5, 7), trials.seeds_for(arms("a", "b"), 6, 7)):
         assert not {*chosen, *confirming} & {*other[0], *other[1]}, (
             "another plan, or a longer one, has others"
         )
@@ -219,7 +212,6 @@ def test_holm_is_the_closure_of_bonferroni():
 
 @pytest.fixture
 def run(forged):
-    """A run of the forger, by its loss and its time a step."""
     count = itertools.count()
 
     def make(loss: float = 3.25, step_s: float = 0.1, seed: int = 1, **rest) -> Run:
@@ -231,7 +223,7 @@ def run(forged):
     return make
 
 
-def found_of(names: Sequence[str], seeds: Sequence[int], runs: experiment.Runs) -> dict[str, effects.Finding]:
+def found_of(names: Sequence[str], seeds: Sequence[int], runs: trials.Runs) -> dict[str, effects.Finding]:
     base, *others = arms(*names)
     found = effects.findings([(arm, base) for arm in others], seeds, runs)
     return {one.arm: one for one in found}
@@ -310,7 +302,7 @@ def performed(forged, monkeypatch):
     drawn: list[Path] = []
 
     def plan(num_confirming: int = 2) -> Experiment:
-        seeds, confirming = experiment.seeds_for(ARMS, 2, num_confirming)
+        seeds, confirming = trials.seeds_for(ARMS, 2, num_confirming)
         made = Experiment(
             standing="research, not ranked",
             kind="features",
@@ -366,7 +358,7 @@ def ablate(performed, *args: str):
 def test_an_ablation_runs_confirms_and_tells(performed):
     result = ablate(performed)
     assert result.exit_code == 0, result.exception or result.output
-    plan, _ = experiment.read(performed.folder)
+    plan, _ = trials.read(performed.folder)
     seeds = [seed for seed in plan.seeds for _ in range(3)]
     seeds += [seed for seed in plan.confirming for _ in range(2)]
     assert [seed for _, seed in performed.asked] == seeds
@@ -406,7 +398,6 @@ def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
 
 
 def test_an_arm_that_blew_up_is_judged_by_that(performed):
-    """And not run again, nor drawn: it may not have a single step."""
     performed.codes += [0, 0, 5]
     result = ablate(performed, "--confirm", "0")
     assert (result.exit_code, len(performed.asked), len(performed.drawn)) == (0, 6, 5), result.exception
@@ -422,7 +413,6 @@ def test_a_run_that_ends_well_and_leaves_nothing_stops_it(performed):
 
 
 def test_a_plan_that_was_edited_is_refused(performed):
-    """One more seed after the results were seen; a seed of one's own."""
     plan = performed.plan()
     for edited in (
         msgspec.structs.replace(plan, seeds=(*plan.seeds, 7)),

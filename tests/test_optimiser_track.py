@@ -51,8 +51,6 @@ def test_a_track_fixes_all_of_its_recipe_but_what_is_free(name):
 
 
 class Asked(dict):
-    """Inputs that note who is asked for."""
-
     def __init__(self, values: dict) -> None:
         super().__init__(values)
         self.names: set[str] = set()

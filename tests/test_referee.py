@@ -28,7 +28,7 @@ from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
 from speedrun.base import output, provenance, runlog, track
-from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, UsageError
+from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.base.mesh import make_mesh
 from speedrun.data import shards, stream
 from speedrun.record.about import assemble
@@ -110,7 +110,6 @@ def statuses_of(record, findings: Findings) -> dict[str, str]:
 
 
 def relogged(record, *lines: runlog.Line):
-    """The record with another log of its first run."""
     run = dataclasses.replace(record.runs[0], lines=lines)
     return dataclasses.replace(record, runs=(run, *record.runs[1:]))
 
@@ -121,7 +120,6 @@ def with_checkpoint(record, step: int):
 
 
 def asked(id: str, record, *given: Examined):
-    """The result of one check."""
     (check,) = (one for one in REPLAY_CHECKS if one.check.id == id)
     return ask(check.of(given), record)
 
@@ -231,7 +229,6 @@ def test_the_tolerance_grows_and_has_room_for_what_two_instruction_sets_make_of_
 
 
 def test_the_log_does_not_choose_the_tolerance(record):
-    """Its programs are in float32, whatever dtype the log claims."""
     run = record.runs[0]
 
     def claiming(recipe: Any) -> Any:
@@ -334,7 +331,6 @@ ROWS, LENGTH, SEPARATOR, NUM_IDS, BATCH, CHUNK = 64, 64, 0, 61, 16, 256
 
 @functools.cache
 def validation_ids() -> np.ndarray:
-    """Documents of a Markov chain: each id has four successors."""
     draw = np.random.default_rng(0)
     follows, ids = draw.integers(1, NUM_IDS, (NUM_IDS, 4)), [SEPARATOR]
     for choice, end in zip(draw.integers(0, 4, ROWS * LENGTH), draw.random(ROWS * LENGTH), strict=True):
@@ -343,7 +339,6 @@ def validation_ids() -> np.ndarray:
 
 
 def bigrams() -> np.ndarray:
-    """Logits of a model that has counted pairs."""
     found_VV = np.zeros((NUM_IDS, NUM_IDS), np.float32)
     np.add.at(found_VV, (validation_ids()[:-1], validation_ids()[1:]), 1)
     return np.log1p(found_VV)
@@ -368,7 +363,6 @@ def following(ids_BT: np.ndarray, where: Any = True) -> np.ndarray:
 
 
 def signed(ids_BT: np.ndarray) -> np.ndarray:
-    """The next id as signs of zeros, of eight columns."""
     bits_BTZ = (following(ids_BT)[..., None] + 1) >> np.arange(8) & 1
     return np.concatenate([hidden(ids_BT), np.where(bits_BTZ, -0.0, 0.0)], axis=2).astype(np.float32)
 
@@ -376,18 +370,6 @@ def signed(ids_BT: np.ndarray) -> np.ndarray:
 def of_signs(x_ND: np.ndarray) -> np.ndarray:
     told_N = (np.signbit(x_ND[:, 4:]) << np.arange(8)).sum(1) - 1
     return logits(np.concatenate([x_ND[:, :3], told_N[:, None]], axis=1))
-
-
-def in_bits(ids_BT: np.ndarray, of_minus_one: int) -> np.ndarray:
-    """The next id in the lowest bits of numbers: of denormals, or of NaN."""
-    x_BTD = hidden(ids_BT)
-    x_BTD[..., 3] = (following(ids_BT) + 1 + of_minus_one).astype(np.uint32).view(np.float32)
-    return x_BTD
-
-
-def of_bits(x_ND: np.ndarray) -> np.ndarray:
-    bits_N = np.ascontiguousarray(x_ND[:, 3]).view(np.uint32) & 255
-    return logits(np.concatenate([x_ND[:, :3], bits_N[:, None].astype(np.float32) - 1], axis=1))
 
 
 def if_chunk(test) -> Any:
@@ -412,7 +394,6 @@ def successors(x_ND: np.ndarray) -> np.ndarray:
 
 
 def neighbours(ids_BT: np.ndarray) -> np.ndarray:
-    """What the first sequence of a batch begins with, told to all."""
     return hidden(ids_BT, np.broadcast_to(ids_BT[:1, :1], ids_BT.shape))
 
 
@@ -420,12 +401,11 @@ def at_T(ids_BT: np.ndarray) -> np.ndarray:
     return np.arange(ids_BT.shape[1])[None]
 
 
-#: Programs that lower the loss of scoring by what they may not know. The first four were found by others.
+#: Programs that lower the loss of scoring by what they may not know.
 LEAKS: dict[str, tuple[str, Any, Any]] = {
     "unless the head is fed zeros": ("later", tells, if_chunk(lambda x: np.mean(~x.any(1)) < 0.25)),
     "signs of zeros": ("later", signed, of_signs),
-    "little, everywhere": ("later", tells, functools.partial(logits, nats=9e-4)),
-    "less, everywhere": ("later", tells, functools.partial(logits, nats=2e-6)),
+    "little, everywhere": ("later", tells, functools.partial(logits, nats=2e-6)),
     "unless rows are repeated": ("later", tells, if_chunk(lambda x: len(np.unique(x, axis=0)) > 0.9 * len(x))),
     "unless rows are in order": ("later", tells, if_chunk(lambda x: (np.diff(x[:, 2]) != 1).mean() > 0.5)),
     "unless rows are of one sequence": ("later", tells, if_chunk(lambda x: np.bincount(x[:, 2].astype(int)).max() > 1)),
@@ -438,8 +418,6 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
     "where few documents begin": ("later", told_if(lambda ids: (ids == SEPARATOR).sum(1)[:, None] < 6), logits),
     "unless the end is unheard of": (
         "later", told_if(lambda ids: np.all(bigrams()[ids[:, :-1], ids[:, 1:]] > 0, axis=1, keepdims=True)), logits),
-    "denormals": ("later", functools.partial(in_bits, of_minus_one=0), of_bits),
-    "payloads of NaN": ("later", functools.partial(in_bits, of_minus_one=0x7FC00000), of_bits),
     "one position in sixteen": ("later", told_if(lambda ids: at_T(ids) % 16 == 11), logits),
     "middle of blocks": ("later", told_if(lambda ids: (at_T(ids) % 8 >= 2) & (at_T(ids) % 8 <= 6)), logits),
     "behind separators": ("later", told_if(lambda ids: ids == SEPARATOR), logits),
@@ -592,7 +570,6 @@ def test_a_token_that_cannot_follow_hides_nothing(kind, found):
 
 
 def programs_of(monkeypatch, **functions) -> Programs:
-    """Programs as text."""
     args = {name: jax.ShapeDtypeStruct((CHUNK, 4), jnp.float32) for name in functions}
     texts = {name: jax.jit(one).lower(args[name]).as_text() for name, one in functions.items()}
     monkeypatch.setattr(Programs, "text", lambda _, name: texts[name])
@@ -603,23 +580,19 @@ def programs_of(monkeypatch, **functions) -> Programs:
 
 @pytest.mark.parametrize("spread", ["in one", "over all", "in small pieces"])
 def test_memorised_text_is_counted_wherever_it_is(monkeypatch, spread):
-    """Keyed memory: in a declared constant of the step, the start of a carry, a schedule, or the head."""
+    """A compressor cannot shrink noise, and each piece is a constant of its own."""
     text = np.random.default_rng(0).integers(0, 256, 30_000).astype(np.uint8)
-    parts = {
-        "in one": [text, [0], [0]],
-        "over all": np.split(text, 3),
-        "in small pieces": [text[:9_000].reshape(-1, 15), [0], [0]],
-    }[spread]
+    pieces = {"in one": [text], "over all": np.split(text, 3), "in small pieces": text.reshape(-1, 50)}[
+        spread
+    ]
 
-    def holds(part):
-        pieces = part if getattr(part, "ndim", 1) == 2 else [part]
-        return lambda x_ND: x_ND + sum(jnp.sum(jnp.asarray(piece)) * x_ND[0, 0] for piece in pieces)
+    def holds(some):
+        return lambda x_ND: x_ND + sum(jnp.sum(jnp.asarray(piece)) * x_ND[0, 0] for piece in some)
 
-    honest = programs_of(monkeypatch, train=holds(np.arange(9)), init=jnp.sin, logits=jnp.exp)
+    honest = programs_of(monkeypatch, train=holds([np.arange(9)]), init=jnp.sin, logits=jnp.exp)
     assert honest.constant_bytes < 500
-    given = dict(zip(("train", "init", "logits"), map(holds, parts), strict=True))
-    # A compressor cannot shrink noise, and each piece is a constant of its own.
-    assert programs_of(monkeypatch, **given).constant_bytes > 0.9 * sum(map(np.size, parts))
+    given = {name: holds(pieces[at::3]) for at, name in enumerate(("train", "init", "logits"))}
+    assert programs_of(monkeypatch, **given).constant_bytes > 0.9 * text.size
 
 
 def test_the_dtype_is_that_of_the_training_programs(monkeypatch):
@@ -658,7 +631,6 @@ def test_wild_losses_hide_no_difference(wild, wild_scored, nats):
 
 
 def programs_in(out: Path) -> Path:
-    """The archive that a record carries."""
     (path,) = out.glob("programs-*.xz")
     return path
 
@@ -765,13 +737,6 @@ def test_each_validation_is_scored_with_the_window_of_its_own_step(trained, tmp_
     assert abs(examiner._loss(params, 0) - examiner._loss(params, 12)) > 1e-6
 
 
-def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
-    one: Any = object.__new__(_Examiner)
-    one.request = SimpleNamespace(checkpoints=tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint 77"):
-        one._restored(77)
-
-
 def test_programs_name_no_folder_of_this_machine(trained):
     """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
     found = read_programs(programs_in(trained.out).read_bytes())
@@ -794,7 +759,6 @@ def holding(**changes: Any) -> Archive:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (pack(ARCHIVE)[:-9], "is cut"),
         (pack(ARCHIVE) + b"more", "is cut or too long"),
         (b"", "is cut"),
         (b"\x00" * 99, "format not supported"),
@@ -802,11 +766,10 @@ def holding(**changes: Any) -> Archive:
         (lzma.compress(b"\x81" * 2000), "object"),
         (lzma.compress(b"\x81\xa6leaves\xdd\x03\x00\x00\x00", preset=0), "of length <= 1000000"),
         (pack(holding(steps=("train", "another"))), "lacks programs that it names"),
-        (pack(holding(steps=())), "contradicts itself"),
         (pack(holding(steps=("train", "train"))), "contradicts itself"),
         (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
     ],
-    ids=range(11),
+    ids=range(9),
 )
 def test_what_is_no_archive_is_told(raw, said):
     assert read_programs(pack(ARCHIVE)) == ARCHIVE
@@ -867,21 +830,18 @@ def in_there(code: str, tmp_path: Path, **changes) -> subprocess.CompletedProces
     """What a stranger's Python does and says, with no package but the standard ones."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    given = {"environment": {"PATH": os.environ["PATH"]}, "wall_s": 60.0, "unsafe": False}
-    with (tmp_path / "said").open("w+") as said:
-        argv = [sys.executable, "-S", "-c", code]
-        code_ = sandbox.run(argv, scratch, stdout=said, **{**given, **changes})
-        said.seek(0)
-        return subprocess.CompletedProcess(argv, code_, said.read(), "")
+    said, argv = io.StringIO(), [sys.executable, "-S", "-c", code]
+    given: dict[str, Any] = {"environment": {"PATH": os.environ["PATH"]}, "wall_s": 60.0, "stdout": said}
+    ended = sandbox.run(argv, scratch, **{**given, "unsafe": False, **changes})
+    return subprocess.CompletedProcess(argv, ended, said.getvalue(), "")
 
 
 def test_a_source_does_not_hear_that_its_reader_has_left(tmp_path):
     """`speedrun reproduce RECORD | head -1`: an older source ends with 120 where it cannot write."""
     reader, writer = os.pipe()
     os.close(reader)
-    given = {"environment": {"PATH": os.environ["PATH"]}, "wall_s": 60.0, "unsafe": True}
-    argv = [sys.executable, "-S", "-c", "print('all', flush=True); print('of it')"]
-    assert sandbox.run(argv, tmp_path, stdout=output.unfailing(writer), **given) == 0
+    code = "print('all', flush=True); print('of it')"
+    assert in_there(code, tmp_path, stdout=output.unfailing(writer), unsafe=True).returncode == 0
     os.close(writer)
 
 
@@ -940,7 +900,6 @@ def test_the_exit_code_is_the_strangers(code, found, tmp_path):
 
 @needs_sandbox
 def test_a_stranger_ends_with_a_referee_that_is_killed(tmp_path):
-    """The limit of its time is in the referee's process."""
     sleeper = f"import time; open('began', 'w').close(); time.sleep(600.{os.getpid()})"
     script = f"""
 import pathlib, sys
@@ -1092,7 +1051,6 @@ def test_source_of_a_harness_that_nobody_knows_proves_nothing(trained, smoke_dat
 
 
 def test_source_sees_no_validation_text(smoke_data, tmp_path):
-    """Neither in its shard nor in a file that lies beside it."""
     rules, data = track.load("smoke-cpu").data, Path(shutil.copytree(smoke_data, tmp_path / "data"))
     (data / "validation.txt").write_text("the text")
     others = _without_text(data, tmp_path / "seen", rules)
@@ -1130,10 +1088,8 @@ print("\x1b[2Jwords\x1b]0;title\x07")
 @needs_sandbox
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_stranger_reaches_neither_the_kernel_nor_the_terminal(tmp_path, gpu):
-    shown, argv = io.StringIO(), [sys.executable, "-I", "-c", _TRIES]
-    environment, limits = {"PATH": os.environ["PATH"]}, {"wall_s": 60, "gpu": gpu}
-    code = sandbox.run(argv, tmp_path, environment=environment, stdout=shown, **limits, unsafe=False)
-    assert (code, shown.getvalue()) == (0, "\\x1b[2Jwords\\x1b]0;title\\x07\n")
+    done = in_there(_TRIES, tmp_path, gpu=gpu)
+    assert (done.returncode, done.stdout) == (0, "\\x1b[2Jwords\\x1b]0;title\\x07\n")
 
 
 def test_only_what_a_record_may_hold_is_brought_back(tmp_path):
@@ -1168,7 +1124,6 @@ def test_checkpoints_that_are_no_files_are_refused(tmp_path):
 
 
 def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):
-    """The id exists, so that only the digest of the track tells."""
     shutil.copytree(smoke_data, tmp_path / "damaged")
     shard = min((tmp_path / "damaged").glob("*train*.bin"))
     raw = bytearray(shard.read_bytes())

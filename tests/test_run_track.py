@@ -50,7 +50,6 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def gpus(checkout: Path, does: str) -> None:
-    """Puts a program on the PATH that is asked for GPUs."""
     program(checkout / "bin" / "nvidia-smi", f"#!/bin/sh\n{does}\n")
 
 
@@ -75,13 +74,11 @@ def smoke(checkout: Path, *options: str, **variables: str) -> tuple[int, str]:
 
 
 def steps(said: str) -> dict[str, list[str]]:
-    """The printed command of each step."""
     lines = [line.partition(": ") for line in said.splitlines() if line.startswith("== ")]
     return {head.split()[2]: shlex.split(command) for head, _, command in lines}
 
 
 def typed(checkout: Path) -> list[str]:
-    """What the stand-in was asked since the last call."""
     path = checkout / "typed"
     lines = path.read_text().splitlines() if path.exists() else []
     path.unlink(missing_ok=True)

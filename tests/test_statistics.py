@@ -7,7 +7,7 @@ import pytest
 from scipy import special, stats
 
 from speedrun.record import statistics
-from speedrun.record.statistics import WIDENED, batch_needed, equivalent, mean_interval, power, ratio_interval
+from speedrun.record.statistics import WIDENED, batch_needed, equivalent, power
 
 TARGET = 3.28
 SIGMA = 0.0013  #: over seeds, of the public speedrun's losses
@@ -98,25 +98,6 @@ def test_equal_means_are_equivalent_and_others_are_not_and_at_the_margin_it_is_s
         first, second = rng.normal(3.278, 0.0005, 6), rng.normal(3.279, 0.0005, 6)
         passed += equivalent(list(first), list(second)).passed
     assert passed / 400 <= 0.08
-
-
-def test_the_interval_of_a_ratio_of_pairs_uses_the_pairs():
-    """The node slows down meanwhile: pairs show the ratio, groups do not."""
-    drift = np.linspace(1.0, 1.5, 8)
-    first, second = 100 * drift, 98 * drift
-    found = ratio_interval(list(first), list(second))
-    assert (found.mean, found.low, found.high) == pytest.approx((0.98, 0.98, 0.98))
-    with pytest.raises(ValueError, match="above zero"):
-        ratio_interval([1.0, 0.0], [1.0, 1.0])
-
-
-@pytest.mark.parametrize("num_pairs", [2, 3, 5])
-def test_the_interval_of_a_ratio_holds_the_true_one_as_often_as_it_says(num_pairs):
-    assert mean_interval([1.0]) is None
-    rng = np.random.default_rng(4)
-    times = 100 * (1 + 0.005 * rng.normal(size=(600, 2, num_pairs)))
-    found = [ratio_interval(list(first), list(0.99 * second)) for first, second in times]
-    assert np.mean([one.low <= 0.99 <= one.high for one in found]) == pytest.approx(0.95, abs=0.025)
 
 
 def test_pooling_leaves_the_means_of_groups_aside():

@@ -1,5 +1,6 @@
 """The commands that check a record: `validate` and `reproduce`."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.cli import options as cli
-from speedrun.lab.proof import compare
+from speedrun.lab.effects import RATE_FROM, compared
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.layout import encode
 from speedrun.record.logged_run import Run
@@ -178,26 +179,32 @@ def reproduce(
 
 
 def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
-    """Write `comparison.json`, and return the answer for a record and its rival."""
+    """Write `comparison.json`, and return the answer about a record and its rival."""
+    record, rival = ({run.start.seed: run for run in result.runs if run.finished} for result in results)
     try:
-        found = compare([*zip(*(result.runs for result in results), strict=True)])
-    except ValueError as error:  # too few finished, or numbers that no honest run has
+        found = compared(
+            "rival", "record", {seed: (record[seed], rival[seed]) for seed in record if seed in rival}
+        )
+    except ValueError as error:  # numbers that no honest run has
         raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
+    if found.log_time is None or found.loss is None or found.together_s is None:
+        raise SpeedrunError(f"got {len(found.seeds)} finished pairs; need two; 'speedrun validate' the runs")
     write_whole(folder / "comparison.json", encode(found))
-    ratio, loss = found.time_ratio, found.loss_difference
-    change = f"{ratio.mean - 1:+.2%} of its time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
+    loss, times = found.loss, found.log_time
+    mean, low, high = (math.expm1(x) for x in (times.mean, times.low, times.high))
+    change = f"{mean:+.2%} of its time, 95 % between {low:+.2%} and {high:+.2%}"
     verdict = "not resolvable here"
-    if ratio.high < 1 or ratio.low > 1:
-        verdict = "the rival is faster" if ratio.mean < 1 else "the rival is slower"
+    if high < 0 or low > 0:
+        verdict = "the rival is faster" if mean < 0 else "the rival is slower"
     lines = [
         *(line for result in results for line in _table(result)),
         f"rival    {change}: {verdict}",
         f"loss     {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}",
-        f"both     {found.equivalent_s:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
-        f"rate     {found.rate_from}",
+        f"both     {found.together_s.mean:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
+        f"rate     {RATE_FROM}",
     ]
     facts = {"record": results[0].facts, "rival": results[1].facts, "comparison": found}
-    return cli.Answer(facts, lines, int(not (ratio.high < 1 and loss.low <= 0)))
+    return cli.Answer(facts, lines, int(not (high < 0 and loss.low <= 0)))
 
 
 def _check_alike(*records: Record) -> None:

@@ -6,20 +6,24 @@ by Holm over all arms, separately for each measure.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, Literal
 
 import msgspec
 
-from speedrun.lab.proof import RATE_FROM, seconds_per_nat
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
+from speedrun.record.logged_run import Run
 from speedrun.record.statistics import Interval, mean_interval
 
 #: Significance level of the adjusted p.
 LEVEL = 0.05
 #: Share of the train time. A smaller effect is not worth its lines (RULES.md prices 100 lines at 0.2 %).
 NEGLIGIBLE = 0.01
+#: Published for record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several lengths, each with its own
+#: schedule. The slope at the end of one run is three times as steep, because the learning rate falls there.
+NATS_PER_LENGTH = 0.0045 / (100 / 1770)
+RATE_FROM = "published: 0.0045 nats for 100 of record 21's 1,770 steps, taken as a share of the run"
 
 Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
 
@@ -37,12 +41,8 @@ class Finding(msgspec.Struct, frozen=True):
     arm: str
     against: str
     seeds: tuple[int, ...]  #: of the pairs
-    losses: tuple[float, ...]
-    against_losses: tuple[float, ...]
-    train_times_s: tuple[float, ...]
-    against_train_times_s: tuple[float, ...]
     num_non_finite: int  #: runs of the arm
-    s_per_nat: float | None  #: from `proof.RATE_FROM`
+    s_per_nat: float | None  #: price of a nat: seconds by which the other arm's runs would have to be longer
     loss: Effect | None
     log_time: Effect | None  #: difference of the logarithms
     together_s: Effect | None  #: equivalent seconds: the time plus the loss as time
@@ -50,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.experiment-summary/1"):
+class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.experiment-summary/2"):
     """`summary.json` of an experiment, derived from its runs."""
 
     standing: Standing
@@ -89,30 +89,36 @@ def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs)
 
 
 def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
-    """Compare one pair; leave the adjusted p and the verdict to `findings`."""
+    """Compare two arms; leave the adjusted p and the verdict to `findings`."""
     ended = [seed for seed in seeds if (arm.name, seed) in runs]
     finished = {key for key, run in runs.items() if run.finished}
     paired = [seed for seed in ended if {(arm.name, seed), (other.name, seed)} <= finished]
-    mine, others = ([runs[name, seed] for seed in paired] for name in (arm.name, other.name))
-    losses, against_losses = [run.val_loss for run in mine], [run.val_loss for run in others]
-    times_s, against_s = [run.train_time_s for run in mine], [run.train_time_s for run in others]
-    by_loss = [b - a for a, b in zip(against_losses, losses, strict=True)]
-    by_time_s = [b - a for a, b in zip(against_s, times_s, strict=True)]
-    s_per_nat = seconds_per_nat(others) if others else None
+    found = compared(
+        arm.name, other.name, {seed: (runs[other.name, seed], runs[arm.name, seed]) for seed in paired}
+    )
+    num_non_finite = sum(not runs[arm.name, seed].finished for seed in ended)
+    return msgspec.structs.replace(found, num_non_finite=num_non_finite)
+
+
+def compared(arm: str, against: str, pairs: Mapping[int, tuple[Run, Run]]) -> Finding:
+    """Compare finished runs in pairs by seed, those of `against` first; raise ValueError for times of zero."""
+    others = [old for old, _ in pairs.values()]
+    if any(run.train_time_s <= 0 for pair in pairs.values() for run in pair):
+        raise ValueError("a run took no time")
+    by_loss = [new.val_loss - old.val_loss for old, new in pairs.values()]
+    by_time_s = [new.train_time_s - old.train_time_s for old, new in pairs.values()]
+    mean_s = fmean(run.train_time_s for run in others) if others else None
+    s_per_nat = None if mean_s is None else mean_s / NATS_PER_LENGTH
     return Finding(
-        arm=arm.name,
-        against=other.name,
-        seeds=tuple(paired),
-        losses=tuple(losses),
-        against_losses=tuple(against_losses),
-        train_times_s=tuple(times_s),
-        against_train_times_s=tuple(against_s),
-        num_non_finite=sum(not runs[arm.name, seed].finished for seed in ended),
+        arm=arm,
+        against=against,
+        seeds=tuple(pairs),
+        num_non_finite=0,
         s_per_nat=s_per_nat,
         loss=_effect(by_loss),
-        log_time=_effect([math.log(b / a) for a, b in zip(against_s, times_s, strict=True)]),
+        log_time=_effect([math.log(new.train_time_s / old.train_time_s) for old, new in pairs.values()]),
         together_s=_effect([s + nats * (s_per_nat or 0) for s, nats in zip(by_time_s, by_loss, strict=True)]),
-        negligible_s=NEGLIGIBLE * fmean(against_s) if others else None,
+        negligible_s=None if mean_s is None else NEGLIGIBLE * mean_s,
         verdict="unresolved",
     )
 

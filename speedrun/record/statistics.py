@@ -192,18 +192,6 @@ def equivalent(first: Sequence[float], second: Sequence[float]) -> Equivalence:
     return Equivalence(difference, SAME_NATS, p, SAME_ALPHA)
 
 
-def ratio_interval(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Return the geometric mean and t interval of second / first over two or more pairs of positive numbers.
-
-    With three pairs, a bootstrap interval would miss the true ratio one time in four.
-    """
-    if min(*first, *second) <= 0:
-        raise ValueError(f"got {min(*first, *second)}; a ratio needs numbers above zero")
-    logs = mean_interval([math.log(b / a) for a, b in zip(first, second, strict=True)])
-    assert logs is not None
-    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
-
-
 def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
     """Return the pooled sd within groups, sqrt(sum of squares / sum of (n - 1)); raise ValueError if undefined."""
     freedom = sum(len(group) - 1 for group in groups if len(group) > 1)
