@@ -32,9 +32,6 @@ from speedrun.train.request import RunConfig
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe
 
-#: JAX reserves three quarters of a GPU's memory for the first process that uses it.
-_HELD = "; JAX in this process may hold the memory: restart it, and call sr.run before anything else that uses JAX"
-
 
 class Record:
     """A record on disk."""
@@ -144,9 +141,6 @@ def _train(config: RunConfig, printer: Printer) -> None:
     code, said = local_processes.trained(config, printer, stderr=STDOUT)
     if not code:
         return
-    on_cpu = load_track(config.track).rules.platform == "cpu"
-    if "out of memory" in said and "jax" in sys.modules and not on_cpu:
-        said += _HELD
     if not said.startswith("error: "):
         said = f"the run ended with {meaning(code)}; the last line was: {said}"
     raise SpeedrunError(said.removeprefix("error: "), code)

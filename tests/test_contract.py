@@ -136,10 +136,6 @@ MISTAKES = {
         "CHANGES = {'schedule': Counting(), 'stages': (replace(toy89.RECIPE.stages[1], num_steps=32),)}",
         "its schedule gives 'count' as 33 Python values, .* need at most 32; give a NumPy value",
     ),
-    "key": (
-        "WIDTHS = {}\ndef forward(*given): return WIDTHS['wide']\nCHANGES = {'forward': forward}",
-        r"\S+/bad_key.py:5: no 'wide' in its table, carry or schedule",
-    ),
     "arguments": (
         "def logits(params, x_ND, config): return x_ND\nCHANGES = {'logits': logits}",
         r"its logits: too many positional arguments; need logits\(params, x_ND, inputs, config\)",
@@ -165,11 +161,6 @@ MISTAKES = {
         "    def at(self, *at): return super().at(*at) | {'lr_scale': 1 - at[0] / at[1]}\n"
         "CHANGES = {'schedule': Falling()}",
         "gives 'lr_scale' as 1.0; need a bool, int or str",
-    ),
-    "batch": (
-        "def loss(p, batch, *given): return toy89.loss(p, batch._replace(targets_BT=batch.masks_BT), *given)\n"
-        "CHANGES = {'loss': loss}",
-        "reads batch.masks_BT; a batch has tokens_BT, targets_BT, carry",
     ),
     "both": (
         "def constants(*given): return toy89.constants(*given) | {'tied': np.ones(1, bool)}\n"

@@ -148,11 +148,6 @@ ODD = {
     "raise RuntimeError('RESOURCE_EXHAUSTED: of 9 bytes')": "out of memory: RESOURCE_EXHAUSTED: of 9",
     "raise ImportError('x.so: failed to map segment from shared object')": "out of memory: x.so: failed to map",
 }
-#: What a recipe may call to end the process, and what would have ended it.
-ENDS = (
-    *("os._exit(0)", "os.execv('/bin/true', ['true'])", "os.execlp('true', 'true')"),
-    "from threading import Thread; t = Thread(target=os._exit, args=(0,)); t.start(); t.join()",
-)
 
 
 @pytest.mark.parametrize(
@@ -188,23 +183,6 @@ def test_a_fault_of_ours_keeps_its_traceback(place):
     assert output.expected(raised("1 / 0", ROOT / place)) is None
     assert output.expected(raised("exit()", ROOT / place)) is None
     assert output.expected(KeyboardInterrupt()) is None
-
-
-def test_no_recipe_ends_the_process_and_whoever_else_may():
-    script = f"""
-import contextlib
-from speedrun.base import output
-from speedrun.base.sourcefile import IMPORTED
-output.own_process()
-IMPORTED["mine.py"] = ""
-for code in {ENDS}:
-    with contextlib.suppress(SystemExit):
-        exec(compile("import os; " + code, "mine.py", "exec"))
-    print("alive")
-output.leave(7)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "alive\n" * len(ENDS), "")
 
 
 def test_debug_shows_the_traceback_of_any_error(tmp_path):

@@ -14,7 +14,6 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.runlog import Line
 
 _RULE_WIDTH = 82
-_KERNEL = "kern  "
 _LINE_LIMIT = 400  #: characters
 _CLEAR = "\r\x1b[K"  #: of a terminal: go to the start of the line, and erase it
 _REFRESH_S = 0.25
@@ -144,7 +143,7 @@ class TextLog:
             f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
             f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
         )
-        return [sizes, *(f"{_KERNEL}{call} | {form}" for call, form in plan.kernels.items())]
+        return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
 
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
@@ -212,13 +211,9 @@ class Printer:
     Used as a context manager on a terminal, it shows the newest step in a line below the others.
     """
 
-    def __init__(self, stream: TextIO, ghost: _Rival | None = None, *, verbose: bool = False) -> None:
-        """Print to `stream`.
-
-        What a `ghost` says is not logged. `verbose` adds the kernels and the reasons for their choice, which the log
-        always has.
-        """
-        self._stream, self._ghost, self._verbose = stream, ghost, verbose
+    def __init__(self, stream: TextIO, ghost: _Rival | None = None) -> None:
+        """Print to `stream`. The text of a `ghost` is not logged."""
+        self._stream, self._ghost = stream, ghost
         self._text, self._num_steps, self._is_live = TextLog(), 0, False
         #: Since the line of the newest step was written, if it is there.
         self._status: Stopwatch | None = None
@@ -230,8 +225,6 @@ class Printer:
             self._num_steps = step.num_steps
             if self._ghost is not None:
                 self.say(self._ghost.legend)
-        if shown is not None and not self._verbose:
-            shown = "\n".join(one for one in shown.split("\n") if not one.startswith(_KERNEL))
         is_step = isinstance(step, runlog.Step)
         ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
         if shown is not None:

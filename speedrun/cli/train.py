@@ -90,7 +90,6 @@ class Extras(NamedTuple):
         sample_every: Let the checkpoints of each N steps write a text, beside the record; a child process does it.
             Without --checkpoint-every, it makes them.
         sample_prompts: What these texts begin with. Default: the start of a document.
-        verbose: Print the kernel of each operation, and why. The log has both.
     """
 
     ghost: cli.Ghost = None
@@ -101,7 +100,6 @@ class Extras(NamedTuple):
     ] = None
     sample_every: cli.Count | None = None
     sample_prompts: Annotated[tuple[str, ...], "--sample-prompt TEXT"] = ()
-    verbose: Annotated[bool, "-v,--verbose"] = False
 
 
 @cli.command(

@@ -37,7 +37,6 @@ class Extras(NamedTuple):
     sample_prompts: tuple[str, ...] = ()
     init_from: Path | None = None  #: weights to start from
     to_stderr: bool = False  #: where the console is
-    verbose: bool = False  #: the console shows the kernels, and the reasons for their choice
 
     def samples(self, config: RunConfig) -> samples.Request | None:
         """Return what to sample; raise UsageError for prompts that nothing takes, or steps without a checkpoint."""
@@ -135,7 +134,7 @@ def _trained(config: RunConfig, extras: Extras) -> RunConfig:
     with page, relayed(config.out, extras.wandb), samples.beside(request):
         if processes.is_first():
             stream = sys.stderr if extras.to_stderr else sys.stdout
-            with Printer(stream, ghosts.chosen(extras.ghost, rules.id), verbose=extras.verbose) as reader:
+            with Printer(stream, ghosts.chosen(extras.ghost, rules.id)) as reader:
                 train(config, reader)
         else:
             train(config)

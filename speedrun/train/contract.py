@@ -16,10 +16,9 @@ import numpy as np
 
 from speedrun import recipes
 from speedrun.base.errors import UsageError
-from speedrun.base.output import line_of_recipe
 from speedrun.base.track import Track
 from speedrun.science.inputs import Plan
-from speedrun.science.recipe import IDENTITY, Batch, Loss, Recipe, describe
+from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
 from speedrun.train.checkpoint import differences, form, named
 from speedrun.train.program import Program, StepShape
 
@@ -36,15 +35,6 @@ def check(program: Program) -> None:
         _trace(replace(program, recipe=_checked(program.recipe)))
     except UsageError as error:
         raise UsageError(f"recipe {name}: {error}") from None
-    except AttributeError as error:
-        if not isinstance(error.obj, Batch):
-            raise
-        has = ", ".join(Batch._fields)
-        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {has}") from None
-    except KeyError as error:
-        if not (line := line_of_recipe(error)):
-            raise  # a fault of ours
-        raise UsageError(f"recipe {name}: {line}: no {error} in its table, carry or schedule") from error
 
 
 #: What functions of a recipe are called with.

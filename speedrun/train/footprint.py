@@ -16,6 +16,9 @@ from speedrun.science.params import Table, count
 from speedrun.science.recipe import Stage
 from speedrun.train.program import Program
 
+#: What to do if a program does not fit.
+TO_FIT = "pass more --microbatches, --set shorter sequences (also eval_seq_len), or use more devices"
+
 
 def most_bytes(program: Program) -> int:
     """Return the peak memory of training and validation per device."""
@@ -95,34 +98,11 @@ def fitted_here(program: Program) -> Program:
 
 
 def require(program: Program, need_bytes: int) -> None:
-    """Raise UsageError if a program exceeds the memory of its devices, and suggest settings that would fit."""
+    """Raise UsageError if a program exceeds the memory of its devices."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     if need_bytes > limit_bytes:
         kind = program.mesh.devices.flat[0].device_kind
         raise UsageError(
-            f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} gives "
-            f"{limit_bytes / 1e9:.2f} GB; try {advice(program, limit_bytes) or 'more devices'}"
+            f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} has "
+            f"{limit_bytes / 1e9:.2f} GB; {TO_FIT}"
         )
-
-
-def advice(program: Program, limit_bytes: int) -> str | None:
-    """Return flags that make a program fit (more microbatches, then shorter sequences), or None if nothing helps."""
-    recipe = program.recipe
-    lengths = [recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages)]
-    for halvings in range(1, 8):
-        if any(length % 2**halvings for length in lengths):
-            break
-        parts = program.microbatches << halvings
-        settings: dict[str, int] = {}
-        for i, stage in enumerate(recipe.stages):
-            if stage.num_sequences % parts:
-                settings[f"stages.{i}.num_sequences"] = stage.num_sequences << halvings
-                settings[f"stages.{i}.seq_len"] = stage.seq_len >> halvings
-        if validation_bytes(program) > limit_bytes:
-            settings["eval_sequences"] = recipe.eval_sequences << halvings
-            settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
-        smaller = recipe.override(settings)
-        if most_bytes(replace(program, recipe=smaller, microbatches=parts)) <= limit_bytes:
-            changes = (f"--set {key}={value}" for key, value in settings.items())
-            return " ".join([f"--microbatches {parts}", *changes])
-    return None
