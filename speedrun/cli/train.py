@@ -15,11 +15,9 @@ from speedrun.base.errors import INTERRUPTED, UsageError, unknown
 from speedrun.base.recipe_files import own_file
 from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
-from speedrun.record import reader
 from speedrun.record.about import Summary
 from speedrun.record.validate import Report, Status, validate
 from speedrun.train import connect, watchdog
-from speedrun.train import local_processes as local
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -65,15 +63,13 @@ class Single(NamedTuple):
 
 
 class Processes(NamedTuple):
-    """Options of a run in several processes: the first one, and what `connect.find_group` takes.
+    """Options of a run in several processes, as `connect.find_group` takes them.
 
     Options:
-        local_processes: Start N processes on this machine that share its devices, to try out what a cluster does.
         coordinator: Of process 0, if several share the run. SLURM and Open MPI need no such options.
         heartbeat: A process that is silent for so long is lost, and the run ends.
     """
 
-    local_processes: cli.Count | None = None
     coordinator: Annotated[str | None, "--coordinator HOST:PORT"] = None
     processes: Annotated[cli.Count | None, "How many share the run."] = None
     process: Annotated[cli.Natural | None, "--process I", "The number of this process."] = None
@@ -107,7 +103,6 @@ class Extras(NamedTuple):
     "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
     "speedrun run --track webmini --data DIR --checkpoint-every 50",
     "speedrun run --resume runs/2026-11-21-webmini-1",
-    "speedrun run --local-processes 2",
 )
 def run(
     ctx: click.Context, options: cli.RunOptions, single: Single, processes: Processes, extras: Extras
@@ -121,12 +116,6 @@ def run(
     overrides, limits_s = cli.parse_settings(options.settings), deadlines_s(single.deadlines)
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
-    if processes.local_processes is not None:
-        if processes.coordinator:
-            raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-        if not (code := local.run(processes.local_processes, _child_words(ctx, folder))):
-            reader.need_finished(folder)
-        ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.lab import single_run
@@ -167,17 +156,6 @@ def _import_jax() -> None:
         importlib.import_module("speedrun.train.run")
     if got:
         signals.stop(got[0], None)
-
-
-def _child_words(ctx: click.Context, out: Path) -> list[str]:
-    """Return the arguments of this command for a process that shares the run. All but paths are as they were typed."""
-    words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
-    for param in cli.typed(ctx):
-        if param.name not in ("resume", "out", "local_processes"):
-            value = ctx.params[str(param.name)]
-            for one in value if isinstance(value, tuple) else [value]:
-                words += [param.opts[0]] if one is True else [param.opts[0], str(one)]
-    return words
 
 
 class Size(NamedTuple):
