@@ -11,7 +11,6 @@ from speedrun.base.console import Printer, TextLog, clean, duration, quantiles_m
 
 @pytest.fixture
 def spec_lines(forged):
-    """Lines of a run made from a spec."""
     return lambda **spec: chain(moments(Spec(**spec)))
 
 
@@ -99,14 +98,6 @@ def test_quantiles_are_nearest_rank():
     assert quantiles_ms([]) == (0, 0, 0)
 
 
-def test_a_stream_without_unicode_does_not_end_the_run():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
-    with Printer(stream) as printer:
-        printer(runlog.Line(0, 0, "", "", runlog.Warning("l'\u00e9t\u00e9")))
-    assert raw.getvalue() == b"warn  l'\\xe9t\\xe9\n"
-
-
 class Shade:
     legend = "ghost"
 
@@ -115,7 +106,7 @@ class Shade:
 
 
 def test_on_a_terminal_the_newest_step_stands_below_the_lines(spec_lines, monkeypatch):
-    """It is cut at the width, and gone at the end."""
+    """It is cut to the width, and erased at the end."""
     monkeypatch.setenv("COLUMNS", "60")
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)

@@ -1,4 +1,4 @@
-"""Memory by arithmetic: against states that are real, and refused before anything is compiled."""
+"""Estimates of memory against real states, and refusals before compilation."""
 
 from dataclasses import replace
 

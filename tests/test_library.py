@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory, smoke_data) -> sr.Record:
-    """The record of docs/quickstart.ipynb: a fresh Python executes its code cells in order, as Jupyter does."""
+    """The record of docs/quickstart.ipynb, whose code cells a new Python executes in order."""
     folder = tmp_path_factory.mktemp("notebook")
     (folder / "data").mkdir()
     (folder / "data" / "smoke").symlink_to(smoke_data)
@@ -60,7 +60,7 @@ def test_settings_are_found_again(changes):
 
 @pytest.mark.parametrize("changes", [{"logits": print}, {"summary": "another"}])
 def test_a_recipe_without_a_file_is_refused(changes):
-    with pytest.raises(UsageError, match="need a file of its own"):
+    with pytest.raises(UsageError, match="need another file"):
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
 
 

@@ -1,4 +1,4 @@
-"""What a run says of its code, its packages and its devices: right where it can be known, silent where not."""
+"""What a run records about its code, packages and devices."""
 
 import subprocess
 from importlib import metadata
@@ -21,7 +21,7 @@ def git(folder: Path, *args: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
-    """A project of one file, committed, that provenance takes for its own."""
+    """A committed project of one file in the place of ours."""
     (tmp_path / "speedrun").mkdir()
     (tmp_path / "speedrun/a.py").write_text("A = 1\n")
     git(tmp_path, "init", "--quiet")
@@ -48,7 +48,7 @@ def test_changed_and_new_files_of_a_checkout_are_seen(checkout, path, dirty):
 
 
 def test_without_git_or_a_checkout_nothing_is_known(checkout, tmp_path, monkeypatch):
-    """Also where some folder above is one: it is another project's."""
+    """A checkout further up is another project's."""
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path / "nowhere"))
         assert provenance.checkout() == ("", None)

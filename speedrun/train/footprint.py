@@ -1,6 +1,6 @@
-"""Estimates the memory and FLOPs of a program from its parameter table, before compilation.
+"""Estimates the memory and FLOPs of a program from its parameter table.
 
-For record 21 the error is at most 10 %, except for the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
+The error for record 21 is at most 10 %, besides the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
 """
 
 import math
@@ -62,13 +62,13 @@ def whole_bytes(program: Program) -> int:
 
 
 def matrix_width(program: Program) -> int:
-    """Return how many numbers all weight matmuls read and write per token: m + n for each [m, n]."""
+    """Return the numbers that all weight matmuls read and write per token: m + n for each [m, n]."""
     shapes = [spec.shape for spec in program.layout.table.values() if spec.packed == "bank"]
     return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
 
 
 def logits_bytes(program: Program, num_tokens: int) -> int:
-    """Return the memory of the logits that exist at the same time."""
+    """Return the memory of the logits that exist at one time."""
     rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
     num_tokens = min(num_tokens, program.kernels.head_tokens)
     return itemsize(program) * num_tokens * (rows or program.recipe.config.vocab_size)
@@ -85,7 +85,7 @@ def flops_per_token(table: Table) -> float:
 
 
 def fitted(program: Program, limit_bytes: int) -> Program:
-    """Return the program, or its variant for scarce memory if it needs more than the limit."""
+    """Return the program, or its variant for scarce memory if it exceeds the limit."""
     return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
 
 
