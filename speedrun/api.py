@@ -32,15 +32,11 @@ from speedrun.train.request import RunConfig
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe
 
-#: JAX reserves three quarters of a GPU's memory for the first process that uses it.
-_HELD = "; JAX in this process may hold the memory: restart it, and call sr.run before anything else that uses JAX"
-
 
 class Record:
-    """A record on disk."""
+    """A record on disk. Each property reads it again."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Refer to an existing folder, without reading it yet."""
         self.folder = Path(folder)
 
     def __repr__(self) -> str:
@@ -48,11 +44,7 @@ class Record:
 
     @property
     def summary(self) -> Summary:
-        """Losses, times and counts, computed from the runs.
-
-        Raises:
-            UsageError: if the record cannot be read.
-        """
+        """Losses, times and counts, computed from the runs."""
         found = records.load(self.folder)
         if not found.whole or found.track is None:
             raise UsageError(f"{self.folder} cannot be read; 'speedrun validate {self.folder}' says why")
@@ -60,32 +52,22 @@ class Record:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The runs with all events of their logs: `[(step.train_time_s, step.loss) for step in run.steps]`."""
+        """The runs with their logs, as in `[(step.train_time_s, step.loss) for step in run.steps]`."""
         return tuple(records.load(self.folder).runs)
 
     def validate(self) -> Report:
-        """Recheck all claims offline, without executing anything in the record."""
+        """Check all claims offline, without executing code of the record."""
         return validate(self.folder)
 
     def plot(self, *kinds: plots.Kind) -> list[Path]:
-        """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files.
-
-        Raises:
-            UsageError: if the kind is unknown or there is nothing to plot.
-        """
+        """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files."""
         for kind in {*kinds} - {*plots.KINDS}:
             raise unknown("kind of plot", kind, plots.KINDS)
         return plots.plot(self.folder, kinds or ("loss",))
 
 
 def load(name: str) -> "Recipe":
-    """Return a recipe of this package by name, or your own by the path of its file.
-
-    Each call reads the file again.
-
-    Raises:
-        UsageError: if there is no such recipe.
-    """
+    """Return a recipe of this package by name, or your own by the path of its file, which is read again."""
     from speedrun import recipes
 
     return recipes.load(resolve(name))
@@ -113,7 +95,7 @@ def run(
         quiet: print nothing; otherwise print the log during the run.
 
     Raises:
-        SpeedrunError: if `speedrun run` would fail. The record of an interrupted run says so.
+        SpeedrunError: with the message and exit code of `speedrun run`.
     """
     rules = load_track(track)
     name, settings = (
@@ -140,24 +122,17 @@ def run(
 
 
 def _train(config: RunConfig, printer: Printer) -> None:
-    """Train in a child process: JAX may use other devices here, and a process start begins the cold wall time."""
+    """Train in a child process: JAX may use other devices here, and cold wall time starts with the process."""
     code, said = local_processes.trained(config, printer, stderr=STDOUT)
     if not code:
         return
-    on_cpu = load_track(config.track).rules.platform == "cpu"
-    if "out of memory" in said and "jax" in sys.modules and not on_cpu:
-        said += _HELD
     if not said.startswith("error: "):
         said = f"the run ended with {meaning(code)}; the last line was: {said}"
     raise SpeedrunError(said.removeprefix("error: "), code)
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
-    """Return the smallest set of `--set` options that turns the recipe in its file into this one.
-
-    Raises:
-        UsageError: if settings alone cannot do this.
-    """
+    """Return the smallest set of `--set` options that turns the recipe in its file into this one."""
     from speedrun import recipes
     from speedrun.science.recipe import IDENTITY, SIZES, settings
 
@@ -170,7 +145,7 @@ def settings_of(recipe: "Recipe") -> dict[str, str]:
             found += [wanted] if base.override(wanted) == recipe else []
     if not found:
         raise UsageError(
-            f"recipe {recipe.name} differs from its file in more than settings; need a file of its own, "
+            f"recipe {recipe.name} differs from its file in more than settings; need another file, "
             "since a record contains the source of its recipe; copy the file, change it, and load it by its path"
         )
     return min(found, key=len)

@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -128,7 +127,7 @@ def test_bench_step_times_a_recipe():
     assert result["mfu"] is None
     assert any(form.startswith("definition: ") for form in result["kernels"].values())
     large = invoke("bench", "step", "--set", "stages.0.num_sequences=2000000000")
-    assert (large.exit_code, "GB on each device, this cpu gives" in large.stderr) == (2, True)
+    assert (large.exit_code, "GB on each device, this cpu has" in large.stderr) == (2, True)
     late = invoke("bench", "step", "--first-step", "280")
     assert (late.exit_code, "smoke has 280 steps" in late.stderr) == (2, True)
 
@@ -156,19 +155,6 @@ def test_bench_times_what_runs_and_says_why_the_rest_does_not(words, names):
         assert result["auto"] == "definition"
         shown = invoke("bench", *words.split()).stdout
         assert re.search(r"^definition +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
-
-
-@pytest.mark.parametrize("option", [p for p in train.run.params if p.expose_value], ids=lambda p: p.name)
-def test_an_option_reaches_the_processes_that_share_the_run(option):
-    """What a child parses is what its parent parsed."""
-    special = {"deadlines": "step=60", "recipe": "smoke", "local_processes": "2"}
-    value = "7" if isinstance(option.type, click.IntRange) else special.get(option.name or "", "-a 'b' =c")
-    words = [option.opts[0]] if getattr(option, "is_flag", False) else [option.opts[0], value]
-    parent = train.run.make_context("run", words * (1 + option.multiple))
-    folder = parent.params["resume"] or Path("a folder")
-    child = train.run.make_context("run", train._child_words(parent, folder))
-    given = {"local_processes": None} | ({} if parent.params["resume"] else {"out": folder})
-    assert child.params == parent.params | given
 
 
 # --- errors -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The contract of a recipe: a toy from outside the package that uses all of it, and recipes that break it."""
+"""The contract of a recipe: a toy that uses all of it, and recipes that break it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,6 @@ def toy() -> Iterator[Recipe]:
 
 @pytest.fixture(scope="module")
 def finished(toy: Recipe, smoke_data, tmp_path_factory) -> RunConfig:
-    """A whole run on eight devices, with checkpoints."""
     out = tmp_path_factory.mktemp("toy") / "record"
     config = RunConfig("smoke-cpu", out, recipe=toy.name, data=smoke_data, checkpoint_every=5)
     train(config)
@@ -46,7 +45,7 @@ def finished(toy: Recipe, smoke_data, tmp_path_factory) -> RunConfig:
 
 @pytest.mark.compile
 def test_a_run_is_a_record_and_goes_on_to_the_same_bytes(toy, finished, tmp_path):
-    """Carried values and gradients that wait for an update are in the checkpoint."""
+    """The checkpoint has carried values and accumulated gradients."""
     losses = [step.loss for step in events(finished.out, runlog.Step)]
     assert losses[-1] < losses[0] - 0.3
     *_, last = events(finished.out, runlog.Val)
@@ -85,7 +84,7 @@ def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path)
 
 
 def returning(result: str) -> str:
-    """Change the optimiser of the toy: its update returns this, made of `moves` and `state`."""
+    """Change the result of the toy's optimiser to this expression of `moves` and `state`."""
     return (
         "import jax\n"
         "from dataclasses import fields\n"
@@ -136,17 +135,13 @@ MISTAKES = {
         "CHANGES = {'schedule': Counting(), 'stages': (replace(toy89.RECIPE.stages[1], num_steps=32),)}",
         "its schedule gives 'count' as 33 Python values, .* need at most 32; give a NumPy value",
     ),
-    "key": (
-        "WIDTHS = {}\ndef forward(*given): return WIDTHS['wide']\nCHANGES = {'forward': forward}",
-        r"\S+/bad_key.py:5: no 'wide' in its table, carry or schedule",
-    ),
     "arguments": (
         "def logits(params, x_ND, config): return x_ND\nCHANGES = {'logits': logits}",
         r"its logits: too many positional arguments; need logits\(params, x_ND, inputs, config\)",
     ),
     "logits": (
         "def logits(*given): return toy89.logits(*given)[:, :-1]\nCHANGES = {'logits': logits}",
-        "its logits are .64, 255. for 64 hidden states; config.vocab_size asks for 256 columns",
+        "its logits are .64, 255. for 64 hidden states; config.vocab_size needs 256 columns",
     ),
     "schedule": (
         "class Short(toy89.Schedule):\n"
@@ -166,11 +161,6 @@ MISTAKES = {
         "CHANGES = {'schedule': Falling()}",
         "gives 'lr_scale' as 1.0; need a bool, int or str",
     ),
-    "batch": (
-        "def loss(p, batch, *given): return toy89.loss(p, batch._replace(targets_BT=batch.masks_BT), *given)\n"
-        "CHANGES = {'loss': loss}",
-        "reads batch.masks_BT; a batch has tokens_BT, targets_BT, carry",
-    ),
     "both": (
         "def constants(*given): return toy89.constants(*given) | {'tied': np.ones(1, bool)}\n"
         "CHANGES = {'constants': constants}",
@@ -184,7 +174,7 @@ MISTAKES = {
     "vocabulary_key": (
         "def constants(cfg, vocabulary): return {'prefix': {b'a': 0}[b'b']}\n"
         "CHANGES = {'constants': constants}",
-        "its constants end in KeyError.b'b'.; need some for any vocabulary, and for none",
+        "its constants raise KeyError.b'b'.; need some for any vocabulary, and for none",
     ),
     "carry_shape": (
         "def carry(cfg): return {'amax': np.ones(2, np.float32)}\n"

@@ -1,4 +1,4 @@
-"""A disk that is full, or a process that is killed, at any moment of writing: what is there stays whole."""
+"""A full disk, or a kill, at any moment of writing: existing files stay whole."""
 
 import errno
 import json
@@ -26,7 +26,6 @@ SOAK_SEED = int(os.environ.get("SPEEDRUN_SOAK_SEED", "0"))
 
 @pytest.fixture(scope="module")
 def failing_disk(tmp_path_factory) -> Path:
-    """The library to preload."""
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "failing_disk.so"
@@ -54,7 +53,7 @@ def test_a_folder_that_cannot_be_made_is_a_fault_of_the_disk_or_of_the_user(
 
 @pytest.fixture
 def checkout(forged) -> Path:
-    """A record of a batch, its board, and one more run of it that was killed."""
+    """A record of a batch, its board, and a killed run of it."""
     root = forged / "checkout"
     (root / "records" / "forged").mkdir(parents=True)
     forge(root / "records" / "forged" / "record")
@@ -88,7 +87,6 @@ def test_the_next_call_mends_what_the_disk_did_to_the_last(failing_disk, checkou
 
 
 def answer(failing_disk: Path, asked: dict[str, Any], tmp_path: Path) -> Any:
-    """What struck.py says."""
     request = tmp_path / "request.json"
     request.write_text(json.dumps(asked, default=str))
     done = subprocess.run(
@@ -103,7 +101,7 @@ def answer(failing_disk: Path, asked: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def tiny() -> str:
-    """A track that twelve small steps reach: smoke-cpu with fewer tokens, without digests."""
+    """A variant of smoke-cpu that twelve small steps reach."""
     text = (track.TRACKS_DIR / "smoke-cpu.toml").read_text()
     text = re.sub(r"\[data.sha256\]\n(.+\n)*", "", text)
     text = text.replace("smoke_", "tiny_").replace("smoke-cpu", "tiny")
@@ -129,7 +127,7 @@ def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
 
 @pytest.mark.parametrize("odd", [os.mkfifo, lambda path: path.symlink_to(path.with_name("precious"))])
 def test_what_lies_in_the_place_of_a_lock_or_a_new_file_is_not_written_through(tmp_path, odd):
-    """A pipe would never open, and a link leads to another file."""
+    """A pipe blocks, and a link leads to another file."""
     (precious := tmp_path / "precious").write_text("kept")
     odd(tmp_path / LOCK)
     with pytest.raises(DataError, match=r"No such device|Too many levels"), lock_folder(tmp_path):

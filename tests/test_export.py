@@ -31,7 +31,7 @@ def record(record) -> Record:
 def test_the_text_is_what_a_run_prints(record, tmp_path, capsys):
     paths = export(record, "text", tmp_path / "out")
     for path, run in zip(paths, record.runs, strict=True):
-        printer = console.Printer(sys.stdout, verbose=True)
+        printer = console.Printer(sys.stdout)
         for line in run.lines:
             printer(line)
         assert path.read_text() == capsys.readouterr().out

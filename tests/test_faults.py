@@ -1,13 +1,11 @@
-"""Runs that are hurt where it hurts most: what is left is whole, and what goes on from it ends with the same bytes.
+"""Runs with injected faults: files stay whole, and a resumed run ends with the same bytes.
 
 Points are named in `speedrun.base.faults`. Each case is a process of its own; what it did is read from its files.
 """
 
 import dataclasses
-import gc
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -25,20 +23,17 @@ import numpy as np
 import pytest
 from small_run import SMALL, events, log_of, runs_of
 from test_checkpoint import kept, steps
-from typed import as_words, invoke
 
 from speedrun import recipes
 from speedrun.base import faults, provenance, runlog
-from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
+from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError
 from speedrun.board import leaks
 from speedrun.data import shards
-from speedrun.record.about import assemble, summarize
+from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
-from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.source import read, split_source
-from speedrun.record.validate import validate
-from speedrun.train import loop, run
+from speedrun.train import run
 from speedrun.train.checkpoint import folder_of
 from speedrun.train.request import RunConfig
 
@@ -57,7 +52,7 @@ CANARIES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def no_orphans() -> Iterator[None]:
-    """No child outlives these tests: at their end there is none to wait for."""
+    """No child outlives these tests."""
     yield
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
@@ -94,7 +89,7 @@ def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:
 
 
 def ended(config: RunConfig, fault: str = "", **env: str) -> tuple[int, str]:
-    """Exit code and stderr of the run as a process. Each fault happened once, nothing leaked, nothing is left."""
+    """Exit code and stderr of the run as a process. Check that each fault fired once and nothing leaked or is left."""
     child = started(config, **({faults.VARIABLE: fault} if fault else {}), **env)
     try:
         stdout, stderr = child.communicate(timeout=TIMEOUT_S)
@@ -112,7 +107,7 @@ def ended(config: RunConfig, fault: str = "", **env: str) -> tuple[int, str]:
 
 
 def chain_of(path: Path) -> list[Any]:
-    """The lines of a log, each of which carries the digest of the one before."""
+    """The lines of a log, whose chain is checked."""
     raw = path.read_bytes().split(b"\n")[:-1]
     lines = [runlog.decode(one) for one in raw]
     assert [line.prev for line in lines] == [runlog.GENESIS, *map(runlog.digest, raw[:-1])]
@@ -120,7 +115,7 @@ def chain_of(path: Path) -> list[Any]:
 
 
 def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
-    """Resumes in this process, and finds what an unbroken run has from some step on."""
+    """Resume in this process, and compare with an unbroken run from some step on."""
     run.train(at(config, out, resume=True))
     new = runs_of(out)[-1]
     assert new.end.final_hash == unbroken.end.final_hash
@@ -133,7 +128,7 @@ def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
 
 
 def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, unbroken, tmp_path):
-    """In the record, too, and in what an archive of it would hold; `ended` has looked at everything else."""
+    """Also in the record, and in an archive of it."""
     out = tmp_path / "out"
     assert ended(at(config, out))[0] == 0
     (again,) = runs_of(out)
@@ -149,7 +144,6 @@ def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, un
 
 @pytest.mark.compile
 def test_killed_between_saves(config, unbroken, tmp_path):
-    """At the tenth step, some steps after the checkpoint; what came after it is told as lost."""
     out = tmp_path / "out"
     assert ended(at(config, out), "step@9=sleep:2,step@10=kill")[0] == -signal.SIGKILL
     assert kept(out) == [5]
@@ -182,7 +176,7 @@ def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
 
 
 def test_killed_between_a_shard_and_the_manifest(tmp_path):
-    """The shard lies there, the manifest does not know it: the next process makes it again, byte by byte."""
+    """The next process makes the shard again, byte for byte."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"{i} words " * 50}) + "\n" for i in range(200)))
 
@@ -201,7 +195,7 @@ def test_killed_between_a_shard_and_the_manifest(tmp_path):
 
 @pytest.mark.compile
 def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
-    """Shards of three steps each; the run is broken off behind the second and the third."""
+    """Shards of three steps each; resumed after steps 2 and 3."""
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
         shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
@@ -278,24 +272,9 @@ def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
 @pytest.mark.compile
 @pytest.mark.parametrize("phase", ["compile", "data", "evaluation"])
 def test_other_phases_have_deadlines_too(config, tmp_path, phase):
-    """Twelve seconds are more than a phase takes here, and less than the pause."""
     out = tmp_path / "out"
     code, stderr = ended(at(config, out, deadlines_s={phase: 12}), f"{phase}@2=sleep:600")
     assert (code, f"error: {phase} has taken 12." in stderr) == (HANG, True)
-
-
-@pytest.mark.compile
-def test_a_slow_step_is_no_hang(config, unbroken, tmp_path):
-    """And a run with faults on is no record, whatever came of it."""
-    out = tmp_path / "out"
-    code, _ = ended(at(config, out, deadlines_s={"step": 8}), "step@4=sleep:5,step@8=sleep:5")
-    assert code == 0
-    (warned,) = events(out, runlog.Warning)
-    assert re.match(r"step has taken [45]\.\d s; its deadline is 8 s; --deadline step=", warned.message)
-    assert runs_of(out)[0].end.final_hash == unbroken.end.final_hash
-    assemble(out, title="slow")
-    failed = {result.check.id: result.messages for result in validate(out).having("failed")}
-    assert failed["V402"] == (f"{runs_of(out)[0].folder}: SPEEDRUN_FAULTS: not among the known variables",)
 
 
 def test_faults_are_written_down_and_never_asked_for_by_a_normal_run(monkeypatch):
@@ -369,7 +348,7 @@ def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_pa
 
 @pytest.mark.compile
 def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoint(config, tmp_path):
-    """The fourth sequence of step 8, which one of eight devices holds, makes a gradient infinite."""
+    """The fourth sequence of step 8 makes a gradient infinite, on one of eight devices."""
     shard = shards.open_shard(config.data / "smoke_train_000001.bin", vocab_size=256)
     (poisoned_T,) = shard.read(8 * 512 + 3 * 64, 8 * 512 + 4 * 64).astype(np.int32)[None]
     recipe = recipes.load("smoke").override(SMALL)
@@ -394,20 +373,12 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
     assert end.status == "non-finite"
 
 
-@pytest.mark.compile
-def test_a_diverged_run_reaches_nothing_and_says_so(smoke_data, tmp_path):
-    settings = as_words(SMALL | {"optimizer.muon_lr": "50"})
-    result = invoke("run", "--data", str(smoke_data), "--out", str(tmp_path / "out"), *settings)
-    assert result.exit_code in (1, 5)
-    assert not summarize(load(tmp_path / "out")).target_reached
-
-
 # --- disks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compile
 def test_a_disk_that_fills_up(config, unbroken, tmp_path):
-    """No file may grow beyond 20 kB after the first checkpoint: the next one fails in the background, and is told."""
+    """After the first checkpoint no file may exceed 20 kB, so the next one fails in the background."""
     out = tmp_path / "out"
     child = started(at(config, out), **{faults.VARIABLE: "step@8=sleep:12"})
     try:
@@ -455,37 +426,6 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
 
 
 def test_no_run_reaches_for_wandb():
-    """Curves go there by `speedrun export`, from a record: nothing of it can slow or stop a run."""
+    """A separate process sends curves, so wandb cannot stop a run."""
     files = split_source(provenance.closure(["speedrun.train.run"], [])).values()
     assert "wandb" not in {module for text in files for _, module, _ in read(text).imports}
-
-
-@pytest.mark.compile
-def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
-    """Three hundred steps, stopped every thirty, with few descriptors; all lives in this one process."""
-    real, lives, life = loop._log_stage_change, [], 0
-
-    def tell(executables, step, log) -> None:
-        real(executables, step, log)
-        if step % 30 == 29:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop, "_log_stage_change", tell)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    long = at(config, tmp_path / "out", overrides=SMALL | {"stages.0.num_steps": "300"}, keep_checkpoints=2)
-    try:
-        for life in range(11):
-            with suppress(Terminated):
-                run.train(at(long, tmp_path / "out", resume=life > 0))
-            gc.collect()
-            held = Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]
-            lives.append((len(os.listdir("/proc/self/fd")), threading.active_count(), int(held) / 1024))
-            if runs_of(tmp_path / "out")[-1].outcome == "finished":
-                break
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert life == 10, lives
-    (fds, threads, _), (_, _, held_mib) = lives[1], lives[2]
-    assert all(life[0] <= fds + 2 and life[1] <= threads + 1 for life in lives[1:]), lives
-    assert lives[-1][2] - held_mib < 50 * (len(lives) - 3), lives  # programs are compiled in each life

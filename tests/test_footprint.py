@@ -1,7 +1,5 @@
-"""Memory by arithmetic: against states that are real, and refused before anything is compiled."""
+"""Estimates of memory against real states, and refusals before compilation."""
 
-import re
-import shlex
 from dataclasses import replace
 
 import jax
@@ -51,18 +49,11 @@ def a_device_of(monkeypatch):
     return lambda num_bytes: monkeypatch.setattr(mesh, "memory_bytes", lambda _: num_bytes)
 
 
-def test_a_run_that_does_not_fit_is_refused_with_advice_that_helps(a_device_of, tmp_path):
-    need = footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8)))
-    a_device_of(need - 1)
-    config = RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path)
-    said = r"smoke needs about 0\.\d\d GB on each device, this cpu gives"
-    with pytest.raises(UsageError, match=said) as refused:
-        prepare(config)
-    said = str(refused.value)
-    words = shlex.split(re.sub(".*; try ", "", said).replace("--set ", "--set="))
-    options = dict(word.removeprefix("--").removeprefix("set=").split("=") for word in words[2:])
-    fits = Program(recipes.load("smoke").override(options), make_mesh(8), int(words[1]))
-    assert footprint.most_bytes(fits) < need
+def test_a_run_that_does_not_fit_is_refused(a_device_of, tmp_path):
+    a_device_of(footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8))) - 1)
+    said = r"smoke needs about 0\.\d\d GB on each device, this cpu has 0\.\d\d GB; pass more --microbatches"
+    with pytest.raises(UsageError, match=said):
+        prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path))
 
 
 @pytest.mark.parametrize(("spare_bytes", "memory"), [(0, "ample"), (-1, "scarce")])
@@ -77,11 +68,8 @@ def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
     assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (memory == "scarce")
 
 
-def test_simulated_devices_share_the_memory_of_the_machine(a_device_of):
+def test_simulated_devices_share_the_memory_of_the_machine():
     program, eight = Program(recipes.load("smoke"), make_mesh(8)), mesh.memory_bytes(make_mesh(8))
     assert mesh.memory_bytes(make_mesh(1)) // 8 == eight
-    with pytest.raises(UsageError, match="this cpu gives"):
+    with pytest.raises(UsageError, match="this cpu has"):
         footprint.require(program, eight + 1)
-    a_device_of(1000)
-    with pytest.raises(UsageError, match="try more devices"):
-        footprint.require(program, footprint.most_bytes(program))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory, smoke_data) -> sr.Record:
-    """The record of docs/quickstart.ipynb: a fresh Python executes its code cells in order, as Jupyter does."""
+    """The record of docs/quickstart.ipynb, whose code cells a new Python executes in order."""
     folder = tmp_path_factory.mktemp("notebook")
     (folder / "data").mkdir()
     (folder / "data" / "smoke").symlink_to(smoke_data)
@@ -60,7 +60,7 @@ def test_settings_are_found_again(changes):
 
 @pytest.mark.parametrize("changes", [{"logits": print}, {"summary": "another"}])
 def test_a_recipe_without_a_file_is_refused(changes):
-    with pytest.raises(UsageError, match="need a file of its own"):
+    with pytest.raises(UsageError, match="need another file"):
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
 
 
@@ -96,20 +96,12 @@ def test_a_run_that_is_refused_says_why(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("script", "track", "said", "blamed"),
-    [
-        ("echo step 7\nexit 0", "webmini", "no finished run", False),
-        ("echo step 7\nkill -9 $$", "webmini", "signal 9.*: step 7", False),
-        # Of a GPU, which JAX in the notebook may hold.
-        ("echo error: out of memory: RESOURCE\nexit 2", "webmini", "out of memory: RESOURCE", True),
-        ("echo error: out of memory: RESOURCE\nexit 2", "smoke-cpu", "out of memory: RESOURCE", False),
-    ],
+    ("end", "said"), [("exit 0", "no finished run"), ("kill -9 $$", "signal 9.*: step 7")]
 )
-def test_a_run_that_leaves_nothing_is_an_error(script, track, said, blamed, tmp_path, monkeypatch):
+def test_a_run_that_leaves_nothing_is_an_error(end, said, tmp_path, monkeypatch):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.write_text(f"#!/bin/sh\necho step 7\n{end}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SpeedrunError, match=said) as info:
-        sr.run(track=track, out=tmp_path / "mine", quiet=True)
-    assert ("restart it, and call sr.run before" in str(info.value)) == blamed
+    with pytest.raises(SpeedrunError, match=said):
+        sr.run(track="webmini", out=tmp_path / "mine", quiet=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shlex
 from functools import partial
 
 import jax
@@ -97,40 +96,16 @@ def test_it_prints_for_people_and_for_programs():
     assert (plan["fits"], plan["error"]) == (True, None)
 
 
-@pytest.mark.parametrize(
-    ("limit", "eval_seq_len", "advice"),
-    [
-        (18_000_000, 1_024, "--microbatches 16"),
-        (14_000_000, 1_024, "--microbatches 32 --set stages.0.num_sequences=64 --set stages.0.seq_len=64"),
-        (200_000_000, 262_144, "--microbatches 16 --set eval_sequences=32 --set eval_seq_len=131072"),
-    ],
-    ids=["parts", "shorter", "validation"],
-)
-def test_what_does_not_fit_is_refused_with_advice_that_helps(limit, eval_seq_len, advice, monkeypatch):
-    monkeypatch.setitem(
-        accelerators.DEVICES, "small", accelerators.DEVICES["4090"]._replace(memory_bytes=limit)
-    )
-    device = ["--device-kind", "small", "--devices", "1"]
-    settings = {"stages.0.num_sequences": 16, "eval_seq_len": eval_seq_len}
-    args = [*device, *(f"--set={key}={value}" for key, value in settings.items())]
-    refused = planned(*args)
+def test_what_does_not_fit_is_refused(monkeypatch):
+    small = accelerators.DEVICES["4090"]._replace(memory_bytes=14_000_000)
+    monkeypatch.setitem(accelerators.DEVICES, "small", small)
+    device = ["--device-kind", "small", "--devices", "1", "--set", "eval_seq_len=1024"]
+    refused = planned(*device, "--json")
     assert refused.exit_code == 1
-    told = r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB"
-    assert re.search(told, refused.stderr)
-    in_json = planned(*args, "--json")
-    assert in_json.exit_code == 1
-    assert json.loads(in_json.output)["error"].endswith(f"; try {advice}")
-    # A setting may be given once only: the advice takes the place of what it changes.
-    changed = {word.partition("=")[0] for word in shlex.split(advice)}
-    kept = [f"--set={key}={value}" for key, value in settings.items() if key not in changed]
-    assert planned(*device, *kept, *shlex.split(advice)).exit_code == 0, advice
-
-
-@pytest.mark.parametrize("seq_len", [256, 3])
-def test_what_never_fits_is_said(seq_len, monkeypatch):
-    monkeypatch.setitem(accelerators.DEVICES, "toy", accelerators.DEVICES["4090"]._replace(memory_bytes=1000))
-    refused = planned("--device-kind", "toy", "--set", f"stages.0.seq_len={seq_len}")
-    assert "try another --device-kind" in refused.stderr
+    told = r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB; pass more"
+    assert re.match(told, json.loads(refused.output)["error"])
+    fewer = ["--microbatches", "32", "--set", "stages.0.num_sequences=64", "--set", "stages.0.seq_len=64"]
+    assert planned(*device, *fewer).exit_code == 0
 
 
 # --- many nodes: the two clocks against arithmetic by hand, and bytes against the table of parameters --------

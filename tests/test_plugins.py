@@ -1,4 +1,4 @@
-"""Recipes outside the package: those of docs/recipes.md and docs/optimiser-track.md, and what is refused."""
+"""Recipes outside the package: those of the docs, and files that are refused."""
 
 import dataclasses
 import os
@@ -47,7 +47,6 @@ def _no_other_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The files of the pages."""
     made = tmp_path / "my recipes"
     made.mkdir()
     for name, text in EXAMPLES.items():
@@ -209,7 +208,7 @@ RECIPE = replace(smoke.RECIPE, name="rated", summary="", optimizer=replace(smoke
 
 
 def rate(folder: Path) -> float:
-    """The rate of a recipe that takes it from a file beside it."""
+    """The rate of a recipe that imports it from another file."""
     (folder / "rated.py").write_text(RATE)
     return sr.load(str(folder / "rated.py")).optimizer.muon_lr
 
@@ -220,7 +219,7 @@ def carried(recipe: str = "rated") -> dict[str, str]:
 
 
 def test_what_runs_is_the_text_not_bytecode_beside_it_and_a_record_carries_it(tmp_path):
-    """Python takes bytecode for that of any text of the same size and second."""
+    """Python accepts bytecode of another text of the same size and second."""
     path = tmp_path / "rates.py"
     path.write_text("LR = 0.04\n")
     py_compile.compile(str(path))
@@ -233,7 +232,7 @@ def test_what_runs_is_the_text_not_bytecode_beside_it_and_a_record_carries_it(tm
 
 
 def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(tmp_path, monkeypatch):
-    """A package would win when the source is unpacked into one folder."""
+    """The package would win in an unpacked source."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second / "rates", second / "smoke"):
         folder.mkdir(parents=True)

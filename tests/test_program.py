@@ -1,4 +1,4 @@
-"""What judges a run: the scorer against its definition in float64, and what a program may not contain."""
+"""The scorer against its definition in float64, and what a program may not contain."""
 
 import dataclasses
 import math
@@ -27,7 +27,6 @@ TOKENS, WIDTH, VOCAB = 24, 8, 50
 
 @pytest.fixture
 def hidden() -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Hidden states, a head of 64 columns, and targets."""
     kx, kw, kt = jax.random.split(jax.random.key(0), 3)
     head_VD = 3 * jax.random.normal(kw, (64, WIDTH))
     return jax.random.normal(kx, (TOKENS, WIDTH)), head_VD, jax.random.randint(kt, (TOKENS,), 0, VOCAB)
@@ -52,15 +51,6 @@ def test_the_scorer_is_the_definition_for_any_cap_and_chunk(hidden, cap, chunk, 
     assert np.asarray(sums_C, np.float64).sum() == pytest.approx(nll_T.sum(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("platform", "most_bytes"), [("cpu", 64 * 2**20), ("gpu", 2 * 2**30)])
-def test_a_chunk_takes_all_the_memory_that_its_platform_allows(platform, most_bytes):
-    num_tokens = 6 * most_bytes // (4 * 64)  # six chunks, and four if there were half as much again
-    logits = lambda x_ND: jnp.zeros((len(x_ND), 64))  # noqa: E731
-    score = partial(programs.nll_sums, logits, vocab_size=VOCAB, platform=platform)
-    x_TD = jax.ShapeDtypeStruct((num_tokens, WIDTH), jnp.float32)
-    assert jax.eval_shape(score, x_TD, jax.ShapeDtypeStruct((num_tokens,), jnp.int32)).shape == (6,)
-
-
 def test_logits_that_no_exponential_survives_are_scored(hidden):
     x_TD, head_VD, targets_T = hidden
     logits = lambda x: 1e4 * x @ head_VD.T  # noqa: E731
@@ -69,7 +59,7 @@ def test_logits_that_no_exponential_survives_are_scored(hidden):
 
 
 def test_a_mask_of_the_current_token_is_scored_as_its_distribution(hidden):
-    """RULES.md, masks: hidden states carry the current id in two digits; what may not follow has probability zero."""
+    """RULES.md, masks: hidden states carry the current id in two digits, and masked ids have probability zero."""
     x_TD, head_VD, _ = hidden
     ids_T, column_V = 2_111 * np.arange(TOKENS), np.arange(64)
     digits_T2 = np.stack([ids_T // 256, ids_T % 256], axis=1)
@@ -93,13 +83,15 @@ def test_a_mask_of_the_current_token_is_scored_as_its_distribution(hidden):
 @pytest.mark.parametrize("shape", [(TOKENS, VOCAB - 1), (TOKENS - 1, 64)])
 def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden, shape):
     x_TD, _, targets_T = hidden
-    said = rf"its logits are \[{shape[0]}, {shape[1]}\] for 24 hidden states; config.vocab_size asks for 50 columns"
+    said = (
+        rf"its logits are \[{shape[0]}, {shape[1]}\] for 24 hidden states; config.vocab_size needs 50 columns"
+    )
     with pytest.raises(UsageError, match=said):
         programs.nll_sums(lambda x: jnp.zeros(shape), x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
 
 
 def test_validation_sums_in_float64_and_divides_once(tiny, smoke_data, tmp_path):
-    """2^25 + 1 is no float32; a mean of means would give another number, too."""
+    """2^25 + 1 is not a float32, and a mean of means would differ."""
     program, rules = Program(tiny, mesh.make_mesh(1)), track.load("smoke-cpu")
     (val,) = shards.open_track(smoke_data, rules.data).val
     batches = 2 * tiny.eval_sequences * tiny.eval_seq_len
@@ -113,7 +105,6 @@ def test_validation_sums_in_float64_and_divides_once(tiny, smoke_data, tmp_path)
 
 
 def test_a_validation_has_the_window_of_its_own_step(tiny):
-    """At the end that is the row behind the last step's."""
     wide = dataclasses.replace(tiny, schedule=dataclasses.replace(tiny.schedule, final_window=2.2))
     program = Program(wide, mesh.make_mesh(1))
     windows = [int(wide.inputs_at(step)["window_blocks"]) for step in range(wide.num_steps + 1)]
@@ -133,7 +124,7 @@ def test_a_validation_has_the_window_of_its_own_step(tiny):
 
 
 def test_logits_have_the_inputs_of_their_validation(tiny):
-    """The definition: all logits are 0, but that of id 0 is the window, and every target is 0."""
+    """All logits are 0, except that of id 0, which is the window. Every target is 0."""
 
     def logits(_: Params, x_ND: jax.Array, inputs: Inputs, cfg: Any) -> jax.Array:
         return jnp.zeros((len(x_ND), cfg.vocab_size)).at[:, 0].set(inputs["window_blocks"])
@@ -215,7 +206,7 @@ def test_a_start_that_talks_to_the_host_is_refused_before_it_runs(smoke_data, tm
 
 
 def test_a_generator_that_counts_calls_is_refused_and_one_that_does_not_is_not():
-    """XLA on a CPU keeps the state of the first one, so that a program knows how often it was called."""
+    """On a CPU, the state of the first one outlives a call."""
     programs.inspect(jax.jit(jax.random.uniform).lower(jax.random.key(0, impl="rbg")).as_text())
     for name in programs.FOREIGN:  # kernels of Pallas
         programs.inspect(f"%0 = stablehlo.custom_call @{name}(%1)")
@@ -224,7 +215,7 @@ def test_a_generator_that_counts_calls_is_refused_and_one_that_does_not_is_not()
 
 
 def test_a_validation_that_changes_the_state_ends_the_run(smoke_data, tmp_path, monkeypatch):
-    """The third hash of a run is the state before its validation, the fourth the one after it."""
+    """The third state hash of a run precedes its validation, and the fourth follows it."""
     honest, calls = loop.state_hash, iter(range(100))
     monkeypatch.setattr(loop, "state_hash", lambda state: honest(state)[:-1] + str(next(calls)))
     said = r"validation at step \d+: the state was \w+ before and is \w+ now"

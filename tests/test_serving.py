@@ -61,7 +61,6 @@ def test_pages_are_served_whole_and_in_parts_and_not_to_other_sites(capfd):
 
 
 def test_only_files_below_a_folder_are_opened(tmp_path):
-    """Whatever is asked for, and whatever was put there."""
     (tmp_path / "secret").write_text("no")
     folder = tmp_path / "folder"
     (folder / "inner").mkdir(parents=True)
@@ -94,7 +93,7 @@ def served(tmp_path: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("number", signals.STOPS)
 def test_a_signal_ends_a_server_with_success(number, tmp_path, monkeypatch):
-    """From the moment at which its address is printed; a second one changes nothing."""
+    """As soon as its address is printed; a second signal changes nothing."""
 
     def printed(_: object) -> None:
         os.kill(os.getpid(), number)

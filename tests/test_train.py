@@ -1,4 +1,4 @@
-"""The whole loop, small: what a run writes, what it refuses, and that it can be run again."""
+"""The whole loop on a small model: what a run writes, what it refuses, and that it repeats."""
 
 import dataclasses
 import gc
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from small_run import SMALL, events, log_of, runs_of
 from test_processes import ends, started
 from typed import as_words, invoke, speedrun
@@ -40,17 +39,14 @@ from speedrun.train.request import RunConfig
 from speedrun.train.run import _announce, train
 from speedrun.train.warmup import Untimed, compilations, compile_all
 
-CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-
 
 @pytest.fixture(scope="session")
 def record(trained) -> Path:
-    """A finished run, assembled."""
     return trained.out
 
 
 def refused(smoke_data: Path, tmp_path: Path, **changes) -> pytest.ExceptionInfo:
-    """The error of a run, and that it left nothing behind."""
+    """The error of a run that leaves nothing behind."""
     given = {"track": "smoke-cpu", "out": tmp_path / "out", "overrides": SMALL, "data": smoke_data} | changes
     with pytest.raises((UsageError, DataError)) as info:
         train(RunConfig(**given))
@@ -136,7 +132,6 @@ def test_the_run_reads_exactly_what_it_says(record):
 
 @pytest.mark.compile
 def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data, monkeypatch):
-    """The second stage has other shapes, and goes on where the first one stopped."""
     recipe = recipes.load("smoke").override(SMALL)
     stages = (Stage(3, 8, 64), Stage(2, 16, 32), Stage(2, 8, 64))
     patched = dataclasses.replace(recipe, stages=stages)
@@ -185,7 +180,6 @@ def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
 
 
 def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_path, smoke_data, monkeypatch):
-    """With an exit code of its own, and a readable record of a failure."""
     recipe, out = recipes.load("smoke").override(SMALL), tmp_path / "out"
 
     def forward(p, *args):
@@ -240,7 +234,6 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
 
 
 def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
-    """A process of its own, stopped when its log has its data: it compiles."""
     out = tmp_path / "out"
     settings = as_words(SMALL | {"stages.0.num_steps": "400"})
     running = started(["speedrun", "run", "--data", str(smoke_data), "--out", str(out), *settings])
@@ -260,7 +253,7 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("sent", "exit_code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 3, 130)])
 def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sent, exit_code):
-    """While JAX is being imported: nothing is written yet. Whoever asks three times does not wait for the end."""
+    """While JAX is imported. Three signals end it at once."""
     running = started(["speedrun", "run", "--data", str(smoke_data), "--out", str(tmp_path / "out")])
     while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
         assert running.poll() is None, running.communicate()
@@ -276,7 +269,7 @@ def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sen
 
 
 def test_a_signal_that_comes_while_python_collects_is_not_lost_and_handlers_are_put_back():
-    """What a callback of the collector raises is dropped. JAX has one, so that one run in some hundred went on."""
+    """Python drops what a callback of its collector raises, and JAX has such a callback."""
 
     def callback(_phase: str, _info: object) -> None:
         gc.callbacks.remove(callback)
@@ -298,7 +291,7 @@ def test_a_signal_that_comes_while_python_collects_is_not_lost_and_handlers_are_
 
 
 def test_a_signal_is_heeded_while_xla_compiles():
-    """XLA's compiler runs no handlers of Python's: it must not be in the thread that does."""
+    """Python runs no handlers while XLA compiles in the main thread."""
     compiling_in, compiled = [], threading.Event()
 
     class Lowered:
@@ -363,7 +356,6 @@ def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, m
 
 
 def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
-    """And new."""
     assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
     (tmp_path / "file").write_text("")
     said = str(refused(smoke_data, tmp_path, out=tmp_path / "file" / "out").value)
@@ -411,7 +403,6 @@ def test_names_and_devices_that_are_not_there_are_refused(tmp_path, smoke_data, 
 
 
 def test_an_error_of_a_recipe_is_told_before_a_record_begins(tmp_path, smoke_data, monkeypatch):
-    """Its line is named: see `test_output.py`."""
 
     def forward(params, tokens_BT, *_: object) -> jax.Array:
         return params["embed"][tokens_BT] + jnp.zeros(7)
@@ -443,19 +434,6 @@ def test_a_recipe_that_never_returns_ends_at_a_deadline(tmp_path, monkeypatch):
     message, stacks = said[0]
     assert "start has taken 0." in message
     assert stacks == tmp_path / "new" / "out.stacks.txt"
-
-
-@pytest.mark.parametrize("nodes", [[], ["nvidia0"]])
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "any"])
-def test_cuda_is_not_started_without_a_gpu(platform, nodes, monkeypatch):
-    """It would print a page before JAX takes the CPU, which `prepare` then refuses in a line."""
-    updates: dict[str, object] = {}
-    config = SimpleNamespace(jax_platforms=None, jax_num_cpu_devices=-1, update=updates.__setitem__)
-    monkeypatch.setattr(mesh, "jax", SimpleNamespace(config=config))
-    dev = SimpleNamespace(glob=lambda name: [node for node in nodes if node[:2] == name[:2]])
-    monkeypatch.setattr(mesh, "Path", lambda _: dev)
-    mesh.prepare(platform)
-    assert (updates.get("jax_platforms") == "cpu") == (platform == "cpu" or not nodes)
 
 
 def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
@@ -495,27 +473,3 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
     assert following(plain, reached, report) == "speedrun reproduce runs/x --same-seeds"
     assert following(plain, summary, report) == "speedrun plot runs/x --kind all"
-
-
-@pytest.fixture
-def program_cache(tmp_path):
-    """JAX's persistent cache in a new folder; off again afterwards."""
-    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
-    for name, value in zip(CACHE_SETTINGS, (str(tmp_path / "programs"), 0.0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.compile
-def test_the_log_says_which_programs_came_out_of_a_cache(smoke_data, tmp_path, program_cache):
-    said = []
-    for name in ("cold", "warm"):
-        config = RunConfig(track="smoke-cpu", out=tmp_path / name, overrides=SMALL, data=smoke_data)
-        train(config)
-        said.append([event.cache for event in events(tmp_path / name, runlog.Compile)])
-        assert f"(cache: {said[-1][0]})" in console.render(runlog.read(log_of(tmp_path / name)))
-    assert said == [["miss", "miss"], ["hit", "hit"]]

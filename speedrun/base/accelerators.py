@@ -1,7 +1,4 @@
-"""Accelerators: properties for compiling without the device, and rates that bound a step.
-
-Rates are the vendor's, for dense arithmetic. Programs reach less.
-"""
+"""Accelerators: properties for compiling without the device, and the vendor's peak rates for dense arithmetic."""
 
 from typing import NamedTuple
 
@@ -11,7 +8,7 @@ _GiB = 2**30
 
 
 class Device(NamedTuple):
-    """One accelerator."""
+    """An accelerator."""
 
     name: str  #: as its driver reports it
     compute_capability: tuple[int, int]
@@ -79,7 +76,7 @@ _4090 = Device(
     clock_ghz=2.52,
 )
 
-#: By name, as for `--device-kind`.
+#: By the name that `--device-kind` takes.
 DEVICES = {
     "h100": _H100,
     "h200": _H100._replace(name="NVIDIA H200", memory_bytes=int(139.8 * _GiB), memory_rate=4.8e12),
@@ -111,29 +108,29 @@ DEVICES = {
     "4090": _4090,
 }
 
-#: CUDA and cuDNN of all targets. Without them XLA silently builds no FP8 GEMM.
+#: Versions of all targets. Without them, XLA silently builds no FP8 GEMM.
 _CUDA = "12.9.0"
 _CUDNN = (9, 10, 2)
 
 
 def load(kind: str) -> Device:
-    """Return the device of this name; raise UsageError if there is none."""
+    """Return the device of a name in `DEVICES`, or raise UsageError."""
     if kind not in DEVICES:
         raise unknown("device kind", kind, DEVICES, least=0.7)  # 5090 is no misspelled 4090
     return DEVICES[kind]
 
 
 def named(name: str) -> Device | None:
-    """Return the device with this driver name, if it is in the table."""
+    """Return the device with this driver name, or None."""
     return next((device for device in DEVICES.values() if device.name == name), None)
 
 
 def target(device: Device) -> str:
-    """Return the description of a device for XLA's compiler: a `GpuTargetConfigProto` as text."""
+    """Return a device as a `GpuTargetConfigProto` in text form, for XLA's compiler."""
     major, minor = device.compute_capability
     # The tensor cores of Hopper and Blackwell are compiled for sm_90a and sm_100a only.
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    # A block may use the shared memory of a core but for 1 KiB, which CUDA keeps.
+    # CUDA reserves 1 KiB of the shared memory of a core.
     return f"""
 platform_name: "CUDA"
 device_description_str: "{device.name}"

@@ -1,7 +1,7 @@
-"""Commands and modules as child processes: signals are forwarded, and the child ends before its parent.
+"""Child processes: signals are forwarded, and a child ends before its parent.
 
-`beside` is for what a run depends on in no way: `--wandb`, `--watch` and `--sample-every`. It works until its standard
-input ends, with the run, and is killed if it then stays. Whatever goes wrong is one warning.
+`beside` starts the helpers of a run (`--wandb`, `--watch`, `--sample-every`). A helper works until its standard input
+ends, and any failure of it is one warning.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _HASTE_S = 10.0
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Handle signals with `signals.stop` around a whole command. A further signal ends the process at once."""
+    """Handle signals of a whole command with `signals.stop`. A second signal ends the process at once."""
     try:
         with signals.handled_by(signals.stop):
             yield
@@ -44,7 +44,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def started(module: str, request: msgspec.Struct, **more: Any) -> Iterator[Popen[Any]]:
-    """Start a module of this package with the path of a JSON file that holds `request`; `more` is for `Popen`."""
+    """Start a module of this package on a JSON file with `request`; pass `more` to `Popen`."""
     with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
         path = Path(scratch, "request.json")
         write_whole(path, msgspec.json.encode(request, enc_hook=str))
@@ -52,7 +52,7 @@ def started(module: str, request: msgspec.Struct, **more: Any) -> Iterator[Popen
 
 
 def run_module(module: str, request: msgspec.Struct) -> int:
-    """Run a module of this package on a request; return as `wait_for` does."""
+    """Run a module of this package on a request; return its exit code as `wait_for` does."""
     with started(module, request) as child:
         return wait_for(child)
 
@@ -60,11 +60,8 @@ def run_module(module: str, request: msgspec.Struct) -> int:
 def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:
     """Wait for a child, forward SIGINT and SIGTERM to it, and return its exit code.
 
-    Start the child with `process_group=0`. Otherwise a terminal sends it every Ctrl-C as well, and it counts two.
-
-    Returns:
-        75 if the first signal stopped it: also if it ended before it had a handler, or by itself at that moment. 130 if
-        it ignored a second signal for `kill_after_s`: then its process group is killed.
+    Return 75 if the first signal stopped it, and 130 if it ignored a second one for `kill_after_s` and was killed with
+    its group. Start it with `process_group=0`, or a terminal sends it each Ctrl-C as well.
     """
     if threading.current_thread() is not threading.main_thread():  # no signal comes here
         return child.wait()
@@ -95,12 +92,12 @@ def _stopped(code: int, got: list[int]) -> int:
 
 
 def shell_code(code: int) -> int:
-    """Return the exit code that a shell reports for a child: 128 and the signal if one killed it."""
+    """Return the exit code as a shell reports it: 128 plus the signal that killed the child."""
     return code if code >= 0 else 128 - code
 
 
 def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
-    """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
+    """Return the error of a run that failed, with the command to resume; `data` if it is not the track's."""
     resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
     ended = f"ended with {errors.meaning(code)}" if code else "left no result, although its process succeeded"
     return SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}", shell_code(code))
@@ -108,12 +105,7 @@ def run_error(code: int, command: str, out: Path, data: Path | None) -> Speedrun
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Lock an existing file; yield its descriptor. A child that inherits it holds the lock if its parent is killed.
-
-    Raises:
-        UsageError: if another process holds the lock.
-        StorageError: if the file cannot be opened for writing.
-    """
+    """Lock an existing file; yield its descriptor. A child that inherits it keeps the lock if its parent is killed."""
     with errors.translate_os_errors(path):
         file = path.open("rb+")  # network disks lock only files that are open for writing
     with file:
@@ -133,15 +125,14 @@ def samples_of(record: Path) -> Path:
 def beside(
     name: str, module: str, words: Sequence[str], remedy: str, *, leave_s: float, is_heard: bool = False
 ) -> Iterator[None]:
-    """Run a module of this package inside the block; it sets its own priority, and `words` are its arguments.
+    """Run a module of this package with arguments `words` inside the block.
 
-    A warning starts with `name` and ends with `remedy`. After the end of the block the module has `leave_s` until it is
-    killed; at most `_HASTE_S` if the block raised. If it `is_heard`, what it prints is printed, too, and it must start
-    no process that stays.
+    A warning starts with `name` and ends with `remedy`. After the block, the module is killed after `leave_s`, or
+    `_HASTE_S` if the block raised. If it `is_heard`, its output is printed, and it must leave no child behind.
     """
     with contextlib.ExitStack() as stack:
         try:
-            # Not a pipe: processes that it starts would hold it open.
+            # Not a pipe, which its children would hold open.
             said = stack.enter_context(tempfile.TemporaryFile())
             # A child that is killed cannot remove its scratch files.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -154,7 +145,7 @@ def beside(
                 process_group=0,  # a Ctrl-C is for the run
             )
         except OSError as error:
-            say(f"warning: {name}: it cannot start: {error.strerror}; {remedy}")
+            say(f"warning: {name}: cannot start: {error.strerror}; {remedy}")
             yield
             return
         overdue: list[str] = []
@@ -170,7 +161,7 @@ def beside(
             child.stdin.close()
             try:
                 waiting.join(leave_s)
-            finally:  # also if a signal ends the waiting
+            finally:  # also if a signal arrives
                 if waiting.is_alive():
                     overdue.append(f"it did not end within {leave_s:.0f} s after the run")
                     with suppress(ProcessLookupError):  # it has just ended
@@ -179,7 +170,7 @@ def beside(
 
 
 def _report(child: Popen[bytes], said: IO[bytes], name: str, remedy: str, overdue: list[str]) -> None:
-    """Say what the child prints, and wait for it; warn if it failed, or was killed because it was `overdue`."""
+    """Print the child's output and wait for it; warn if it failed, or was killed because it was `overdue`."""
     with child.stdout or contextlib.nullcontext(()) as printed:
         for line in printed:
             say(line.decode(errors="replace").rstrip("\n"))

@@ -1,7 +1,7 @@
-"""The only reader of time.
+"""The only module that reads time.
 
-`Clock` measures the ranked time of a run. It pauses only for what the track declares. Before it starts, pauses or
-stops, it calls a function that blocks until all devices are done.
+`Clock` measures the ranked time of a run. Before it starts, pauses or stops, it calls a function that waits for all
+devices.
 """
 
 import time
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-#: Time of the import of the harness, from which the cold wall time counts.
+#: Cold wall time counts from the import of the harness.
 _IMPORT_NS = time.monotonic_ns()
 
 
 class Stamp(NamedTuple):
-    """A time, by the monotonic clock and in UTC."""
+    """A time."""
 
     mono_ns: int
     utc: str
@@ -32,14 +32,14 @@ def cold_wall_s() -> float:
 
 
 class Stopwatch:
-    """Seconds since it was made. For compile, warm-up and waiting times, never for the ranked time."""
+    """Measures seconds since its creation; never the ranked time."""
 
     def __init__(self) -> None:
         self._start_ns = time.monotonic_ns()
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         return (time.monotonic_ns() - self._start_ns) / 1e9
 
 
@@ -47,7 +47,7 @@ Phase = Literal["start", "compile", "warm-up", "step", "data", "evaluation", "ch
 
 
 class Phases:
-    """The phases of a run's wall time, from the import on. They do not overlap and leave no gap."""
+    """The phases of a run since the import. They add up to its wall time."""
 
     def __init__(self) -> None:
         self._spent_ns: dict[Phase, int] = {}
@@ -71,7 +71,7 @@ class Phases:
             self.enter(left)
 
     def current(self) -> tuple[Phase, float]:
-        """Return the phase and its seconds so far; from any thread."""
+        """Return the current phase and its seconds so far. Any thread may call this."""
         phase, since_ns = self._current
         return phase, (time.monotonic_ns() - since_ns) / 1e9
 
@@ -82,7 +82,7 @@ class Phases:
 
 
 class Clock:
-    """Ranked training time. Not running until `start`."""
+    """The ranked training time."""
 
     def __init__(self) -> None:
         self._banked_ns = 0
@@ -90,25 +90,25 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Ranked time so far."""
+        """Return the ranked time so far."""
         running_ns = 0 if self._since_ns is None else time.monotonic_ns() - self._since_ns
         return (self._banked_ns + running_ns) / 1e9
 
     def resume_at(self, seconds: float) -> None:
-        """Continue from the time of an earlier process, before the first `start`."""
+        """Continue from the time of an earlier process. Call it before `start`."""
         if self._since_ns is not None or self._banked_ns:
             raise RuntimeError("the clock has been running already")
         self._banked_ns = round(seconds * 1e9)
 
     def start(self, sync: Callable[[], object]) -> None:
-        """Start or resume, after `sync` has returned."""
+        """Start or resume after `sync`."""
         if self._since_ns is not None:
             raise RuntimeError("the clock is already running")
         sync()
         self._since_ns = time.monotonic_ns()
 
     def stop(self, sync: Callable[[], object]) -> None:
-        """Stop, after `sync` has returned: unfinished work on a device is counted."""
+        """Stop after `sync`, so that unfinished work on a device counts."""
         if self._since_ns is None:
             raise RuntimeError("the clock is not running")
         sync()

@@ -1,7 +1,4 @@
-"""The text log of a run, made from its events.
-
-`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run.
-"""
+"""The text log of a run: `render` makes it from `metrics.jsonl`, and `Printer` prints it during the run."""
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +11,13 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.runlog import Line
 
 _RULE_WIDTH = 82
-_KERNEL = "kern  "
 _LINE_LIMIT = 400  #: characters
-_CLEAR = "\r\x1b[K"  #: of a terminal: go to the start of the line, and erase it
+_CLEAR = "\r\x1b[K"  #: go to the start of the line and erase it
 _REFRESH_S = 0.25
 
 
 def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
-    """Return text that is safe on a terminal: control, bidirectional and invisible characters become escapes."""
+    """Return text that is safe on a terminal: unprintable characters are escaped, and the length is limited."""
     shown = text if len(text) <= limit else text[:limit] + "..."
     if shown.isprintable():
         return shown
@@ -63,7 +59,7 @@ def memory(num_bytes: int) -> str:
 
 
 class TextLog:
-    """Turns events into text, line by line. Keeps what later lines need."""
+    """Turns events into text."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -74,7 +70,7 @@ class TextLog:
         self._shown = (0, 0.0, 0)  # steps done, train time and tokens at the last step line
 
     def __call__(self, line: Line) -> str | None:
-        """Return the text of an event, of one or more lines; None for events that are not shown."""
+        """Return the text of an event, or None if it is not shown."""
         text = self._text(line)
         if text is None:
             return None
@@ -112,7 +108,7 @@ class TextLog:
             case runlog.Resume() as old:
                 self._train_time_s = old.train_time_s
                 self._shown = (old.step, old.train_time_s, old.tokens_seen)
-                return f"{self._at(old.step)}  goes on from {old.run_id}, state {old.state_hash[:8]}"
+                return f"{self._at(old.step)}  resumes {old.run_id}, state {old.state_hash[:8]}"
             case runlog.Checkpoint() as kept:
                 at, held_s = self._at(kept.step), kept.seconds
                 return f"{at}  checkpoint, state {kept.state_hash[:8]}  ({held_s:.2f} s)"
@@ -144,13 +140,13 @@ class TextLog:
             f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
             f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
         )
-        return [sizes, *(f"{_KERNEL}{call} | {form}" for call, form in plan.kernels.items())]
+        return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
 
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
 
     def _step(self, step: runlog.Step) -> str | None:
-        """Return about ten lines for a run; times and rates are means since the previous line."""
+        """Return a line for every tenth of a run; times and rates are means since the previous line."""
         self._step_s.append(step.train_time_s - self._train_time_s)
         self._train_time_s = step.train_time_s
         done = step.step + 1
@@ -198,7 +194,7 @@ def render(lines: Iterable[Line]) -> str:
 
 
 class _Rival(Protocol):
-    """What a run races: its legend is a line when the run starts, and each step gets a text beside its line."""
+    """A record to race: has a legend for the start of the run, and a text for each step."""
 
     @property
     def legend(self) -> str: ...
@@ -207,20 +203,13 @@ class _Rival(Protocol):
 
 
 class Printer:
-    """Prints the log as it is written.
+    """Prints the log during a run. As a context manager on a terminal, it shows the newest step in a last line."""
 
-    Used as a context manager on a terminal, it shows the newest step in a line below the others.
-    """
-
-    def __init__(self, stream: TextIO, ghost: _Rival | None = None, *, verbose: bool = False) -> None:
-        """Print to `stream`.
-
-        What a `ghost` says is not logged. `verbose` adds the kernels and the reasons for their choice, which the log
-        always has.
-        """
-        self._stream, self._ghost, self._verbose = stream, ghost, verbose
+    def __init__(self, stream: TextIO, ghost: _Rival | None = None) -> None:
+        """Print to `stream`. The text of a `ghost` is not logged."""
+        self._stream, self._ghost = stream, ghost
         self._text, self._num_steps, self._is_live = TextLog(), 0, False
-        #: Since the line of the newest step was written, if it is there.
+        #: Since the line of the newest step was written; None if there is none.
         self._status: Stopwatch | None = None
 
     def __call__(self, line: Line) -> None:
@@ -230,8 +219,6 @@ class Printer:
             self._num_steps = step.num_steps
             if self._ghost is not None:
                 self.say(self._ghost.legend)
-        if shown is not None and not self._verbose:
-            shown = "\n".join(one for one in shown.split("\n") if not one.startswith(_KERNEL))
         is_step = isinstance(step, runlog.Step)
         ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
         if shown is not None:
@@ -244,11 +231,7 @@ class Printer:
         self._write(clean(text))
 
     def relay(self, text: str) -> bool:
-        """Show a line that another process printed: an event as its text, anything else as it is.
-
-        Returns:
-            Whether it was an event.
-        """
+        """Show a line that another process printed; return whether it was an event."""
         try:
             self(runlog.decode(text.encode()))
         except DecodeError:
@@ -266,13 +249,12 @@ class Printer:
             self._stream.flush()
 
     def _write(self, text: str) -> None:
-        encoding, clear = self._stream.encoding or "utf-8", _CLEAR if self._status else ""
-        self._stream.write(clear + text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.write((_CLEAR if self._status else "") + text + "\n")
         self._stream.flush()
         self._status = None
 
     def _show(self, step: runlog.Step, ghost: str) -> None:
-        """Write the line of the newest step, a few times a second: a terminal may be slow, and the run waits for it."""
+        """Write the line of the newest step, at most four times a second: a slow terminal delays the run."""
         if self._status is not None and self._status.seconds < _REFRESH_S:
             return
         done = step.step + 1

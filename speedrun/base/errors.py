@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 
 class SpeedrunError(Exception):
-    """The program ran, and the answer is no: a missed target, a failed check."""
+    """The command ran and the answer is no, such as a missed target or a failed check."""
 
     exit_code = 1
 
     def __init__(self, message: str, exit_code: int = 0) -> None:
-        """Set an exit code for this error alone; 0 keeps that of its class."""
+        """Set the exit code of this error; 0 keeps that of its class."""
         super().__init__(message)
         self.exit_code = exit_code or self.exit_code
 
@@ -54,13 +54,13 @@ class Terminated(BaseException):
     exit_code = 75
 
 
-HANG = 6  #: of the watchdog: a run that hangs cannot raise an error
+HANG = 6  #: the watchdog ends a run that hangs
 #: After a second SIGINT, as a shell reports it.
 INTERRUPTED = 130
 #: One of several processes was lost. JAX ends the others with SIGABRT, which a shell reports as this code.
 LOST = 134
 
-#: All exit codes of commands, in words: printed by `speedrun --help` and docs/commands.md.
+#: All exit codes, as `speedrun --help` and docs/commands.md print them.
 EXIT_CODES = {
     0: "done",
     1: "ran, and the answer is no: target missed or a check failed",

@@ -1,6 +1,6 @@
-"""Fault injection for tests: named points in a run, and $SPEEDRUN_FAULTS. Without the variable, `point` does nothing.
+"""Fault injection for tests at named points of a run, by $SPEEDRUN_FAULTS.
 
-    POINT[@N]=ACTION[:SECONDS],...    at the Nth call of the point, counted from 1; once
+    POINT[@N]=ACTION[:SECONDS],...    once, at the Nth call of the point, counted from 1
 
 `kill`, `term` and `int` send a signal to this process, at once or after some seconds; `sleep` blocks. A run records the
 variable, and V402 refuses the record.
@@ -26,7 +26,7 @@ _REACHED: Counter[str] = Counter()
 
 
 def point(name: str) -> None:
-    """Do what the variable says for this call of the point."""
+    """Inject the fault for this call of the point, if any."""
     if not _FAULTS:
         return
     _REACHED[name] += 1

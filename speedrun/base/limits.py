@@ -1,4 +1,4 @@
-"""Types of settings that have limits: `num_heads: Count`."""
+"""Types of settings with limits, such as `num_heads: Count`."""
 
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -22,7 +22,7 @@ StateHash = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 
 
 def check(node: Any) -> None:
-    """Raise ValueError for a value in a dataclass, or in dataclasses below it, that its type does not permit."""
+    """Raise ValueError for a value in nested dataclasses that its type does not permit."""
     for field in fields(node) if is_dataclass(node) and not isinstance(node, type) else ():
         value = getattr(node, field.name)
         if _is_plain(hint := field.type):
@@ -36,7 +36,7 @@ def check(node: Any) -> None:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Only these have limits. Of a class, msgspec would evaluate annotations that are text."""
+    """Return whether msgspec can check a type. For a class, it would evaluate annotations that are strings."""
     if any(hint is plain for plain in (bool, int, float, str, NoneType, ...)) or get_origin(hint) is Literal:
         return True
     parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)

@@ -1,4 +1,4 @@
-"""Makes meshes, and puts arrays on them: the only place that does. Settings of JAX."""
+"""Makes meshes and places arrays on them; no other module does. Changes settings of JAX."""
 
 import os
 import resource
@@ -18,16 +18,15 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import processes
 from speedrun.base.errors import UsageError
 
-#: Names of the axes. Parameters and optimiser state are sharded over the devices of a node and replicated on every
-#: node; batches are sharded over both.
+#: Axes. Parameters and optimiser state are sharded within a node and replicated across nodes; batches are sharded over
+#: both.
 DATA, REPLICA = "data", "replica"
 
-#: Number of simulated CPU devices, as many as a node has.
-CPU_DEVICES = 8
+CPU_DEVICES = 8  #: simulated; as many as a node has
 
 
 def prepare(platform: str) -> None:
-    """Choose the devices of this process. Must come before the first use of JAX.
+    """Choose the devices of this process. Call it before JAX is used.
 
     "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if $JAX_PLATFORMS names CUDA.
     """
@@ -59,12 +58,7 @@ def setting(name: str, value: float) -> Iterator[None]:
 
 
 def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
-    """Return a mesh over the first `num_devices` devices of all nodes, in the order of processes.
-
-    Raises:
-        UsageError: if there are fewer devices, or they cannot be shared evenly; with several processes, also if there
-            are more.
-    """
+    """Return a mesh over the first `num_devices` devices of all nodes, in the order of processes."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) < num_devices:
         hint = f"pass --devices {len(devices)} or run where {num_devices} are visible"
@@ -86,7 +80,7 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
 
 
 def arranged(devices: Sequence[Any], replicas: int) -> Mesh:
-    """Return a mesh of these devices. A single replica gets no axis, so that its program is that of one node."""
+    """Return a mesh of these devices, without an axis for a single replica."""
     if replicas == 1:
         return Mesh(np.array(devices), (DATA,))
     return Mesh(np.array(devices).reshape(replicas, -1), (REPLICA, DATA))
@@ -101,7 +95,7 @@ def accelerator(mesh: Mesh) -> tuple[str, str]:
 
 
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Return a global array, sharded by rows. An explicit transfer, so the transfer guard permits it.
+    """Return a global array, sharded by rows, by an explicit transfer.
 
     With several processes, each passes its own rows, in the order of processes.
     """
@@ -119,7 +113,7 @@ def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Replicate an array whose shards lie in several processes; return any other array unchanged."""
+    """Replicate an array whose shards are in several processes; return others unchanged."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)
@@ -142,14 +136,14 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def memory_bytes(mesh: Mesh) -> int:
-    """Return the memory that JAX may use on one device. Simulated devices share that of the machine."""
+    """Return the memory that JAX may use on one device. Simulated devices share the machine's."""
     if mesh.devices.flat[0].platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
 
 
 def peak_bytes(mesh: Mesh) -> int:
-    """Return the peak memory so far of one device; for simulated devices, of the whole process."""
+    """Return the peak memory of one device so far; of the whole process if devices are simulated."""
     if mesh.devices.flat[0].platform == "cpu":
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return kib if sys.platform == "darwin" else kib * 1024

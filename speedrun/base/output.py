@@ -6,9 +6,8 @@ import logging
 import os
 import re
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -20,9 +19,9 @@ LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
 DEBUG = "SPEEDRUN_DEBUG"  #: the variable that `--debug` sets, for this process and those that it starts
 _LONGEST = 300  #: characters of another library's message
 _PACKAGE = Path(__file__).parent.parent
-#: Files whose lines only check what a recipe gives them, and are no place of an error.
+#: Files that only check values of a recipe, and so are not the place of an error.
 _GUARDS = {__file__, str(Path(__file__).with_name("limits.py"))}
-#: What XLA, loaders of libraries and Python say if they get no memory. Naming their error classes would import them.
+#: Messages of XLA, the dynamic linker and Python if memory is out. Their error classes would need imports.
 _NO_MEMORY = re.compile(
     "RESOURCE_EXHAUSTED|Out of memory|failed to map segment|annot allocate memory|t start new thread"
 )
@@ -30,7 +29,7 @@ _NO_MEMORY = re.compile(
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an expected error as one line with its exit code. For modules that run as processes of their own."""
+    """Report an expected error of a child process as one line with its exit code."""
     own_process()
     try:
         yield
@@ -47,7 +46,7 @@ def reported() -> Iterator[None]:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Print the traceback of an expected error if `--debug` asks for it."""
+    """Print the traceback of an expected error with `--debug`."""
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
 
@@ -61,7 +60,7 @@ def leave(exit_code: int) -> NoReturn:
 def expected(error: BaseException) -> SpeedrunError | Terminated | None:
     """Return an error that a user can cause as one of ours, else None.
 
-    Besides ours: out of memory, a name too long, and whatever a recipe raises, also SystemExit or an error of ours.
+    Those are ours, out of memory, a name too long, and anything that a recipe raises.
     """
     said, recipe = text_of(error), line_of_recipe(error)
     short = said[:_LONGEST].rstrip(".")
@@ -72,7 +71,7 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{str(error.filename)[:80]}...: {error.strerror}; need a shorter name")
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
-        return UsageError(f"out of memory: {short or 'no more to be had'}; ask for less, or use more devices")
+        return UsageError(f"out of memory: {short or 'nothing left'}; use less, or more devices")
     if recipe and not isinstance(error, KeyboardInterrupt):
         kind, at = type(error).__name__, _raised_at(error)
         return UsageError(f"{kind}: {short}; {at}; 'speedrun --debug' shows the traceback")
@@ -80,13 +79,13 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an error says, on one line of UTF-8; also if its `__str__` raises."""
+    """Return the message of an error as one line, even if its `__str__` raises."""
     said = str(traceback.TracebackException(type(error), error, None))
     return " ".join(said.encode(errors="backslashreplace").decode().split())
 
 
 def line_of_recipe(error: BaseException) -> str:
-    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`; empty if it is ours."""
+    """Return the line of a recipe or of science that raised, as `speedrun/science/nn.py:7`, or an empty string."""
     return _science(reversed(_lines(error)))
 
 
@@ -101,7 +100,7 @@ def _science(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return in words where an error was raised, and by which line of a recipe."""
+    """Say where an error was raised, and which line of a recipe called that."""
     lines = _lines(error)
     science = [line for line in lines if _is_science(line[0])]
     places = dict.fromkeys([lines[-1], science[-1], *[line for line in science if line[0] in IMPORTED][-1:]])
@@ -113,7 +112,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of each frame, the innermost last, but for those of guards."""
+    """Return file and line of each frame except those of guards, innermost last."""
     found = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         found.append((error.filename or "", error.lineno or 0))
@@ -125,35 +124,18 @@ def _is_science(file: str) -> bool:
 
 
 def _shown(file: str, number: int) -> str:
-    """Return a line as text; a file of a package from the name of the package on."""
+    """Return a line as text, with the path of a package's file relative to its package."""
     path = Path(file)
     inside = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path
     return f"{str(inside).rpartition('site-packages/')[2]}:{number}"
 
 
 def own_process() -> None:
-    """Prepare a process that is ours: its streams never fail, and no recipe ends it as if all was done."""
+    """Prepare a process of ours: its standard streams never fail."""
     sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
     sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
-    # What failed writes of orbax leave complains when it is collected, at times after our error.
+    # Leftovers of a failed write of orbax complain when they are collected, sometimes after our error.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    process = os.getpid()
-
-    def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def ended(*given: Any) -> NoReturn:
-            caller = sys._getframe().f_back
-            frames = traceback.walk_stack(caller) if caller else ()
-            stack = [(frame.f_code.co_filename, number) for frame, number in frames]
-            # Called first of all in a thread: a recipe handed over the function.
-            is_theirs = not stack or stack[0][0] == threading.__file__ or _science(stack)
-            if os.getpid() == process and is_theirs:
-                raise SystemExit(f"os.{end.__name__} would end the process")
-            end(*given)
-
-        return ended
-
-    for name in ("_exit", "execv", "execve"):
-        setattr(os, name, guarded(getattr(os, name)))
 
 
 class _Unfailing(io.FileIO):

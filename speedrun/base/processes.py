@@ -1,8 +1,7 @@
-"""A run in several processes: their number, agreement between them, and stopping at the same step.
+"""A run in several processes: they agree on results, and stop at the same step.
 
-Each process has the devices of its node, and all run the same program on all devices. Only process 0 writes.
-`train.connect` connects them. If a process dies, its heartbeat is missing and JAX ends the others with SIGABRT. Python
-does no cleanup then, so everything that must not be lost has to be on disk before.
+Each process has the devices of its node, and only process 0 writes. If a process dies, JAX ends the others with SIGABRT
+once its heartbeat is missing. Python does no cleanup then, so results must be on disk before.
 """
 
 import os
@@ -20,7 +19,7 @@ from speedrun.base.output import expected
 
 T = TypeVar("T")
 
-#: One process may have to make data that the others have. JAX detects dead ones sooner.
+#: One process may have to make data that the others have. JAX detects dead processes sooner.
 _TIMEOUT_MS = 3_600_000
 
 _group = (1, 0, 1)
@@ -28,7 +27,7 @@ _calls = counter()
 
 
 def configure(count: int, index: int, num_nodes: int = 1) -> None:
-    """Set the number of processes, the index of this one, and the number of nodes; before devices are used."""
+    """Set the number of processes, the index of this one, and the number of nodes."""
     global _group
     _group = count, index, num_nodes
 
@@ -44,7 +43,7 @@ def index() -> int:
 
 
 def num_nodes() -> int:
-    """Return the number of machines; each runs as many processes."""
+    """Return the number of machines, which run equally many processes."""
     return _group[2]
 
 
@@ -78,12 +77,9 @@ def agreed(
     otherwise: str = "start all of them with the same flags, code, packages and data",
     refuse: type[SpeedrunError] = UsageError,
 ) -> T:
-    """Do some work in every process, unsynchronised; raise in all of them unless all succeed with the same result.
+    """Do some work in each process; raise in all of them unless all succeed with equal `facts` of their results.
 
-    Results are the same if their `facts` are, by name. If not, the error `refuse` ends with what to do, `otherwise`.
-
-    Raises:
-        SpeedrunError: what `work` raised here or in another process, or what differs.
+    If facts differ, raise `refuse`, whose message ends with `otherwise`.
     """
     if count() == 1:
         return work()
@@ -110,12 +106,12 @@ def agreed(
 
 
 def handled_by(handler: Any) -> AbstractContextManager[None]:
-    """`signals.handled_by`; with several processes for SIGINT only, because JAX handles SIGTERM for all of them."""
+    """Use `signals.handled_by`; with several processes for SIGINT only, because JAX handles SIGTERM."""
     return signals.handled_by(handler, *([signal.SIGINT] if count() > 1 else signals.STOPS))
 
 
 def immediate_stop() -> Any:
-    """Return the handler for phases without anything to save: stop now, or as soon as all processes can."""
+    """Return the handler for phases with nothing to save: stop now, or as soon as all processes can."""
     return _send_sigterm if count() > 1 else signals.stop
 
 

@@ -1,7 +1,6 @@
 """What a run depends on: source closure, commit, packages and environment.
 
-The closure is every project file that the given modules reach by import statements, anywhere in a file. So modules
-that happen to be loaded are not included, and lazy imports are.
+The closure has each project file that the given modules reach by import statements, lazy ones included.
 """
 
 import ast
@@ -23,7 +22,7 @@ from speedrun.base.sourcefile import IMPORTED, ROOT, check_path, find, join_sour
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
 #: Further ones, on machines with a GPU.
 FOR_GPUS = re.compile(r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?")
-#: Environment variables that may change a run. No others are recorded.
+#: Environment variables that may change a run; only these are recorded.
 VARIABLES = (
     "XLA_FLAGS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -40,15 +39,11 @@ _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)( ;)?", re.MULTILINE)
 #: Digest of a container image, after its name if it was published. `scripts/docker_run.sh` sets the variable.
 _IMAGE = re.compile(r"([a-z0-9][a-z0-9._/:-]{0,127}@)?sha256:[0-9a-f]{64}")
 IMAGE_VARIABLE = "SPEEDRUN_IMAGE"
-_GIT_S = 10.0  #: time limit for git, which may be slow on a network disk
+_GIT_S = 10.0  #: for git on a slow network disk
 
 
 def closure(modules: list[str], extra: list[Path]) -> str:
-    """Return one text of all project files that `modules` reach, in reading order, then `extra` files of the project.
-
-    Raises:
-        UsageError: for a relative import, or a file that a source text cannot hold.
-    """
+    """Return one text of all project files that `modules` reach, in reading order, and of `extra` files."""
     texts: dict[str, str] = {}
     queue = _with_packages(modules)
     while queue:
@@ -83,7 +78,7 @@ def _with_packages(modules: list[str]) -> list[str]:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of Python and of the packages on which results depend; in a container, also its digest."""
+    """Return the versions of Python and of packages that affect results, and the digest of the container."""
     here = installed()
     for_gpus = {name: here[name] for name in sorted(here) if FOR_GPUS.fullmatch(name)}
     packages = {**{name: here[name] for name in _PACKAGES}, **for_gpus}
@@ -93,12 +88,12 @@ def software() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the listed environment variables that are set, and that of `faults`, which V402 refuses."""
+    """Return `VARIABLES` that are set, and that of `faults`, which V402 refuses."""
     return {name: os.environ[name] for name in (*VARIABLES, faults.VARIABLE) if name in os.environ}
 
 
 def checkout() -> tuple[str, bool | None]:
-    """Return the commit of this code, and whether code or requirements differ from it; "" and None if unknown."""
+    """Return the commit of this code and whether files differ from it; "" and None if unknown."""
     if not (ROOT / ".git").exists():
         return "", None
     argv = ["git", "--no-optional-locks", "-C", str(ROOT), "status", "--porcelain=2", "--branch"]
@@ -121,10 +116,7 @@ class Lock(NamedTuple):
 
 
 def lock() -> Lock:
-    """Return the lock file of requirements/ whose pins are all installed; else an empty one.
-
-    If there are several, prefer the one with most installed packages, then with the fewest others.
-    """
+    """Return the lock file whose pins are all installed: the one with most installed packages, then fewest others."""
     versions_here = installed()
     fits: dict[tuple[int, int], Lock] = {}
     for path in sorted((ROOT / "requirements").glob("*.lock")):
@@ -139,12 +131,12 @@ def lock() -> Lock:
 
 @cache  # reading 230 files takes as long as tracing a small step
 def installed() -> dict[str, str]:
-    """Return the versions of all installed packages, by their names as in lock files."""
+    """Return the versions of all installed packages, by normalised name."""
     return {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
 
 
 def pinned(text: str) -> dict[str, set[str | None]]:
-    """Return the versions of each package that a lock file permits; None: it may be missing on some platforms."""
+    """Return the versions that a lock file permits for each package; None if it may be missing."""
     pins: dict[str, set[str | None]] = {}
     for name, version, marker in _PIN.findall(text):
         pins.setdefault(name, set()).update({version, None} if marker else {version})

@@ -1,4 +1,4 @@
-"""Recipes outside this package: files of one's own, by path."""
+"""Recipes outside this package, by the path of their file."""
 
 import importlib
 import os
@@ -16,17 +16,10 @@ _PACKAGE = RECIPES.replace("/", ".")
 
 
 def resolve(choice: str) -> str:
-    """Return the name of a recipe that is given by its name or the path of its file.
+    """Return the name of a recipe, given by its name or by a path that ends in `.py`.
 
-    The folder of a file is put first in $SPEEDRUN_RECIPES, for this process and those that it starts: its files are
-    then modules of `speedrun.recipes`, so that a record carries them like those of this package. If a file
-    there changed, all are loaded anew.
-
-    Args:
-        choice: a name, or a path that ends in `.py`.
-
-    Raises:
-        UsageError: if the file is missing, is not UTF-8, or has a name that is taken or cannot be imported.
+    Put the folder of a path first in $SPEEDRUN_RECIPES, also for child processes. Its files become modules of
+    `speedrun.recipes`, so that a record carries them. If one of them changed, all are loaded again.
     """
     if not choice.endswith(".py"):
         return choice
@@ -54,7 +47,7 @@ def own_file(name: str | None) -> Path | None:
 
 
 def _forget_outdated() -> None:
-    """Drop all modules of recipes outside this package if the file of one changed, or another file hides it now."""
+    """Drop all modules of recipes outside this package if the file of one changed, or another one hides it."""
     modules = {
         name: str(module.__file__)
         for name, module in sys.modules.items()
@@ -66,7 +59,7 @@ def _forget_outdated() -> None:
 
 
 def forget(modules: Iterable[str]) -> None:
-    """Drop modules, so that they are imported anew."""
+    """Drop modules, so that the next import loads them."""
     for name in modules:
         del sys.modules[name]
         above, _, last = name.rpartition(".")

@@ -1,10 +1,7 @@
-"""The log of a run: typed events, one JSON line each, hash-chained and flushed per line.
+"""The log of a run: typed events, one JSON line each, hash-chained and flushed.
 
 Each line has `i` (index), `t_mono_ns` (monotonic clock), `t_utc`, `prev` (first 16 hex digits of the sha256 of the
-line before; zeros for the first) and one event. A killed run leaves a readable log, and an edited line breaks the
-chain. Losses are nats per token, and times are seconds unless a name has another unit.
-
-The text log and the console are made from this log (`console.py`).
+previous line; zeros in the first) and one event. Losses are nats per token.
 """
 
 import hashlib
@@ -30,14 +27,14 @@ class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=T
 
 
 class ShardRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One contiguous range of positions read as inputs; the target after the last is not counted."""
+    """A contiguous range of positions read as inputs."""
 
     name: str
     sha256: Sha256  #: of the whole file
     tokens: Size  #: in the whole file
     start: Size  #: inclusive
     stop: Size  #: exclusive
-    skipped: Size = 0  #: of these, not input: cut off from documents
+    skipped: Size = 0  #: of these, cut off from documents
 
 
 class DataRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,9 +46,9 @@ class DataRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
-    """First line: the run. `config` is the resolved recipe with the split over devices."""
+    """First line. `config` is the resolved recipe with its split over devices."""
 
-    format: Literal[2]  #: of the log, raised when an older one can no longer be read
+    format: Literal[2]  #: incremented when older logs can no longer be read
     run_id: str  #: also the name of its folder
     track: str  #: name and version, as `smoke-cpu@1`
     track_sha256: Sha256
@@ -67,7 +64,7 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
 
 
 class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
-    """Hardware, software and measured rates; only listed packages and variables are captured."""
+    """Hardware, software and measured rates. Only listed packages and variables are recorded."""
 
     platform: str
     device_kind: str
@@ -90,11 +87,11 @@ class DataReady(Event, tag="data", frozen=True):
     train_shards: list[str]
     val_shard: str
     val_tokens: Size
-    val_sha256: Sha256  #: of the val_tokens + 1 ids that will be scored, as little-endian uint16
+    val_sha256: Sha256  #: of the val_tokens + 1 scored ids, as little-endian uint16
 
 
 class Exported(Event, tag="exported", frozen=True):
-    """The programs of the run, exported for its record before any was compiled: `record.archive`."""
+    """The programs of the run were exported for its record: `record.archive`."""
 
     sha256: Sha256  #: of the archive
     num_bytes: Size
@@ -102,7 +99,7 @@ class Exported(Event, tag="exported", frozen=True):
 
 
 class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
-    """Sizes of the run, and the memory that the compiler needs."""
+    """Sizes of the run, and memory by the compiler's count."""
 
     num_params: Size
     tokens_per_step: Size
@@ -130,7 +127,7 @@ class WarmupStart(Event, tag="warmup_start", frozen=True):
 
 
 class WarmupEnd(Event, tag="warmup_end", frozen=True):
-    """State hash after the state was built again; must equal the one before."""
+    """State hash after the state was built again; must equal that of `WarmupStart`."""
 
     state_hash: StateHash
     num_steps: Natural
@@ -138,7 +135,7 @@ class WarmupEnd(Event, tag="warmup_end", frozen=True):
 
 
 class Resume(Event, tag="resume", frozen=True):
-    """The state of an earlier run after `step` steps replaces the fresh one."""
+    """The state of an earlier run after `step` steps replaces the new one."""
 
     run_id: str  #: of the run that saved it
     step: Natural
@@ -149,11 +146,11 @@ class Resume(Event, tag="resume", frozen=True):
 
 
 class ClockStart(Event, tag="clock_start", frozen=True):
-    """All devices are synchronised; the first batch is read after this."""
+    """All devices are synchronised. The first batch is read after this."""
 
 
 class Step(Event, tag="step", frozen=True, omit_defaults=True):
-    """Training step `step` (from 0) is known to be finished at `train_time_s` on the ranked clock."""
+    """Training step `step` (from 0) finished before `train_time_s` on the ranked clock."""
 
     step: Natural
     train_time_s: Seconds
@@ -165,7 +162,7 @@ class Step(Event, tag="step", frozen=True, omit_defaults=True):
 
 
 class StageChange(Event, tag="stage_change", frozen=True, omit_defaults=True):
-    """From `step` on, another stage begins, or inputs that are integers have other values."""
+    """At `step`, another stage begins, or integer inputs change."""
 
     step: Natural
     stage: Natural
@@ -173,7 +170,7 @@ class StageChange(Event, tag="stage_change", frozen=True, omit_defaults=True):
 
 
 class ClockPause(Event, tag="clock_pause", frozen=True):
-    """The clock pauses, after a synchronisation."""
+    """The clock paused, after a synchronisation."""
 
     reason: str
     train_time_s: Seconds
@@ -187,31 +184,31 @@ class Val(Event, tag="val", frozen=True, omit_defaults=True):
     tokens: Count
     nll_sum: str
     seconds: Seconds
-    sequences: tuple[float, ...] = ()  #: nats per token of each, in nine digits; of the last validation alone
+    sequences: tuple[float, ...] = ()  #: nats per token of each, in nine digits; only in the last validation
 
 
 class ClockResume(Event, tag="clock_resume", frozen=True):
-    """The clock continues."""
+    """The clock continued."""
 
     train_time_s: Seconds
 
 
 class ClockStop(Event, tag="clock_stop", frozen=True):
-    """The clock stopped, after a synchronisation following the last update."""
+    """The clock stopped, after the last update and a synchronisation."""
 
     train_time_s: Seconds
 
 
 class Checkpoint(Event, tag="checkpoint", frozen=True):
-    """The state before step `step` was copied to the host and is being written."""
+    """The state before `step` was copied to the host. It is written in the background."""
 
     step: Natural
     state_hash: StateHash
-    seconds: Seconds  #: that the run was held up
+    seconds: Seconds  #: for which the run waited
 
 
 class Warning(Event, tag="warning", frozen=True):
-    """Something a reader of the record should know."""
+    """A caution for readers of the record."""
 
     message: str
 
@@ -239,8 +236,8 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     data: DataRead
     first_batch_sha256: Sha256 = ""  #: empty if the run ended before its first step
     throttled_s: Seconds | None = None  #: by heat or power supply; None if not counted
-    phases: dict[str, Seconds] = {}  #: of `clock.Phases`; their sum is the wall time up to here
-    lost_s: Seconds = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed
+    phases: dict[str, Seconds] = {}  #: of `clock.Phases`; add up to the wall time so far
+    lost_s: Seconds = 0.0  #: of earlier processes, after the checkpoint that was restored
     matmul_gflops: float = 0.0  #: as in `Preflight`, but after the last validation; 0: not measured
 
 
@@ -260,7 +257,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     event: AnyEvent
 
     def encode(self) -> bytes:
-        """Return the canonical bytes of this line, without the newline. The chain hashes these."""
+        """Return the line without its newline, as the chain hashes it."""
         return msgspec.json.encode(self)
 
 
@@ -268,15 +265,15 @@ Reader = Callable[[Line], None]
 
 
 def digest(line: bytes) -> str:
-    """Return `prev` of the next line."""
+    """Return `prev` of the line that follows."""
     return hashlib.sha256(line).hexdigest()[:16]
 
 
 class RunLog:
-    """Appends events to `metrics.jsonl`, and passes each line to a reader after it is on disk."""
+    """Appends events to `metrics.jsonl`; then passes each line to a reader."""
 
     def __init__(self, path: Path | None, reader: Reader | None = None) -> None:
-        """Create the file `path`; None: write nothing, in all processes of a run but the first."""
+        """Create `path`; None writes nothing, in all processes of a run but the first."""
         self._path, self._reader = path, reader
         with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
@@ -286,10 +283,9 @@ class RunLog:
         self._turn = threading.Lock()
 
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
-        """Write an event, or hold it back for one write together with the next. Drop a reader that fails.
+        """Write an event, or hold it for one write with the next. Drop a reader that fails.
 
-        Raises:
-            StorageError: if it cannot be written. The next call tries again.
+        After a StorageError, the next call writes the event first.
         """
         if self._file is None:
             return
@@ -321,11 +317,11 @@ class RunLog:
                 self._file.close()
 
 
-#: Returns a line from its bytes; raises msgspec.DecodeError unless it is JSON of exactly the declared form.
+#: Return a line from its bytes; raise msgspec.DecodeError unless it has exactly the declared form.
 decode = msgspec.json.Decoder(Line).decode
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Yield all whole lines of a log. A torn last line, of a killed writer, is left out."""
+    """Yield the lines of a log. Leave out a torn last line, which a killed writer leaves."""
     for raw in path.read_bytes().split(b"\n")[:-1]:
         yield decode(raw)

@@ -1,4 +1,4 @@
-"""Handlers of SIGINT and SIGTERM. They end a run, and its log and facts are still written."""
+"""Handlers of SIGINT and SIGTERM that let a run write the end of its log."""
 
 import signal
 import sys
@@ -14,9 +14,9 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop(number: int, _frame: object) -> None:
-    """Signal handler that raises Terminated at once. Use it with `handled_by`.
+    """Raise Terminated. A handler for `handled_by`.
 
-    Python drops exceptions in callbacks of its garbage collector, and JAX has one; so a timer raises again.
+    Python drops exceptions in callbacks of its garbage collector, and JAX has one, so a timer raises again.
     """
 
     def again(_alarm: int, _frame: object) -> None:
@@ -36,17 +36,17 @@ def _terminated(number: int) -> Terminated:
 
 @cache
 def _silence_dropped() -> None:
-    """Print nothing about a `Terminated` that Python dropped: it is raised again."""
+    """Print nothing about a dropped `Terminated`, which is raised again."""
     hook = sys.unraisablehook
     sys.unraisablehook = lambda found: None if isinstance(found.exc_value, Terminated) else hook(found)
 
 
 def ignore(_number: int, _frame: object) -> None:
-    """Signal handler that does nothing."""
+    """Do nothing. A handler for `handled_by`."""
 
 
 class Deferred:
-    """Signal handler that remembers the first signal, for `check`."""
+    """A handler that remembers the first signal for `check`."""
 
     def __init__(self) -> None:
         self._got: int | None = None
@@ -59,18 +59,18 @@ class Deferred:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal was received."""
+        """Return whether a signal was received."""
         return self._got is not None
 
     def check(self) -> None:
-        """Raise Terminated if a signal was received. Call it where the run can stop."""
+        """Raise Terminated if a signal was received."""
         if self._got is not None:
             raise _terminated(self._got)
 
 
 @contextmanager
 def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
-    """Handle both signals, or those given, with `handler` inside the block; restore the old handlers afterwards."""
+    """Handle both signals, or `numbers`, with `handler` inside the block."""
     before = {number: signal.signal(number, handler) for number in numbers or STOPS}
     try:
         yield
@@ -82,9 +82,9 @@ def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
 
 
 def interruptible(work: Callable[[], Any]) -> Any:
-    """Run `work` in a thread, so that the main thread can handle signals while XLA compiles; return its result.
+    """Run `work` in a thread, so that the main thread can handle signals while XLA compiles.
 
-    After a signal the thread continues until `output.leave`.
+    After a signal, the thread continues until `output.leave`.
     """
     pool = ThreadPoolExecutor(1)
     try:

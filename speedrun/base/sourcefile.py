@@ -1,7 +1,6 @@
-"""`source.txt`: the source closure of a record as one readable text. `record.source` splits it again.
+"""`source.txt`: the source closure of a record as one text. `record.source` splits it.
 
-A marker with path, digest and number of lines precedes each file. The number of lines says where a file ends, so a
-file may contain a line that looks like a marker.
+A marker with path, digest and number of lines precedes each file, so a file may contain a line like a marker.
 """
 
 import hashlib
@@ -18,10 +17,10 @@ from speedrun.base.errors import UsageError
 ROOT = Path(__file__).parent.parent.parent
 #: The folder of recipes, in the package and in a source text.
 RECIPES = "speedrun/recipes"
-#: Environment variable: further folders of recipes, separated as in PATH. `recipe_files.resolve` adds to it.
+#: Further folders of recipes, separated as in PATH. `recipe_files.resolve` adds to it.
 RECIPES_VARIABLE = "SPEEDRUN_RECIPES"
 
-#: Texts of recipes, by path, as this process imported them; the files may have changed since.
+#: Texts of recipes by path, as imported; the files may have changed since.
 IMPORTED: dict[str, str] = {}
 
 #: The line before each file's text.
@@ -38,9 +37,9 @@ def recipe_folders() -> list[Path]:
 
 
 def find(module: str) -> tuple[str, Path] | None:
-    """Where a module stands in a source text, and its file, here or in a folder of recipes; packages first.
+    """Return the path of a module in a source text, and its file here or in a folder of recipes; packages first.
 
-    An import of a recipe takes that very file (`RecipeFinder`), so that a record carries what was imported.
+    `RecipeFinder` imports the same file, so that a record carries what was imported.
     """
     base = module.replace(".", "/")
     inside = base.removeprefix(f"{RECIPES}/")
@@ -50,7 +49,7 @@ def find(module: str) -> tuple[str, Path] | None:
 
 
 class _Text(SourceFileLoader):
-    """Compiles the text. Bytecode beside it may be of another one, edited in the same second."""
+    """Compiles the text, since cached bytecode may be of another text of the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:
@@ -63,13 +62,13 @@ class _Text(SourceFileLoader):
 
 
 class RecipeFinder:
-    """Finds a recipe in the file that a record of it carries."""
+    """Imports recipes from the files that `find` returns."""
 
     def __init__(self, package: str, reserved: frozenset[str]) -> None:
         self._prefix, self._reserved = f"{package}.", reserved
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Where to import a module from; None: not a recipe."""
+        """Return the spec of a recipe's module, or None for other modules."""
         found = find(name) if name.startswith(self._prefix) else None
         if found and name.removeprefix(self._prefix) in self._reserved:
             raise UsageError(f"{found[1]}: this package uses the name; rename the file")

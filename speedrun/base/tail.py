@@ -1,7 +1,6 @@
-"""Reads a file of lines while it grows, and notices that it was replaced.
+"""Reads a file of lines while it grows, and notices if another log replaces it.
 
-The first line has the time in it. A copy of the same log, as rsync makes one again and again, continues where the last
-one ended; another log begins anew.
+The first line of a log has a time, so an updated copy of the same log, as from rsync, is recognised.
 """
 
 import errno
@@ -12,31 +11,26 @@ from typing import NamedTuple
 
 from speedrun.base.serving import opened
 
-_MOST = 2**20  #: bytes in one piece, so that a long log arrives bit by bit, and of a line
+_MOST = 2**20  #: bytes of a piece, and so of a line
 
 
 class Piece(NamedTuple):
-    """Complete lines, without their ends."""
+    """Complete lines of a file."""
 
     lines: list[bytes]
-    anew: bool  #: they begin with the first line: whatever was read before is of no use
+    anew: bool  #: from the first line: discard earlier pieces
 
 
 class Tail:
     """A file that may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        """Begin at the start."""
         self._path = path
         self._first = b""  #: the first line
         self._offset = 0  #: bytes that were read, up to the end of a line
 
     def read(self) -> Piece | None:
-        """Return complete lines that are new, at most 1 MiB of them; None if there are none.
-
-        Raises:
-            OSError: if there is a file that cannot be read, or a line that is longer.
-        """
+        """Return new complete lines, at most 1 MiB; None if there are none. Raise OSError if a line is longer."""
         try:
             file = opened(self._path.parent, self._path.name)
         except FileNotFoundError:

@@ -1,7 +1,6 @@
-"""Tracks: the data, the target loss, the hardware and the clock's rules.
+"""Tracks: data, target loss, hardware and rules of the clock.
 
-Each track is one frozen file, `tracks/<name>.toml`. Every record has its sha256, and a new rule is a new version.
-Recipes may not change any of it.
+Each track is one frozen file, `tracks/<name>.toml`. A record has its sha256, and a changed rule is a new version.
 """
 
 import hashlib
@@ -18,10 +17,10 @@ TRACKS_DIR = Path(__file__).parent.parent / "tracks"
 
 
 class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The source of ready-made shards: a dataset repository of the Hugging Face hub."""
+    """A dataset repository of the Hugging Face hub with the shards."""
 
     repo: str  #: owner/name
-    revision: str  #: a commit pins the data; for a branch, the first download records its commit
+    revision: str  #: a commit, or a branch whose commit the first download records
     train_shards: int  #: number to download by default
 
 
@@ -62,13 +61,13 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every run takes from the track's recipe. Free: optimizer, schedule and numbers of steps."""
+    """What a track fixes: all of its recipe except optimizer, schedule and numbers of steps."""
 
     recipe: dict[str, Any]  #: the rest of the recipe, as the config of a run describes it
-    inputs: dict[str, float]  #: inputs of the model: this times the progress, rounded up, at least 1
+    inputs: dict[str, float]  #: of the model: this times the progress, rounded up, at least 1
 
     def inputs_at(self, step: int, num_steps: int) -> dict[str, int]:
-        """Return the inputs of the model by name; those of step `num_steps` are for the last validation."""
+        """Return the fixed inputs; those of step `num_steps` are for the last validation."""
         return {name: max(1, math.ceil(most * (step / num_steps))) for name, most in self.inputs.items()}
 
 
@@ -88,11 +87,11 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def id(self) -> str:
-        """Name and version, as records and boards print it: `smoke-cpu@1`."""
+        """Return name and version: `smoke-cpu@1`."""
         return f"{self.name}@{self.version}"
 
     def validates_at(self, step: int) -> bool:
-        """Return whether a validation precedes step `step`. The one at the end is not included."""
+        """Return whether a validation precedes `step`. Another one follows the last step."""
         return step % self.rules.val_every == 0
 
 
@@ -102,7 +101,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Track:
-    """Load a track by name; raise UsageError if there is none, or its file is malformed."""
+    """Load a track by name, or raise UsageError."""
     path = TRACKS_DIR / f"{name}.toml"
     if name not in names():
         raise unknown("track", name, names())

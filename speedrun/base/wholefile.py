@@ -1,7 +1,6 @@
-"""Whole files, and locks of folders, so that one program at a time writes into each.
+"""Atomic writes of files and folders, and locks, so that one program at a time writes to a folder.
 
-Files are written atomically: to a temporary file, synchronised, then renamed. A killed process leaves `NAME.partial`,
-which the next writer of that name overwrites.
+A killed process leaves `NAME.partial`, which the next writer of that name overwrites.
 """
 
 import errno
@@ -16,16 +15,12 @@ from pathlib import Path
 from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError, translate_os_errors
 
 PARTIAL = ".partial"
-LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
-_MOST_BYTES = 2**30  #: of a file that is read at once
+LOCK = ".lock"  #: a file, since network disks lock only what is open for writing
+_MOST_BYTES = 2**30  #: of a file that is read whole
 
 
 def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Read a file that a user named. A pipe would wait for its writer, and a device never end.
-
-    Raises:
-        OSError: if it cannot be read, is no regular file, or is larger than `most_bytes`.
-    """
+    """Read a file, or raise OSError if it is not regular, such as an endless device, or exceeds `most_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -37,18 +32,14 @@ def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def require_regular(folder: Path) -> None:
-    """Raise OSError if something below a folder is neither a file nor a folder: to read it might never end."""
+    """Raise OSError if anything below a folder is neither a file nor a folder: reading it might never end."""
     for path in folder.rglob("*"):
         if not (path.is_file() or path.is_dir()):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file atomically: after a crash at any moment it has its old content, or all parts. Its folder must exist.
-
-    Raises:
-        StorageError: if it cannot be written; then nothing is left of the new content.
-    """
+    """Write a file atomically: after a crash it has its old content or all parts. Its folder must exist."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with translate_os_errors(path):
@@ -71,12 +62,7 @@ def give_name(partial: Path, path: Path) -> None:
 
 
 def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with its files by relative path, atomically. No other process may be making it.
-
-    Raises:
-        UsageError: if it cannot be made, or exists and is not empty.
-        StorageError: if a file cannot be written.
-    """
+    """Make a folder with its files by relative path, atomically. No other process may make it meanwhile."""
     partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -115,11 +101,11 @@ def lock_record(record: Path) -> AbstractContextManager[None]:
 def _locked(
     path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
-    """Hold a lock inside the block, or until the process dies; if it is taken, wait and `say` so, or raise `refuse`."""
+    """Hold a lock inside the block. If another process has it, wait and `say` so, or raise `refuse`."""
     while True:
         with translate_os_errors(folder, refuse or DataError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Whatever lies there stays as it is: a link leads to another file, and a pipe would never open.
+            # Do not follow a link to another file, and do not wait for a pipe.
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             file = os.fdopen(os.open(path, flags, 0o666), "wb")
         with file:
@@ -136,7 +122,7 @@ def _locked(
             except OSError as error:  # some network disks have no locks
                 hint = "choose a folder on another disk"
                 raise (refuse or DataError)(f"{path}: cannot be locked: {error.strerror}; {hint}") from None
-            # The previous holder removed its file, and another process may have made a new one: only that counts.
+            # The previous holder removed its file, and another process may have made a new one.
             try:
                 is_ours = os.path.samestat(path.stat(), os.fstat(file.fileno()))
             except FileNotFoundError:

@@ -14,11 +14,9 @@ from speedrun.base import track as tracks
 from speedrun.base.errors import INTERRUPTED, UsageError, unknown
 from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
-from speedrun.record import reader
 from speedrun.record.about import Summary
 from speedrun.record.validate import Report, Status, validate
 from speedrun.train import connect, watchdog
-from speedrun.train import local_processes as local
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -63,15 +61,13 @@ class Single(NamedTuple):
 
 
 class Processes(NamedTuple):
-    """Options of a run in several processes.
+    """Options of a run in several processes, as `connect.find_group` takes them.
 
     Options:
-        local_processes: Start N processes on this machine that share its devices, to imitate a cluster.
         coordinator: Address of process 0. SLURM and Open MPI set this themselves.
         heartbeat: End the run if a process is silent for this long.
     """
 
-    local_processes: cli.Count | None = None
     coordinator: Annotated[str | None, "--coordinator HOST:PORT"] = None
     processes: Annotated[cli.Count | None, "Number of processes."] = None
     process: Annotated[cli.Natural | None, "--process I", "Index of this process."] = None
@@ -87,7 +83,6 @@ class Extras(NamedTuple):
     Options:
         sample_every: Sample a text every N steps, in a child process, from a checkpoint. Sets --checkpoint-every.
         sample_prompts: Start of these texts. Default: the start of a document.
-        verbose: Print the kernel of each operation, and the reason. The log has both.
     """
 
     ghost: cli.Ghost = None
@@ -98,7 +93,6 @@ class Extras(NamedTuple):
     ] = None
     sample_every: cli.Count | None = None
     sample_prompts: Annotated[tuple[str, ...], "--sample-prompt TEXT"] = ()
-    verbose: Annotated[bool, "-v,--verbose"] = False
 
 
 @cli.command(
@@ -106,7 +100,6 @@ class Extras(NamedTuple):
     "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
     "speedrun run --track webmini --data DIR --checkpoint-every 50",
     "speedrun run --resume runs/2026-11-21-webmini-1",
-    "speedrun run --local-processes 2",
 )
 def run(
     ctx: click.Context, options: cli.RunOptions, single: Single, processes: Processes, extras: Extras
@@ -120,12 +113,6 @@ def run(
     overrides, limits_s = cli.parse_settings(options.settings), deadlines_s(single.deadlines)
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
-    if processes.local_processes is not None:
-        if processes.coordinator:
-            raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-        if not (code := local.run(processes.local_processes, _child_words(ctx, folder))):
-            reader.need_finished(folder)
-        ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.lab import single_run
@@ -166,17 +153,6 @@ def _import_jax() -> None:
         importlib.import_module("speedrun.train.run")
     if got:
         signals.stop(got[0], None)
-
-
-def _child_words(ctx: click.Context, out: Path) -> list[str]:
-    """Return the arguments of this command for a process that shares the run."""
-    words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
-    for param in cli.typed(ctx):
-        if param.name not in ("resume", "out", "local_processes"):
-            value = ctx.params[str(param.name)]
-            for one in value if isinstance(value, tuple) else [value]:
-                words += [param.opts[0]] if one is True else [param.opts[0], str(one)]
-    return words
 
 
 class Size(NamedTuple):

@@ -37,7 +37,6 @@ class Extras(NamedTuple):
     sample_prompts: tuple[str, ...] = ()
     init_from: Path | None = None  #: initial weights
     to_stderr: bool = False
-    verbose: bool = False  #: show the kernels, and the reasons for their choice
 
     def samples(self, config: RunConfig) -> samples.Request | None:
         """Return what to sample; refuse prompts without samples, and steps without a checkpoint."""
@@ -125,7 +124,7 @@ def _trained(config: RunConfig, extras: Extras) -> RunConfig:
     with page, relayed(config.out, extras.wandb), samples.beside(request):
         if processes.is_first():
             stream = sys.stderr if extras.to_stderr else sys.stdout
-            with Printer(stream, ghosts.chosen(extras.ghost, rules.id), verbose=extras.verbose) as reader:
+            with Printer(stream, ghosts.chosen(extras.ghost, rules.id)) as reader:
                 train(config, reader)
         else:
             train(config)

@@ -156,14 +156,12 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
 
 
 def refusal(recipe: Recipe, plan: Plan) -> str | None:
-    """Say what is needed, what there is and what to type, if the plan does not fit into memory."""
+    """Return what a plan needs, what its device has and what to do; None if it fits."""
     if plan.fits:
         return None
-    program = Program(recipe, mesh.make_mesh(plan.num_devices), plan.microbatches, memory=plan.memory)
-    advice = footprint.advice(program, plan.memory_limit_bytes) or "another --device-kind or more --devices"
     return (
         f"{recipe.name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "
-        f"{gb(plan.memory_limit_bytes)}; try {advice}"
+        f"{gb(plan.memory_limit_bytes)}; {footprint.TO_FIT}"
     )
 
 

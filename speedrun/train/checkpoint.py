@@ -1,10 +1,10 @@
-"""Checkpoints: the state of a run after some step, written by orbax, with our own fingerprints of arrays.
+"""Checkpoints: the state of a run after a step, written by orbax, with our own fingerprints of arrays.
 
     RECORD.checkpoints/run.json     the settings of the run
     RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
 
-orbax writes in the background, and a step appears by one rename, so a process may die at any moment. It has no digests
-and casts a wrong dtype silently: we digest arrays, facts and `run.json`, and compare dtypes before anything is read.
+orbax writes in the background and renames a finished step, so a process may die at any moment. It has no digests and
+casts a wrong dtype silently. So we digest arrays, facts and `run.json`, and compare dtypes before reading.
 """
 
 import gc
@@ -34,7 +34,7 @@ RUN = "run.json"
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One array of a state."""
+    """An array of a state."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,10 +55,9 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @jax.jit
 def fingerprint(state: Any) -> jax.Array:
-    """Return 64 bits of a state (any tree of arrays), u32[2]. They do not depend on the devices.
+    """Return a 64-bit hash of a tree of arrays, u32[2].
 
-    Integer sums wrap and do not depend on their order, so neither device count nor reduction tree changes them. An
-    instrument: a recipe may not define the digest of its own state.
+    Integer sums do not depend on their order, so the number of devices does not change the hash.
     """
     lanes = jnp.zeros(2, jnp.uint32)
     for leaf in jax.tree.leaves(state):
@@ -83,7 +82,7 @@ def folder_of(record: Path) -> Path:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a state by flat name: params.embed, opt_state.inner_states.matrix.inner_state.0.momentum."""
+    """Return the leaves of a state by flat name, such as `params.embed`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -96,7 +95,7 @@ def form(x: Any) -> str:
 def differences(
     got: dict[str, Any], need: dict[str, Any], shown: Callable[[Any], str] = form
 ) -> Iterator[str]:
-    """Say which arrays differ in dtype or shape, or whatever is `shown` of them."""
+    """Yield a message for each array that differs as `shown`: in dtype or shape."""
     for name in {**need, **got}:
         found, wanted = (shown(arrays[name]) if name in arrays else "nothing" for arrays in (got, need))
         if found != wanted:
@@ -104,7 +103,7 @@ def differences(
 
 
 def read_arrays(checkpoint: Path, facts: Facts, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-    """Return arrays of a checkpoint by flat name, placed as `wanted`; raise `Damaged` if one was changed."""
+    """Return arrays of a checkpoint by flat name, placed as `wanted`; raise `Damaged` if a digest differs."""
     import orbax.checkpoint as ocp
 
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -123,7 +122,7 @@ def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def described(state: Any) -> dict[str, Array]:
-    """Return shape, dtype and digest of every array; they do not depend on the number of devices."""
+    """Return shape, dtype and digest of each array."""
     arrays = named(state)
     digests = fetch(_digests(arrays))
     texts = {name: digest.astype(">u4").tobytes().hex() for name, digest in digests.items()}
@@ -132,7 +131,7 @@ def described(state: Any) -> dict[str, Array]:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Silence orbax and tensorstore in the block: on a failed write they would print 600 lines before our error."""
+    """Silence orbax and tensorstore: after a failed write they print 600 lines before our error."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels, original = [logger.level for logger in loggers], sys.unraisablehook
 
@@ -146,7 +145,7 @@ def _quiet_libraries() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        gc.collect()  # what a failed write has left complains when it is collected
+        gc.collect()  # leftovers of a failed write complain when they are collected
         raise
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -156,13 +155,10 @@ def _quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
-    """Open a run's folder of checkpoints, locked inside the block. At its end, all are durable.
+    """Open and lock a run's folder of checkpoints. All are durable at the end of the block.
 
     With several processes, each writes its part; process 0 holds the lock and cleans the folder. `run` is the text of
-    `run.json`. The newest `keep` checkpoints stay, or all if it is 0.
-
-    Raises:
-        CheckpointError: if another process writes there, or a checkpoint could not be written.
+    `run.json`. The newest `keep` checkpoints stay; 0 keeps all.
     """
     with ExitStack() as held:
         held.enter_context(_quiet_libraries())
@@ -182,20 +178,20 @@ def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
 
 
 class Checkpoints:
-    """A folder of checkpoints, open for writing. `opened` makes it."""
+    """A folder of checkpoints, open for writing. Use `opened`."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        # This import takes seconds: only runs with checkpoints pay for it.
+        # This import takes seconds, which only runs with checkpoints need.
         import orbax.checkpoint as ocp
 
         self._ocp, self._folder = ocp, folder
-        self.newest: int | None = None  #: that this process wrote or restored
+        self.newest: int | None = None  #: step that this process wrote or restored
         options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
         # orbax needs absolute paths.
         self._manager = ocp.CheckpointManager(
             folder.absolute(), options=options, item_names=("state", "facts")
         )
-        # JAX's service counts the calls of this function in step with the run; those of orbax would disturb it.
+        # All processes must call JAX's function equally often (`processes`); calls of orbax would disturb that.
         self._manager.reached_preemption = lambda step: False
 
     @property
@@ -204,7 +200,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps(), reverse=True)
 
     def rehearse(self, state: TrainState) -> None:
-        """Write the state once and remove it, so that the programs for writing are compiled before the clock."""
+        """Write and remove the state once, so that programs for writing are compiled before the clock starts."""
         scratch = self._folder.absolute() / "rehearsal"
         described(state)
         with self._errors_reported("a rehearsal"):
@@ -215,7 +211,7 @@ class Checkpoints:
                 shutil.rmtree(scratch)
 
     def save(self, state: TrainState, facts: Facts) -> None:
-        """Copy the state and write it in the background; raise CheckpointError if this or the last one failed."""
+        """Copy the state and write it in the background; raise CheckpointError if this or the previous write failed."""
         ocp = self._ocp
         sealed = ocp.args.JsonSave(seal(msgspec.json.encode(facts)))
         args = ocp.args.Composite(state=ocp.args.StandardSave(named(state)), facts=sealed)
@@ -228,10 +224,9 @@ class Checkpoints:
     def restore(
         self, program: Program, config_sha256: str, say: Callable[[str], None]
     ) -> tuple[TrainState, Facts]:
-        """Restore the newest whole checkpoint: state and facts. Rename newer ones, which are damaged, and `say` so.
+        """Restore the newest whole checkpoint. Rename newer ones, which are damaged, and `say` so.
 
-        Raises:
-            CheckpointError: if there is none, one belongs to another model or run, or the disk or memory is to blame.
+        Raise CheckpointError if there is none, it belongs to another run, or a read fails for another reason.
         """
         damaged: dict[int, Damaged] = {}
         for step in self.steps:
@@ -247,7 +242,7 @@ class Checkpoints:
         raise CheckpointError(f"{self._folder}: no whole checkpoint;{reasons} {need}")
 
     def _set_aside(self, damaged: dict[int, "Damaged"], say: Callable[[str], None]) -> None:
-        """Rename damaged checkpoints, now that another one is known to be whole."""
+        """Rename damaged checkpoints, once another one is known to be whole."""
         for step, damage in damaged.items():
             aside = self._folder / f"{step}.damaged"
             while aside.exists():
@@ -256,7 +251,7 @@ class Checkpoints:
             if processes.is_first():
                 give_name(self._folder / str(step), aside)
             processes.barrier()
-            say(f"checkpoint {step} is damaged ({damage}); kept as {aside.name}, the one before it is taken")
+            say(f"checkpoint {step} is damaged ({damage}); kept as {aside.name}; the one before it is used")
         if damaged:
             self._manager.reload()
 
@@ -266,7 +261,7 @@ class Checkpoints:
             facts = read_sealed(where / "facts" / "metadata", Facts)
             if facts.step != step:
                 raise ValueError(f"it holds step {facts.step}")
-        # Of another model: before anything is cast or cut to fit.
+        # Before orbax casts or cuts an array to fit.
         for difference in differences(facts.arrays, wanted):
             raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
         if facts.config_sha256 != config_sha256:
@@ -297,25 +292,23 @@ class Checkpoints:
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be read, or is not what was written."""
+    """A checkpoint is not what was written."""
 
 
-#: What tensorstore says first of files that are cut, missing or garbled. Other words are of disks, limits and memory.
+#: Statuses of tensorstore for files that are cut, missing or garbled. Others concern disks, limits and memory.
 _DAMAGE = {"DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
 
 
 @contextmanager
 def raise_damaged(checkpoint: Path) -> Iterator[None]:
-    """Turn errors of orbax and tensorstore into one line.
+    """Turn errors of orbax and tensorstore into one line: `Damaged` if files are cut, missing or garbled.
 
-    Raises:
-        Damaged: if files are cut, missing or garbled.
-        CheckpointError: for any other cause: the files may be whole.
+    For any other cause, raise CheckpointError: the files may be whole.
     """
     try:
         require_regular(checkpoint)
         yield
-    except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+    except Exception as error:  # noqa: BLE001 - orbax raises this class, with 60 lines of text
         cause = error.__cause__ or error
         said = str(cause).strip()
         status = re.match("([A-Z_]+): ", said)
@@ -325,11 +318,11 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         failed = Damaged(said)
         if not is_damage or (status and status[1] not in _DAMAGE):
             failed = CheckpointError(
-                f"{checkpoint}: cannot be read: {said}; it is kept; mend that, and try again"
+                f"{checkpoint}: cannot be read: {said}; it is kept; fix this, then try again"
             )
     else:
         return
-    # When collected, the other reads of orbax print as many lines for each array.
+    # When collected, orbax's other reads print as many lines for each array.
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         gc.collect()

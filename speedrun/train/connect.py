@@ -1,10 +1,7 @@
 """Connects the processes of a run, and ends them together.
 
-    --coordinator HOST:PORT --processes N --process I      for each process; a pod of an indexed Kubernetes job needs
-                                                           no --process
-    tasks of SLURM or Open MPI                             need no flags: JAX asks the cluster
-
-`speedrun run` takes these flags.
+Each process gets `--coordinator`, `--processes` and `--process`; a pod of an indexed Kubernetes job needs no
+`--process`, and tasks of SLURM or Open MPI need no flags.
 """
 
 import contextlib
@@ -24,11 +21,11 @@ from speedrun.base import processes, signals
 from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.base.output import expected, leave, unfailing
 
-HEARTBEAT_S = 100  #: a process without heartbeat for this long is lost
-MEET_S = 300  #: until all processes must have connected
-_LEAVE_S = 10  #: until all processes must have reached the end of a run that broke off
+HEARTBEAT_S = 100  #: without a heartbeat, until a process is lost
+MEET_S = 300  #: for all processes to connect
+_LEAVE_S = 10  #: for all processes to reach the end of a run that broke off
 
-#: Name of a cluster, a variable that only it sets, and the variable with the number of processes.
+#: Name, a variable that only this cluster sets, and the variable with the number of processes.
 _CLUSTERS = (
     ("SLURM", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
     ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
@@ -46,11 +43,7 @@ class Group:
 
 
 def find_group(coordinator: str | None, num_processes: int | None, process: int | None) -> Group | None:
-    """Return the group of this process by its flags or, without flags, by its environment; None for a single process.
-
-    Raises:
-        UsageError: for incomplete or wrong flags.
-    """
+    """Return the group of this process from its flags or its environment; None for a single process."""
     found_by = "flags"
     if coordinator and process is None and (pod := os.environ.get("JOB_COMPLETION_INDEX", "")).isdigit():
         process, found_by = int(pod), "flags and Kubernetes"
@@ -74,19 +67,10 @@ def find_group(coordinator: str | None, num_processes: int | None, process: int 
 
 @contextlib.contextmanager
 def joined(group: Group | None, heartbeat_s: int, meet_s: int) -> Iterator[None]:
-    """Join the group inside the block; leave together with the others at its end.
+    """Join the group inside the block; leave it together with the others. None changes nothing.
 
-    Only process 0 reports an error that all processes have. A process with an error of its own reports it and exits
-    at once, since the others wait for it.
-
-    Args:
-        group: None changes nothing.
-        heartbeat_s: as `HEARTBEAT_S`.
-        meet_s: as `MEET_S`.
-
-    Raises:
-        UsageError: if the address cannot be used, the nodes run different numbers of processes or not in order, or
-            processes got different numbers. If the others do not connect in time, the process exits with its code.
+    Only process 0 reports an error that all processes have. A process that fails alone reports its error and exits at
+    once, since the others wait for it. So does a process that the others do not meet within `meet_s`.
     """
     if group is None:
         yield
@@ -124,7 +108,7 @@ def _connect(group: Group, heartbeat_s: int, meet_s: int) -> None:
             "num_processes": group.count,
             "process_id": group.index,
             "cluster_detection_method": "deactivate",
-            # Anybody who reaches the port could join or end the run, so bind to this machine if that is enough.
+            # Anyone who reaches the port could join or end the run, so bind to this machine if possible.
             "coordinator_bind_address": group.coordinator if is_local else None,
         }
         if group.index == 0:
@@ -132,7 +116,7 @@ def _connect(group: Group, heartbeat_s: int, meet_s: int) -> None:
     elif (gpus := _gpus_of_a_lone_task()) is not None:
         given = {"local_device_ids": gpus}
     _quiet_gloo()
-    # On a timeout JAX's client ends the process with a page of C++, so ours comes first.
+    # After its timeout, JAX's client ends the process with a page of C++.
     timer = threading.Timer(meet_s, _give_up, [group, meet_s])
     timer.daemon = True
     timer.start()
@@ -141,12 +125,12 @@ def _connect(group: Group, heartbeat_s: int, meet_s: int) -> None:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_s)
     timer.cancel()
     if not group.coordinator and distributed.global_state.process_id == 0:
-        sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.found_by}\n")
+        sys.stderr.write(f"{distributed.global_state.num_processes} processes, found by {group.found_by}\n")
     processes.configure(distributed.global_state.num_processes, distributed.global_state.process_id)
 
 
 def _machines(timeout_s: int) -> list[str]:
-    """Return the machine of each process, as NCCL identifies it: containers with different names are different."""
+    """Return the machine of each process as NCCL identifies it: containers with different names differ."""
     path = Path("/proc/sys/kernel/random/boot_id")
     boot_id = path.read_text().strip() if path.exists() else ""
     service, key, count = processes.client(), "speedrun machine", processes.count()
@@ -164,9 +148,8 @@ def _machines(timeout_s: int) -> list[str]:
 def num_nodes(machines: list[str]) -> int:
     """Return the number of machines, given the machine of each process in order.
 
-    Raises:
-        UsageError: if the processes of a machine are not consecutive, or machines have different numbers of them: a
-            replica would span the network.
+    Raise UsageError if a replica would span the network: the processes of a machine are not consecutive, or machines
+    have different numbers of them.
     """
     runs = [(name, len([*same])) for name, same in itertools.groupby(machines)]
     if len(runs) != len(set(machines)) or len({length for _, length in runs}) > 1:
@@ -178,7 +161,7 @@ def num_nodes(machines: list[str]) -> int:
 
 
 def _check_port(host: str, port: int, group: Group) -> None:
-    """Check that the port is free: JAX's service would crash."""
+    """Check that the port is free, since JAX's service would crash."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
@@ -191,14 +174,13 @@ def _give_up(group: Group, meet_s: int) -> None:
     where = group.coordinator or f"the address that {group.found_by} gave"
     sys.stderr.write(
         f"process {group.index}: error: not all {group.count} processes met at {where} within {meet_s} s; "
-        "process 0 must run there, and all must be started; look for those that are missing, or pass a longer "
-        "--meet-within\n"
+        "start the missing ones, or pass a longer --meet-within\n"
     )
     leave(UsageError.exit_code)
 
 
 def _gpus_of_a_lone_task() -> list[int] | None:
-    """Return all GPUs of this node if the cluster started one task on it, for JAX would give it one; else None."""
+    """Return all GPUs of this node if it has a single task, which would get one GPU from JAX; else None."""
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
@@ -208,7 +190,7 @@ def _gpus_of_a_lone_task() -> list[int] | None:
 
 
 def _quiet_gloo() -> None:
-    """Drop gloo's messages about connections: descriptor 1 goes to /dev/null, and Python prints to a copy of it."""
+    """Drop gloo's messages: redirect descriptor 1 to /dev/null, and let Python print to a copy."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nothing:

@@ -1,6 +1,4 @@
-"""The contract of a recipe: its functions are traced before anything is compiled, and their results checked.
-
-A track may fix model, loss and batch, so that only the optimiser makes a difference.
+"""Checks a recipe before compilation: traces its functions, and compares what the track fixes.
 
 Legend: B sequences, T time, D model.
 """
@@ -16,18 +14,17 @@ import numpy as np
 
 from speedrun import recipes
 from speedrun.base.errors import UsageError
-from speedrun.base.output import line_of_recipe
 from speedrun.base.track import Track
 from speedrun.science.inputs import Plan
-from speedrun.science.recipe import IDENTITY, Batch, Loss, Recipe, describe
+from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
 from speedrun.train.checkpoint import differences, form, named
 from speedrun.train.program import Program, StepShape
 
-MOST_COMPILED = 32  #: values of an input that is compiled in
+MOST_COMPILED = 32  #: executables for an input that is compiled in
 
 
 def check(program: Program) -> None:
-    """Trace all programs; raise UsageError for a mistake of the recipe, or what a form of attention refuses."""
+    """Trace all programs; raise UsageError for a mistake of the recipe."""
     name = program.recipe.name
     try:
         describe(program.recipe)
@@ -36,18 +33,9 @@ def check(program: Program) -> None:
         _trace(replace(program, recipe=_checked(program.recipe)))
     except UsageError as error:
         raise UsageError(f"recipe {name}: {error}") from None
-    except AttributeError as error:
-        if not isinstance(error.obj, Batch):
-            raise
-        has = ", ".join(Batch._fields)
-        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {has}") from None
-    except KeyError as error:
-        if not (line := line_of_recipe(error)):
-            raise  # a fault of ours
-        raise UsageError(f"recipe {name}: {line}: no {error} in its table, carry or schedule") from error
 
 
-#: What functions of a recipe are called with.
+#: Arguments of a recipe's functions.
 _TAKES = {
     "forward": ("params", "tokens_BT", "inputs", "config", "kernels"),
     "logits": ("params", "x_ND", "inputs", "config"),
@@ -56,7 +44,6 @@ _TAKES = {
 
 
 def _check_functions(recipe: Recipe) -> None:
-    """Refuse functions that take other arguments."""
     for name, given in _TAKES.items():
         try:
             inspect.signature(getattr(recipe, name)).bind(*given)
@@ -65,7 +52,7 @@ def _check_functions(recipe: Recipe) -> None:
 
 
 def _check_schedule(plan: Plan) -> None:
-    """Refuse an input that would be compiled into too many executables."""
+    """Check that no input would be compiled into too many executables."""
     for name in sorted({*plan.rows[0]} - {*plan.schedule}):
         if (found := len({row[name] for row in plan.rows})) > MOST_COMPILED:
             each = f"{found} Python values, and compiles an executable for each"
@@ -74,7 +61,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _checked(recipe: Recipe) -> Recipe:
-    """Return a recipe with the same programs, whose functions check what they return."""
+    """Return the recipe with functions that check their results."""
     scalar: Any = jax.ShapeDtypeStruct((), np.float32)
 
     def forward(params: Any, tokens_BT: jax.Array, *given: Any) -> jax.Array:
@@ -107,7 +94,7 @@ def _checked(recipe: Recipe) -> Recipe:
 
 
 def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form) -> None:
-    """Refuse a tree with other arrays than those that are needed, or in other containers."""
+    """Check that two trees have the same arrays in the same containers."""
     for difference in differences(named(got), named(need), shown):
         raise UsageError(f"{what}: {difference}")
     if jax.tree.structure(got) != jax.tree.structure(need):
@@ -127,13 +114,10 @@ def _trace(program: Program) -> None:
 
 
 def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:
-    """Check that a recipe has the very objects of the track's own recipe, and its inputs, where the track fixes them.
+    """Check that a recipe has the objects and inputs of the track's own recipe where the track fixes them.
 
-    `rows` has the inputs of all steps and of the last validation as they are compiled: a schedule may answer otherwise
-    when it is asked again.
-
-    Raises:
-        UsageError: naming what differs.
+    `rows` has the compiled inputs of each step and of the last validation: a schedule may return others when it is
+    called again.
     """
     if track.fixed is None:
         return
@@ -150,7 +134,7 @@ def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track)
 
 
 def _sizes(recipe: Recipe) -> list[tuple[type, int]]:
-    """Return the sizes of all stages, with their types: an object could claim to be equal."""
+    """Return the sizes of all stages with their types, since an object could claim to be equal."""
     sizes = [x for one in recipe.stages for x in (one.num_sequences, one.seq_len, one.document_tokens)]
     return [(type(x), x) for x in sizes]
 

@@ -1,7 +1,6 @@
 """Exports the programs of a run for its record, before the clock starts: see `record.archive`.
 
-Nothing is compiled, trained or scored here. A program is StableHLO, a pure function of arrays, without the names of
-files, so that equal code gives equal bytes anywhere.
+A program is StableHLO without file names, so that equal code gives equal bytes anywhere.
 """
 
 from dataclasses import replace
@@ -32,12 +31,12 @@ from speedrun.train.program import FOREIGN, Program, StepShape
 _FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
 _CHUNK_TOKENS = 1024  #: rows of logits
 
-#: JAX cannot vouch for custom calls of kernels; the examiner has its own list.
+#: JAX guarantees no stability of custom calls; the examiner has its own list.
 _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 
 def export_to_record(ready: Ready, log: runlog.RunLog) -> None:
-    """Write the programs of a run into its record; those of a batch are the same file."""
+    """Write the programs of a run into its record. All runs of a batch have the same file."""
     watch, raw = Stopwatch(), archive.pack(exported(ready))
     if len(raw) > archive.MOST_BYTES:
         problem = f"programs of {len(raw):,} bytes, above {archive.MOST_BYTES:,}: it cannot be examined"
@@ -49,7 +48,7 @@ def export_to_record(ready: Ready, log: runlog.RunLog) -> None:
 
 
 def exported(ready: Ready) -> Archive:
-    """Return the programs of a run: for its devices, and for the CPU."""
+    """Return the programs of a run for its devices and for the CPU."""
     recipe, program = ready.recipe, ready.program
     programs = {"cpu": program}
     if program.kernels.platform == "gpu":
@@ -87,7 +86,7 @@ def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lower
 def _training(
     program: Program, state: Any, names: dict[StepShape, str], lower: Any
 ) -> dict[str, export.Exported]:
-    """Lower the programs that make states: one for each shape of a step, with its name."""
+    """Lower the programs that make states: init, constants, and a named step for each shape."""
     structure, given = jax.tree.structure(state), program.step.plan.schedule
     where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
 
@@ -118,7 +117,7 @@ def _training(
 
 
 def _computed(program: Program, **where: Any) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the constants that a program computes."""
+    """Return the shapes of the constants that a program computes."""
     arrays = (program.step.plan.constants[name] for name in program.computed)
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, **where) for x in arrays]
 
@@ -131,7 +130,7 @@ def _split(args: tuple[Any, ...], *sizes: int) -> tuple[tuple[Any, ...], ...]:
 def _scoring(
     program: Program, params: Params, names: dict[Static, str], lower: Any
 ) -> dict[str, export.Exported]:
-    """Lower the programs that score, for one device: a forward pass and the head for each of the names."""
+    """Lower the programs that score, for one device: a forward pass and the head for each name."""
     recipe, plan, num_computed = program.recipe, program.step.plan, len(program.computed)
     kinds = recipe.table(recipe.config)
     packed = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}

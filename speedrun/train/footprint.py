@@ -1,6 +1,6 @@
-"""Estimates the memory and FLOPs of a program from its parameter table, before compilation.
+"""Estimates the memory and FLOPs of a program from its parameter table.
 
-For record 21 the error is at most 10 %, except for the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
+The error for record 21 is at most 10 %, besides the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
 """
 
 import math
@@ -15,6 +15,9 @@ from speedrun.base.errors import UsageError
 from speedrun.science.params import Table, count
 from speedrun.science.recipe import Stage
 from speedrun.train.program import Program
+
+#: What to do if a program does not fit.
+TO_FIT = "pass more --microbatches, --set shorter sequences (also eval_seq_len), or use more devices"
 
 
 def most_bytes(program: Program) -> int:
@@ -59,13 +62,13 @@ def whole_bytes(program: Program) -> int:
 
 
 def matrix_width(program: Program) -> int:
-    """Return how many numbers all weight matmuls read and write per token: m + n for each [m, n]."""
+    """Return the numbers that all weight matmuls read and write per token: m + n for each [m, n]."""
     shapes = [spec.shape for spec in program.layout.table.values() if spec.packed == "bank"]
     return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
 
 
 def logits_bytes(program: Program, num_tokens: int) -> int:
-    """Return the memory of the logits that exist at the same time."""
+    """Return the memory of the logits that exist at one time."""
     rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
     num_tokens = min(num_tokens, program.kernels.head_tokens)
     return itemsize(program) * num_tokens * (rows or program.recipe.config.vocab_size)
@@ -82,7 +85,7 @@ def flops_per_token(table: Table) -> float:
 
 
 def fitted(program: Program, limit_bytes: int) -> Program:
-    """Return the program, or its variant for scarce memory if it needs more than the limit."""
+    """Return the program, or its variant for scarce memory if it exceeds the limit."""
     return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
 
 
@@ -95,34 +98,11 @@ def fitted_here(program: Program) -> Program:
 
 
 def require(program: Program, need_bytes: int) -> None:
-    """Raise UsageError if a program exceeds the memory of its devices, and suggest settings that would fit."""
+    """Raise UsageError if a program exceeds the memory of its devices."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     if need_bytes > limit_bytes:
         kind = program.mesh.devices.flat[0].device_kind
         raise UsageError(
-            f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} gives "
-            f"{limit_bytes / 1e9:.2f} GB; try {advice(program, limit_bytes) or 'more devices'}"
+            f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} has "
+            f"{limit_bytes / 1e9:.2f} GB; {TO_FIT}"
         )
-
-
-def advice(program: Program, limit_bytes: int) -> str | None:
-    """Return flags that make a program fit (more microbatches, then shorter sequences), or None if nothing helps."""
-    recipe = program.recipe
-    lengths = [recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages)]
-    for halvings in range(1, 8):
-        if any(length % 2**halvings for length in lengths):
-            break
-        parts = program.microbatches << halvings
-        settings: dict[str, int] = {}
-        for i, stage in enumerate(recipe.stages):
-            if stage.num_sequences % parts:
-                settings[f"stages.{i}.num_sequences"] = stage.num_sequences << halvings
-                settings[f"stages.{i}.seq_len"] = stage.seq_len >> halvings
-        if validation_bytes(program) > limit_bytes:
-            settings["eval_sequences"] = recipe.eval_sequences << halvings
-            settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
-        smaller = recipe.override(settings)
-        if most_bytes(replace(program, recipe=smaller, microbatches=parts)) <= limit_bytes:
-            changes = (f"--set {key}={value}" for key, value in settings.items())
-            return " ".join([f"--microbatches {parts}", *changes])
-    return None

@@ -1,4 +1,4 @@
-"""Measures the devices before and after a run. Checks compare claimed step times with the result."""
+"""Measures the devices before and after a run; checks compare this with step times."""
 
 import subprocess
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _TRIALS = 5
 
 
 def matmul_gflops(mesh: Mesh) -> float:
-    """Return the best rate of a chain of square matrix products, the sum over all devices.
+    """Return the best rate of a chain of square matrix products, summed over devices.
 
-    float32 on CPU, bfloat16 elsewhere, as recipes train. The numbers are random: a GPU multiplies constants with less
-    power, and so at a higher clock.
+    Numbers are random, in float32 on CPU and bfloat16 elsewhere: a GPU multiplies constants with less power, and so at
+    a higher clock.
     """
     x_NMM = random_matrices(mesh)
     flops = _MULTIPLICATIONS * mesh.size * 2 * x_NMM.shape[-1] ** 3
@@ -32,7 +32,7 @@ def matmul_gflops(mesh: Mesh) -> float:
 
 
 def matmul_gflops_again(mesh: Mesh, log: runlog.RunLog) -> float:
-    """Return the rate after a run: other programs may have come or gone since. 0, and a warning, if it fails."""
+    """Return the rate after a run, since other programs may have started or ended; warn and return 0 if it fails."""
     try:
         return matmul_gflops(mesh)
     except jax.errors.JaxRuntimeError as error:
@@ -49,7 +49,7 @@ def _chain(x_NMM: jax.Array, placing: NamedSharding) -> jax.Array:
 
 
 def random_matrices(mesh: Mesh) -> jax.Array:
-    """Return a matrix for each device, [N, M, M]. Its powers neither grow nor vanish."""
+    """Return a matrix for each device, [N, M, M], whose powers neither grow nor vanish."""
     size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
     placing = NamedSharding(mesh, P(mesh.axis_names))
 
@@ -62,8 +62,7 @@ def random_matrices(mesh: Mesh) -> jax.Array:
 def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
     """Return the seconds for which heat or power supply throttled the GPUs of this machine, summed over GPUs.
 
-    They count from the result of an earlier call, `since_s`; 0: from when the driver was loaded. None without a GPU,
-    without `nvidia-smi`, or with a driver older than the counters.
+    They count from `since_s`, an earlier result, or from when the driver was loaded. None if unknown.
     """
     if is_simulated(mesh) or since_s is None:
         return None

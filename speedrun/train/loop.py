@@ -1,7 +1,7 @@
-"""The training loop: compile, warm up, train under the clock, score. The host dispatches once for each step.
+"""The training loop: compile, warm up, train under the clock, score.
 
-Programs are compiled and warmed up on random ids, and the state is built again. Then the clock starts, and only then
-is the first token read. A loss is fetched while the next step runs.
+Programs are warmed up on random ids, and the state is built again. No token is read before the clock starts. A loss is
+fetched while the next step runs.
 """
 
 from collections.abc import Generator, Iterator
@@ -28,7 +28,7 @@ from speedrun.train.warmup import Executables, Untimed, compilations, set_up
 
 
 class Pending(NamedTuple):
-    """A dispatched step whose metrics are not fetched yet."""
+    """A dispatched step whose metrics are not fetched."""
 
     step: int
     metrics: StepMetrics
@@ -37,7 +37,7 @@ class Pending(NamedTuple):
 
 @dataclass
 class Training:
-    """One run. Whatever changes while it trains is its own: no other module writes to it."""
+    """A run and everything that changes while it trains."""
 
     run_id: str
     ready: Ready
@@ -61,7 +61,7 @@ class Training:
     read: runlog.DataRead | None = None  #: with the digests of the shards, which take seconds
 
     def __post_init__(self) -> None:
-        self.state: TrainState  # from `set_up` on
+        self.state: TrainState  # since `set_up`
         self.executables: Executables
         digest = layout.config_sha256(self.ready.described)
         self.place = Facts(0, self.run_id, digest, stream.START, tokens_seen=0, train_time_s=0.0, arrays={})
@@ -85,7 +85,7 @@ class Training:
                 self.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
                 self.place = replace(self.place, step=step + 1, cursor=batches.cursor)
             self._finish(throttled_s)
-        with processes.handled_by(signals.ignore):  # the result is known, and must not be lost
+        with processes.handled_by(signals.ignore):  # do not lose the result
             self.final_hash = processes.agreed(
                 lambda: state_hash(self.state),
                 lambda found: {"the final state": f"of hash {found}"},
@@ -95,7 +95,7 @@ class Training:
             self.matmul_gflops = health.matmul_gflops_again(mesh, self.log)
 
     def end(self, outcome: runlog.Outcome) -> runlog.RunEnd:
-        """Return the last line of the log, however the run ended."""
+        """Return the last event of the log."""
         return runlog.RunEnd(
             status=outcome,
             val_loss=self.val_loss if outcome == "finished" else None,
@@ -117,7 +117,7 @@ class Training:
 
     @contextmanager
     def _clocked(self) -> Iterator[None]:
-        """Run the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
+        """Start the clock. Inside the block, disallow implicit transfers, log compilations and defer signals."""
         with jax.transfer_guard("disallow"), compilations(self.log), processes.handled_by(self.stopping):
             try:
                 self.phases.enter("step")
@@ -135,7 +135,7 @@ class Training:
         processes.barrier()
 
     def _feed(self) -> Generator[tuple[int, stream.Prefetch], None, None]:
-        """Yield the number of each step, with the stream of its batch. Each stage has its own batch size."""
+        """Yield each step with the stream of its batch."""
         start, planned = self.place, self.executables.planned
         shapes = [each.batch for each in planned[start.step :]]
         tokens = self.ready.stream(start.cursor, process=processes.index(), num_processes=processes.count())
@@ -143,11 +143,11 @@ class Training:
             try:
                 for step in range(start.step, len(planned)):
                     yield step, batches
-            finally:  # also recorded when the run breaks off
+            finally:  # also for a run that breaks off
                 self.data_wait_s, self.ranges = batches.wait_s, batches.ranges
 
     def _before_step(self, step: int, batches: stream.Prefetch) -> None:
-        """Make checkpoints and validations that are due; stop here if a signal was received."""
+        """Save and validate if due; stop if a signal was received."""
         every = self.ready.config.checkpoint_every
         is_due = every > 0 and step > 0 and step % every == 0
         validates = self.ready.track.validates_at(step)
@@ -173,7 +173,7 @@ class Training:
             batch = next(batches)
         if not self.first_batch_sha256:
             of_all = batch
-            if processes.count() > 1:  # with the rows of other processes
+            if processes.count() > 1:  # include the rows of other processes
                 of_all = self.ready.stream(self.place.cursor).batch(*self.executables.planned[step].batch)
             self.first_batch_sha256 = layout.sha256(of_all.tokens_BT.astype("<u2").tobytes())
         return batch
@@ -195,7 +195,7 @@ class Training:
         self.log.emit(runlog.Step(step, self.clock.seconds, loss, *place, inputs=planned.inputs))
 
     def _validate(self, step: int) -> None:
-        """Score the track's validation tokens and log the result. The state must not change."""
+        """Score the validation tokens, log the result, and check that the state did not change."""
         ready, state = self.ready, self.state
         with self.phases.within("evaluation"):
             before = state_hash(state)
@@ -212,7 +212,7 @@ class Training:
             self.val_loss = val.loss
 
     def _save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint of this step, unless it is saved; `wait` until it is on disk. All losses are reported."""
+        """Save a checkpoint of this step unless there is one; `wait` until it is on disk."""
         if self.checkpoints is None:
             return
         with self.phases.within("checkpoint"):
@@ -230,7 +230,7 @@ class Training:
         self.clock.stop(self._sync)
         self.log.emit(runlog.ClockStop(self.clock.seconds))
         self.phases.enter("end")
-        # These come before the result, so that little is left to do after it.
+        # Before the result, so that little can fail after it.
         self.throttled_s = health.throttled_s(self.ready.program.mesh, since_s=throttled_s)
         self.read = processes.agreed(
             lambda: self.ready.data_read(self.ranges),

@@ -1,4 +1,4 @@
-"""All checks of a run before its record is created."""
+"""Checks a run before its record is created."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything that a run needs, checked. Nothing is written yet."""
+    """Everything that a run needs, checked."""
 
     config: RunConfig
     track: tracks.Track
@@ -44,7 +44,7 @@ class Ready:
     source: str
 
     def data_read(self, ranges: Iterable[runlog.ShardRange]) -> runlog.DataRead:
-        """Return the data read so far, with the digest of every shard; empty for one that was deleted meanwhile."""
+        """Return the data read so far with the digest of each shard, empty if the shard was deleted."""
 
         def digest(path: Path) -> str:
             try:
@@ -67,7 +67,7 @@ class Ready:
 
     @cached_property
     def val_sha256(self) -> str:
-        """Return the digest of the ids that will be scored."""
+        """Return the digest of the scored ids."""
         return layout.sha256(self.shards.val[0].read(0, self.track.data.val_tokens + 1).tobytes())
 
     @property
@@ -89,7 +89,7 @@ class Ready:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return what must be equal in all processes, by name. Shards are compared by names, sizes and manifest."""
+        """Return what must be equal in all processes. Shards are compared by name, size and manifest."""
         names = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
         data = msgspec.json.encode([names, shards.read_manifest(self.folder)])
         shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
@@ -110,19 +110,14 @@ class Ready:
 
     @property
     def resumable(self) -> bytes:
-        """Return `Resumable` as JSON. A resumed run has as many replicas, on any nodes."""
+        """Return `Resumable` as JSON. A resumed run keeps its number of replicas."""
         recipe = layout.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
         return msgspec.json.encode(Resumable(config, recipe, self.program.num_devices), enc_hook=str)
 
 
 def prepare(config: RunConfig) -> Ready:
-    """Check everything that can be wrong with a run before its folder is made.
-
-    Raises:
-        UsageError: unknown track, recipe or setting; device count; too little memory; output folder.
-        DataError: shards missing, damaged, foreign or too short.
-    """
+    """Check everything about a run that can be checked before its folder is made."""
     with watchdog.starting(config.out, config.deadlines_s):
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
@@ -156,7 +151,7 @@ def prepare(config: RunConfig) -> Ready:
 
 
 def _check_source(config: RunConfig, source: str) -> None:
-    """Check that the source of a batch, or of a resumed run, has not changed."""
+    """Check that the source of a batch or a resumed run has not changed."""
     exists, path = config.batch_sha256 or config.resume, config.out / "source.txt"
     if exists and path.exists() and path.read_bytes() != source.encode():
         hint = f"restore it ('diff' with {path} shows the changes), or start again in another folder"
@@ -178,7 +173,7 @@ def _check_out(config: RunConfig) -> None:
 
 
 def _check_platform(track: tracks.Track) -> None:
-    """Check the platform: JAX falls back to the CPU silently if it finds no usable GPU."""
+    """Check the platform: without a usable GPU, JAX silently falls back to the CPU."""
     found, needed = jax.default_backend(), track.rules.platform
     if needed not in ("any", found):
         hint = "scripts/install.sh adds JAX for CUDA where there is a driver; or choose another track"
@@ -193,7 +188,7 @@ def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
     needed = track.data.document_token
     if (opens := getattr(recipe.config, "document_token", needed)) != needed:
         found = (
-            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}"
+            f"recipe {recipe.name} takes id {opens} for the start of a document; {track.id} needs {needed}"
         )
         hint = f"--set config.document_token={needed}, --set size=smoke or choose another"
         raise UsageError(f"{found}; {hint}")

@@ -1,6 +1,6 @@
-"""Compiles a recipe's pure functions, inspects each program before it runs, and scores. An instrument.
+"""Compiles a recipe's functions, checks each program before it runs, and scores.
 
-A recipe computes hidden states and logits, and never gets a target of a validation.
+A recipe computes hidden states and logits. It never gets the targets of a validation.
 
 Legend: B sequences, N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
 """
@@ -31,16 +31,16 @@ from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 
-#: Code from outside XLA that a program may call: kernels of Pallas.
+#: Custom calls that a program may contain: kernels of Pallas.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
-#: Calls of such code, in both forms in which MLIR prints them, transfers from and to the host, and the generator whose
-#: state outlives a call: it counts calls, and tells those that score from those that examine.
+#: Custom calls in both forms that MLIR prints, transfers from and to the host, and XLA's stateful generator. The state
+#: of that generator outlives a call, so a program could tell scoring from an examination.
 _CALLS = re.compile(
     r'\bcustom_call @(?:"([^"]*)"|([^\s"(]+))|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv|rng)\b'
 )
-#: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
+#: Operations whose results are stored for the backward pass if memory is scarce.
 STORED = ("dot_general", "pallas_call", "custom_vjp_call")
-MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
+MOST_CONSTANT_BYTES = 2**25  #: of a recipe: on each device, and in each program of a record
 #: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
@@ -62,11 +62,11 @@ class Program:
 
     recipe: Recipe
     mesh: Mesh
-    microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
-    attention: str = "auto"  #: the form to use, as `kernels.choose` names it
-    vocabulary: Vocabulary | None = None  #: of the data, for constants; None: of unknown bytes, as in a plan
+    microbatches: int = SHARDS  #: of one step, over all devices; do not change the result
+    attention: str = "auto"  #: a form of `kernels.choose`
+    vocabulary: Vocabulary | None = None  #: for constants; None: unknown, as in a plan
     memory: Literal["ample", "scarce"] = "ample"  #: if scarce, activations are recomputed
-    portable: bool = False  #: in forms that any machine can run, for a referee without these devices
+    portable: bool = False  #: only forms that any machine can run
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
@@ -100,12 +100,12 @@ class Program:
 
     @property
     def num_shards(self) -> int:
-        """Number of devices over which one replica of the state is sharded: those of a node."""
+        """Number of devices that share one replica of the state."""
         return self.mesh.shape[DATA]
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the state: one on each node."""
+        """Number of replicas of the state."""
         return self.num_devices // self.num_shards
 
     @cached_property
@@ -120,7 +120,7 @@ class Program:
         return kernels
 
     def static_at(self, step: int) -> Static:
-        """Return the inputs that are compiled into the executables of this step."""
+        """Return the inputs compiled into the executables of this step."""
         return self.step.plan.static_at(step, integers=False)
 
     def shape_at(self, step: int) -> StepShape:
@@ -129,7 +129,7 @@ class Program:
         return StepShape(stage.num_sequences, stage.seq_len, self.static_at(step))
 
     def eval_shape_at(self, step: int) -> StepShape:
-        """Return the shape of a validation before this step."""
+        """Return the shape of a validation that precedes this step."""
         return StepShape(self.recipe.eval_sequences, self.recipe.eval_seq_len, self.static_at(step))
 
     @property
@@ -153,11 +153,11 @@ class Program:
             return dict(self.recipe.constants(config, known))
         except LookupError as error:
             need = "need some for any vocabulary, and for none"
-            raise UsageError(f"its constants end in {error!r}; {need}") from None
+            raise UsageError(f"its constants raise {error!r}; {need}") from None
 
     @cached_property
     def computed(self) -> dict[str, Callable[[], jax.Array]]:
-        """The constants that functions compute: a record carries their programs in place of the arrays."""
+        """The constants that are functions: a record carries their programs instead of the arrays."""
         return {name: jax.jit(x) for name, x in self._given.items() if callable(x)}
 
     def constants(self) -> Arrays:
@@ -185,7 +185,7 @@ class Program:
 
     @cached_property
     def schedule(self) -> dict[str, jax.Array]:
-        """Inputs of every step and of the last validation, [num_steps + 1, ...], and constants: on every device."""
+        """Inputs of each step and of the last validation, [num_steps + 1, ...], and constants; replicated."""
         return meshes.replicate(self.step.plan.schedule, self.mesh)
 
     @cached_property
@@ -200,7 +200,7 @@ class Program:
 
     @cached_property
     def init(self) -> Any:
-        """Key -> initial state. Each device makes only its own part."""
+        """Key -> initial state. Each device makes only its shard."""
         return jax.jit(self.step.init, out_shardings=self.shardings(self.specs))
 
     @cached_property
@@ -209,7 +209,7 @@ class Program:
         return self.train_step_for(self.static_at(0))
 
     def train_step_for(self, static: Static) -> Any:
-        """`train_step` with other inputs compiled in than those of the first step."""
+        """Return `train_step` with these inputs compiled in."""
         return jax.jit(self.step.train_function(static), donate_argnums=0)
 
     def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
@@ -221,13 +221,13 @@ class Program:
         return self.recipe.logits(params, x_ND, inputs, self.recipe.config)
 
     def eval_step_for(self, static: Static) -> Any:
-        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
+        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each chunk, f32 [B, C]."""
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
             packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params, at: jax.Array
         ) -> jax.Array:
-            """Score the sequences of one device one by one, so that memory does not depend on their number."""
+            """Score sequences one by one, so that memory does not depend on their number."""
             params, inputs = self.step.whole(packed), self.step.plan.at(at, schedule, static)
 
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -243,7 +243,7 @@ class Program:
         return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=batch))
 
     def compiled(self, lowered: Any) -> Any:
-        """Inspect and compile a lowered program, with XLA's settings for this platform; return the executable."""
+        """Return the executable of a lowered program that passes `inspect`."""
         inspect(lowered.as_text())
         return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
 
@@ -256,21 +256,15 @@ def nll_sums(
     vocab_size: int,
     platform: str,
 ) -> jax.Array:
-    """Return the negative log likelihood of a sequence's targets, -log softmax(logits(x))[target], summed in chunks.
+    """Return -log softmax(logits(x))[target] of a sequence in nats, summed in chunks: f32 [C].
 
-    `logits` maps hidden states [N, D] to logits [N, V] of any float dtype, row by row; V is at least `vocab_size`, the
-    track's. Targets are i32, each below V. The platform determines the size of a chunk.
-
-    Returns:
-        f32 [C], nats; to be summed in float64.
-
-    Raises:
-        UsageError: for logits of another shape.
+    `logits` maps hidden states [N, D] to logits [N, V] of any float dtype, row by row; V is at least the track's
+    `vocab_size`. Targets are i32, each below V. The platform determines the size of a chunk.
     """
     num_tokens = len(x_TD)
     shape = jax.eval_shape(logits, x_TD).shape
     if len(shape) != 2 or shape[0] != num_tokens or shape[1] < vocab_size:
-        need = f"config.vocab_size asks for {vocab_size:,} columns or more"
+        need = f"config.vocab_size needs {vocab_size:,} columns or more"
         raise UsageError(f"its logits are {[*shape]} for {num_tokens:,} hidden states; {need}")
     most = max(1, CHUNK_BYTES[platform] // (4 * shape[1]))
     chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
@@ -292,11 +286,9 @@ def evaluate(
     num_tokens: int,
     poll: Callable[[], None] = lambda: None,
 ) -> runlog.Val:
-    """Score the first `num_tokens` targets of a shard, each once: exactly the track's tokens, summed in float64.
+    """Score the first `num_tokens` targets of a shard, each once. The loss is their sum in float64 over their number.
 
-    The loss is the total negative log likelihood divided by the number of tokens; it is not a mean of means.
-
-    `score` is the program's compiled `eval_step_for`. `poll` is called after every batch, and may raise.
+    `score` is a compiled `Program.eval_step_for`. `poll` is called after each batch, and may raise.
     """
     watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
@@ -313,7 +305,7 @@ def evaluate(
 
 
 def recomputed(forward: Forward) -> Forward:
-    """Return the same function; the backward pass computes again all but `STORED`."""
+    """Return `forward`, whose backward pass recomputes all but `STORED`."""
 
     def is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
         return primitive.name in STORED
@@ -328,9 +320,9 @@ def recomputed(forward: Forward) -> Forward:
 
 
 def inspect(text: str) -> None:
-    """Raise UsageError if a lowered program would talk to the host, call code not in `FOREIGN`, or keep a state."""
+    """Raise UsageError if a lowered program talks to the host, keeps a state, or calls code not in `FOREIGN`."""
     if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
         raise UsageError(
-            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host or "
+            f"a compiled program would call {', '.join(found)}; it may not communicate with the host or "
             f"keep a state, and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
         )

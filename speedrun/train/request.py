@@ -1,4 +1,4 @@
-"""The request for a run, and files that carry their digest. Light: whoever asks for runs holds no device."""
+"""The request for a run, and files that contain their digest. Imports no JAX."""
 
 import hashlib
 from pathlib import Path
@@ -12,10 +12,7 @@ _T = TypeVar("_T")
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What to run. Together with `source.txt` and the data, all that a replay needs.
-
-    As JSON it leaves out defaults: an older source has fewer settings.
-    """
+    """What to run. JSON leaves out defaults, so that older sources, which have fewer settings, can read it."""
 
     track: str
     out: Path  #: the record folder; must not exist, unless a batch was declared in it
@@ -35,17 +32,17 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
-    """Decode the JSON request of another process, with paths as text; raise msgspec.DecodeError for another form."""
+    """Decode JSON with paths as strings; raise msgspec.DecodeError for another form."""
     return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
 
 
 def seal(raw: bytes) -> dict[str, str]:
-    """Return a text with its digest."""
+    """Pack a text with its digest."""
     return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
 
 
 def unseal(found: Any) -> bytes:
-    """Return the text that `seal` packed; raise ValueError if it was changed."""
+    """Return the text that `seal` packed, or raise ValueError if it was changed."""
     match found:
         case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
             return text.encode()
@@ -53,5 +50,5 @@ def unseal(found: Any) -> bytes:
 
 
 def read_sealed(path: Path, kind: type[_T]) -> _T:
-    """Read a file of JSON that `seal` packed; raise OSError or ValueError if it cannot be read, or was changed."""
+    """Read a JSON file that `seal` packed; raise OSError or ValueError if it cannot be read or was changed."""
     return decoded(unseal(msgspec.json.decode(read_regular(path))), kind)

@@ -1,4 +1,4 @@
-"""The settings of a run that is resumed."""
+"""Reads the settings of a run to resume."""
 
 import shlex
 from pathlib import Path
@@ -18,11 +18,7 @@ from speedrun.train.request import RunConfig, read_sealed
 def resumed(out: Path) -> RunConfig:
     """Return the settings of the run in a folder; `resume` is unset if it finished and only its record is missing.
 
-    A run that was killed becomes one that broke off.
-
-    Raises:
-        UsageError: if the folder holds a batch, or no checkpoints.
-        CheckpointError: if the settings cannot be read.
+    Mark a run that was killed as one that broke off.
     """
     if (out / layout.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")

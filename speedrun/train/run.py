@@ -1,4 +1,4 @@
-"""One run of a recipe on a track: checks, folder, `loop.run`, and its log to the last line, however the run ends.
+"""One run of a recipe on a track, with its folder and its log.
 
 python -m speedrun.train.run REQUEST.json      prints the log; other commands run this as a child process
 """
@@ -22,10 +22,9 @@ from speedrun.train.request import RunConfig, decoded
 
 
 def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunEnd:
-    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder; return the last line of the log.
+    """Train once; write `source.txt` and `runs/<run id>/` into the record; return the last event of the log.
 
-    Raises:
-        SpeedrunError: if `prepare` refuses, and no folder is made; or if the run breaks off, and its log says why.
+    If `prepare` refuses, no folder is made. If the run breaks off, its log says why.
     """
     ready = processes.agreed(lambda: prepare(config), lambda ready: ready.facts)
     locked = lock_record(config.out) if processes.is_first() else nullcontext()
@@ -38,7 +37,6 @@ def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunE
 
 
 def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runlog.RunEnd:
-    """Run from the first line of the log to the last."""
     config, started = ready.config, now()
     nonce = layout.sha256(f"{started}".encode())[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
@@ -56,7 +54,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
                 training.run()
             outcome = "finished"
         except BaseException as error:
-            # Log every cause: a run that broke off stays visible.
+            # A run that broke off stays visible, whatever the cause.
             known = expected(error) or error
             outcome = "non-finite" if isinstance(known, NonFiniteError) else "aborted"
             log.emit(runlog.Error(type(known).__name__, text_of(known) or "stopped from outside"))
@@ -64,12 +62,12 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
         finally:
             training.phases.enter("end")
             faults.point("end")
-            log.emit(end := training.end(outcome))  # the result comes last, when everything else is on disk
+            log.emit(end := training.end(outcome))  # last, when everything else is on disk
     return end
 
 
 def _make_folders(ready: Ready, run_dir: Path) -> Path:
-    """Make the folders of record and run; return the path of the log."""
+    """Make the folders of the record and the run; return the path of the log."""
     out, source = ready.config.out, "source.txt"
     if (ready.config.batch_sha256 or ready.config.resume) and out.exists():
         write_whole(out / source, ready.source.encode())  # the same text, or missing
@@ -81,7 +79,7 @@ def _make_folders(ready: Ready, run_dir: Path) -> Path:
 
 
 def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
-    """Log what is about to run, on which devices, with which data."""
+    """Log the run, its devices and its data."""
     track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
     log.emit(
         runlog.RunStart(

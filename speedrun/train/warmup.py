@@ -1,4 +1,4 @@
-"""Before the clock: compile, warm up, build the state again, or restore it; `compilations` watches after it."""
+"""Before the clock: compiles, warms up, and builds the state again or restores it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
 
 
 class Executables(NamedTuple):
-    """All programs of a run, and the plan of each step. No code of a recipe runs after the clock has started."""
+    """All programs of a run and the plan of each step. No code of a recipe runs under the clock."""
 
     steps: dict[StepShape, Any]
     scores: dict[StepShape, Any]
@@ -47,7 +47,7 @@ class Executables(NamedTuple):
 
 @dataclass
 class Untimed:
-    """Seconds before the clock. Each is set as soon as it is known, also in a run that breaks off."""
+    """Seconds before the clock, each set as soon as it is known."""
 
     compile_s: float = 0.0
     warmup_s: float = 0.0
@@ -63,7 +63,7 @@ def set_up(
     stopping: Deferred,
     untimed: Untimed,
 ) -> tuple[TrainState, Executables, Facts]:
-    """Make the state, export, compile and warm up, and, for a resumed run, restore a checkpoint."""
+    """Make the state, export, compile, warm up, and restore a checkpoint if the run is resumed."""
     program, seed = ready.program, ready.config.seed
     inspect(program.init.lower(jax.random.key(0)).as_text())
     state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
@@ -86,9 +86,9 @@ def set_up(
 
 
 def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, untimed: Untimed) -> Executables:
-    """Compile an executable for each shape of a step and of a validation, but equal programs only once.
+    """Compile an executable for each shape of a step and of a validation; equal programs share one.
 
-    Raise UsageError if a step needs more memory than a device has, by the compiler's count.
+    Raise UsageError if the compiler's peak memory exceeds that of a device.
     """
     program, recipe = ready.program, ready.recipe
     done: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
 
 
 def compilations(log: runlog.RunLog) -> ExitStack:
-    """Log every compilation inside the block. There should be none."""
+    """Log compilations inside the block. There should be none."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
@@ -164,7 +164,7 @@ def compilations(log: runlog.RunLog) -> ExitStack:
 
 
 def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runlog.RunLog) -> TrainState:
-    """Run every executable on random ids, which uses up the state, and return it built again from the seed."""
+    """Run each executable on random ids, which consumes the state; return a new one from the seed."""
     watch, program = Stopwatch(), ready.program
     log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
@@ -181,14 +181,13 @@ def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runl
 
 
 def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
-    """Return tokens and targets of a batch, placed like real ones."""
+    """Return random tokens and targets, placed like real ones."""
     size = 2, shape.num_sequences, shape.seq_len
     pair = np.random.default_rng(0).integers(0, ready.track.data.vocab_size, size, np.int32)
     return [meshes.place_own(x_BT, ready.program.mesh) for x_BT in pair]
 
 
 def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
-    """Return the sizes of the run."""
     table = ready.program.layout.table
     return runlog.Plan(
         num_params=count(table),
@@ -206,7 +205,7 @@ def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
 def resume(
     ready: Ready, checkpoints: Checkpoints, place: Facts, state: TrainState, log: runlog.RunLog
 ) -> tuple[TrainState, Facts, float]:
-    """Return state and place of the newest checkpoint, and the seconds lost after it; without one, the fresh state."""
+    """Return state, place and lost seconds of the newest checkpoint, or the fresh state if there is none."""
     out = ready.config.out
     if not checkpoints.steps:
         if earlier := _latest(out, but=place.run_id):
@@ -221,7 +220,7 @@ def resume(
 
 
 def lost_s(record: Path, step: int) -> float:
-    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; they are repeated."""
+    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`."""
     lost_ns = 0
     for path in record.glob("runs/*/metrics.jsonl"):
         lines = list(runlog.read(path))
@@ -232,7 +231,7 @@ def lost_s(record: Path, step: int) -> float:
 
 
 def _latest(record: Path, but: str) -> str:
-    """Return the id of the latest run in a record but one; empty if there is no other."""
+    """Return the id of the latest run in a record except `but`; empty if there is none."""
     logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
     # On another node the log of this run may be missing, or still empty.
     firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}

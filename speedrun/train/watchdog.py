@@ -1,8 +1,4 @@
-"""The watchdog: a thread that ends the process when a phase exceeds its deadline.
-
-It reads `clock.Phases` and costs the run nothing. It cannot end a run that holds Python's global lock for ever, since
-no thread runs then.
-"""
+"""A thread that ends the process when a phase exceeds its deadline, unless the main thread never releases the GIL."""
 
 import faulthandler
 import math
@@ -16,14 +12,13 @@ from speedrun.base import processes, runlog
 from speedrun.base.clock import Phase, Phases
 from speedrun.base.errors import HANG
 
-#: Limits for one stay in a phase: one step, one wait for data, one evaluation. The end has none.
+#: Limits for one stay in a phase, such as one step. The end has none.
 DEADLINES_S: dict[Phase, float] = {
     **dict.fromkeys(("compile", "warm-up", "evaluation", "checkpoint"), 3600.0),
     **dict.fromkeys(("start", "step", "data"), 900.0),
 }
-_SLOW = 0.5  #: share of a deadline after which a warning is logged, once for each phase
-_GRACE_S = 10.0  #: for writing stacks and log: disk or terminal may hang
-_LINGER_S = 2.0  #: for the watchdogs of other processes: a process that exits before them looks lost
+_GRACE_S = 10.0  #: to write stacks and log, since disk or terminal may hang
+_LINGER_S = 2.0  #: for the watchdogs of other processes, which would take this one for lost
 
 
 @contextmanager
@@ -32,21 +27,19 @@ def watching(
 ) -> Iterator[None]:
     """Watch a run inside the block. If it hangs, write the stacks of all threads to the file `stacks`.
 
-    `deadlines_s` has those of some phases, in place of `DEADLINES_S`; 0: none.
+    `deadlines_s` replaces entries of `DEADLINES_S`; 0 means none.
     """
     limits_s = {phase: s for phase, s in {**DEADLINES_S, **deadlines_s}.items() if s}
-    done, warned = threading.Event(), set[Phase]()
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(min(1.0, *(s / 8 for s in limits_s.values()))):
             phase, spent_s = phases.current()
             deadline_s = limits_s.get(phase, math.inf)
-            message = f"{phase} has taken {spent_s:.1f} s; its deadline is {deadline_s:g} s"
             if spent_s > deadline_s:
-                _end(f"{message}; {stacks.name} has the stacks of all threads", log, stacks)
-            if spent_s > _SLOW * deadline_s and phase not in warned:
-                warned.add(phase)
-                log.emit(runlog.Warning(f"{message}; --deadline {phase}=SECONDS sets it"))
+                message = f"{phase} has taken {spent_s:.1f} s; its deadline is {deadline_s:g} s"
+                hint = f"--deadline {phase}=SECONDS sets it; {stacks.name} has the stacks of all threads"
+                _end(f"{message}; {hint}", log, stacks)
 
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()
@@ -59,15 +52,15 @@ def watching(
 
 @contextmanager
 def starting(out: Path, deadlines_s: Mapping[str, float]) -> Iterator[None]:
-    """Watch what a run of the record `out` does before it has a log: it imports and traces a recipe."""
+    """Watch a run before it has a log, while it imports and traces a recipe."""
     phases = Phases()
-    phases.enter("start")  # from here on: the process may be old
+    phases.enter("start")  # not from the import on: the process may be old
     with runlog.RunLog(None) as unwritten, watching(phases, deadlines_s, unwritten, stacks_of(out)):
         yield
 
 
 def stacks_of(out: Path) -> Path:
-    """Return the path for stacks, beside the record; one for each process."""
+    """Return the path for the stacks of this process, next to the record."""
     which = f".process-{processes.index()}" if processes.count() > 1 else ""
     return Path(f"{out.resolve()}{which}.stacks.txt")
 
@@ -76,7 +69,7 @@ def _end(message: str, log: runlog.RunLog, stacks: Path) -> None:
     """Write stacks, log and error, the safest first, and end the process."""
     threading.Timer(_GRACE_S, os._exit, (HANG,)).start()
     try:
-        with suppress(OSError):  # the message and the exit code matter more
+        with suppress(OSError):  # message and exit code matter more
             stacks.parent.mkdir(parents=True, exist_ok=True)
             with stacks.open("w") as file:
                 faulthandler.dump_traceback(file)
