@@ -1,5 +1,6 @@
 """What people do with runs and trained models: watch them, let them write, here or in a browser, and score them."""
 
+import os
 import shlex
 import socket
 import tempfile
@@ -49,7 +50,8 @@ def watch(
 
     folders = runs or (_newest(),)
     for folder in folders:
-        watch_server.check(folder)
+        if os.path.isfile(folder):  # a method of Path raises OSError if a name is too long
+            raise UsageError(f"{folder} is a file; need the folder of a run or record")
     # Outside: pages still get the last lines.
     with stoppable() as stopped, watch_server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
