@@ -116,7 +116,6 @@ def test_a_wrong_word_ends_with_what_to_type(words, suggestion):
         *("batch --resume nowhere", "batch --resume nowhere --runs 9", "sample nowhere", "watch docs"),
         *("plan --runs 2", "plan --track smoke-cpu --devices 8", "plan --track smoke-cpu --compile"),
         *("eval nowhere --limit 3", f"describe {RECORD}", f"describe {RECORD} --parent docs"),
-        f"export {RECORD} --to csv --dtype float16",
         *(
             "sweep --ladder",
             "sweep --runs 0",
