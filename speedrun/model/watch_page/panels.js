@@ -100,7 +100,6 @@ function target(run, rules) {
 export function summary(run) {
   if (!run.last) return "Waiting for the first line of the log.";
   const parts = [`${run.start?.recipe ?? "A recipe"} on ${run.start?.track ?? "a track"}, seed ${run.start?.seed ?? "?"}.`];
-  if (run.steps.length) parts.push(`${whole(run.done)} of ${whole(run.numSteps)} steps in ${seconds(run.end?.train_time_s ?? run.time.at(-1))}.`);
   if (run.status === "running") parts.push(`Now: ${run.phase}.`);
   if (run.error) parts.push(`${run.error.kind}: ${run.error.message}`);
   return parts.join(" ");

@@ -13,7 +13,7 @@ const $ = (id) => document.getElementById(id);
 const runs = new Map(), texts = new Map(), rules = new Map(), hidden = new Set();
 const view = { axis: "time", focus: null };
 const feed = { isOn: false, tries: 0, heard: 0, ahead: 0, folders: [], ended: false, source: null };
-let isDue = true, announced = "";
+let isDue = true;
 
 const charts = ["loss", "steps"].map((id) => new Chart($(id), id === "loss" ? "Loss" : "Time of each step", point));
 function point(x) {
@@ -106,22 +106,21 @@ function trouble(run) {
   return said.join(" ");
 }
 
+/** A screen reader reads what is set, so set only what changed. */
+function say(id, words) {
+  if ($(id).textContent !== words) $(id).textContent = words;
+}
+
 function drawHead(run) {
   const [status, name] = run ? statusOf(run) : [feed.isOn ? "waiting" : "connecting", ""];
   $("status").textContent = status;
   $("status").className = `chip ${name}`;
   $("title").textContent = run ? run.name : "speedrun watch";
   document.title = run ? `${run.name} · ${status.startsWith("silent") ? "silent" : status}` : "speedrun watch";
-  const line = run ? panels.summary(run) : "";
-  $("summary").textContent = line;
+  say("summary", run ? panels.summary(run) : "");
   const bad = trouble(run);
-  if ($("trouble").textContent !== bad) $("trouble").textContent = bad;
+  say("trouble", bad);
   $("trouble").hidden = !bad;
-  const news = `${status.replace(/ for .*/, "")}|${run?.vals.length}`; // a screen reader interrupts for this only
-  if (news !== announced) {
-    $("announce").textContent = `${status}. ${line}`;
-    announced = news;
-  }
 }
 
 function drawLegend() {
