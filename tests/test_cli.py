@@ -113,7 +113,7 @@ def test_a_wrong_word_ends_with_what_to_type(words, suggestion):
             "batch --track main-8xh100 --expect 3.29",
             "batch --runs 2 --seeds 1;2",
         ),
-        *("batch --resume nowhere", "batch --resume nowhere --runs 9", "sample nowhere", "watch docs"),
+        *("batch --resume nowhere", "batch --resume nowhere --runs 9", "sample nowhere", "watch README.md"),
         *("plan --runs 2", "plan --track smoke-cpu --devices 8", "plan --track smoke-cpu --compile"),
         *("eval nowhere --limit 3", f"describe {RECORD}", f"describe {RECORD} --parent docs"),
         *(
