@@ -1,4 +1,4 @@
-"""The reader of compiled programs: on text whose numbers are known, and on programs for GPUs that are not there."""
+"""The reader of compiled programs, on hand-written text and on programs for absent GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -165,13 +165,6 @@ def test_collectives_are_named_with_the_bytes_of_the_whole():
 def test_text_that_is_not_scheduled_is_refused():
     with pytest.raises(ValueError, match="need the text of a compiled, scheduled HLO module"):
         hlo.parse("HloModule jit_f, entry_computation_layout={()->f32[]}")
-
-
-def test_a_program_of_this_machine_can_be_read():
-    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    got = deviceless.dissect(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile())
-    assert got.traffic_bytes == 2 * 64 * 32 * 4
-    assert got.memory.argument_size_in_bytes == 64 * 32 * 4
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:

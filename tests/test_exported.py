@@ -1,4 +1,4 @@
-"""Weights in and out: they come back bit for bit, transformers agrees with them, and damage is one line."""
+"""Exported weights load bit for bit, transformers agrees with them, and damage is refused."""
 
 import json
 import runpy
@@ -31,7 +31,6 @@ from speedrun.train.program import Program
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
-#: Smaller than the recipe, and as long.
 OVERRIDES = {name: value for name, value in SMALL.items() if name != "stages.0.num_steps"}
 GOLDEN = Path(__file__).parent / "golden" / "gpt2_transformers.npz"
 
@@ -42,7 +41,6 @@ def drawn(table: Table) -> dict[str, np.ndarray]:
 
 
 def arbitrary(name: str, overrides: dict[str, str], step: int, data: Path, **more: Any) -> Trained:
-    """A recipe with arbitrary weights."""
     program = Program(recipes.load(name).override(overrides), mesh.make_mesh(1))
     packed = jax.jit(program.layout.pack)(drawn(program.layout.table))
     return Trained(program, track.load("smoke-cpu"), data, step, packed, overrides, **more)
@@ -50,14 +48,13 @@ def arbitrary(name: str, overrides: dict[str, str], step: int, data: Path, **mor
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
-    """As if a run of a record in this repository had trained it."""
+    """Random weights, as if a run of a committed record had trained them."""
     run, data = load(RECORD).runs[0], tmp_path_factory.mktemp("data")
     return arbitrary("smoke", OVERRIDES, run.start.num_steps, data, run=(RECORD, run.folder))
 
 
 @pytest.fixture(scope="module")
 def folder(trained: Trained, tmp_path_factory) -> Path:
-    """Its export."""
     out = tmp_path_factory.mktemp("exported") / "model"
     exported.write(trained, out)
     return out
@@ -65,7 +62,6 @@ def folder(trained: Trained, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(folder: Path, tmp_path) -> Path:
-    """The export, to be damaged."""
     return shutil.copytree(folder, tmp_path / "model")
 
 
@@ -95,7 +91,7 @@ def test_an_export_gives_the_packed_weights_back_bit_for_bit(trained, folder):
 
 @pytest.mark.parametrize("name", ["gpt2", "record89", "muon"])
 def test_every_layout_comes_back(name, tmp_path):
-    """Banks with padding and transposed members, tables, vectors, and parameters in bfloat16."""
+    """With padded banks, transposed members, tables, vectors, and parameters in bfloat16."""
     trained = arbitrary(name, {"size": "smoke"}, 3, tmp_path)
     written = exported.write(trained, tmp_path / "model")
     assert [path.name for path in written] == ["model.safetensors", "model.json", "README.md"]
@@ -152,38 +148,29 @@ def agree(trained: Trained, golden: Golden) -> None:
 
 
 def test_logits_of_its_weights_are_those_of_transformers(golden, tmp_path):
-    """Their range is +-20. A wrong orientation, order, scale or epsilon changes them by more than 1e-3."""
+    """A wrong orientation, order, scale or epsilon changes them by more than 1e-3."""
     agree(weight_sources.load(golden.write(tmp_path / "x"), dtype="float32"), golden)
 
 
-@pytest.mark.parametrize("form", ["prefix and buffers", "shards", "head", "other dtypes"])
+@pytest.mark.parametrize("form", ["prefix and buffers", "head", "float16", "bfloat16"])
 def test_all_forms_of_its_files_are_read(golden, tmp_path, form):
     there, folder = dict(golden.weights), tmp_path / "x"
-    if form == "prefix and buffers":
-        there = {f"transformer.{name}": x for name, x in there.items()}
+    prefix = "transformer." if form == "prefix and buffers" else ""
+    there = {prefix + name: x for name, x in there.items()}
+    if prefix:
         there |= {"transformer.h.1.attn.bias": np.ones((1, 1, 9, 9), bool)}
         there |= {"transformer.h.0.attn.masked_bias": np.full(1, -1e4, np.float32)}
     if form == "head":
         there["lm_head.weight"] = there["wte.weight"]
-    if form == "other dtypes":  # the golden values are exact in float16; powers of two also in bfloat16
+    if form == "float16":  # which holds the golden values exactly
         there = {name: x.astype(np.float16) for name, x in there.items()}
-    golden.write(folder, there)
-    if form == "shards":
-        names = [*there]
-        halves = {f"model-{i}-of-2.safetensors": names[i::2] for i in range(2)}
-        for file, some in halves.items():
-            (folder / file).write_bytes(save({name: there[name] for name in some}))
-        index = {"metadata": {}, "weight_map": {name: file for file in halves for name in halves[file]}}
-        (folder / weights.INDEX).write_text(json.dumps(index))
-        (folder / "model.safetensors").unlink()
-    agree(weight_sources.load(folder, dtype="float32"), golden)
-
-
-def test_bfloat16_is_widened(golden, tmp_path):
-    there = {name: x.astype(ml_dtypes.bfloat16) for name, x in golden.weights.items()}
-    trained = weight_sources.load(golden.write(tmp_path / "x", there))
-    positions = np.asarray(trained.program.layout.unpack(trained.packed)["positions"])
-    np.testing.assert_array_equal(positions, there["wpe.weight"].astype(np.float32))
+    if form == "bfloat16":
+        there = {name: x.astype(ml_dtypes.bfloat16) for name, x in there.items()}
+    trained = weight_sources.load(golden.write(folder, there), dtype="float32")
+    if form != "bfloat16":
+        agree(trained, golden)
+    positions = trained.program.layout.unpack(trained.packed)["positions"]
+    np.testing.assert_array_equal(positions, there[prefix + "wpe.weight"].astype(np.float32))
 
 
 @pytest.fixture
@@ -286,7 +273,6 @@ def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data):
         {"h.2.ln_1.bias": np.zeros(32, np.float32)},
         {"ln_f.bias": np.zeros(32, np.int32)},
         {"ln_f.bias": np.full(32, np.nan, np.float32)},
-        {"lm_head.weight": np.zeros((256, 32), np.float32)},
     ],
 )
 def test_parameters_that_do_not_fit_are_named(golden, tmp_path, change):
@@ -303,8 +289,6 @@ def test_parameters_that_do_not_fit_are_named(golden, tmp_path, change):
         ({"scale_attn_by_inverse_layer_idx": True}, UsageError),
         ({"vocab_size": 300}, UsageError),
         ({"n_layer": 10**6}, DataError),
-        ({"n_layer": 1}, DataError),
-        ({"n_embd": 2**40}, DataError),
         ({"n_head": 5}, DataError),
         ({"n_positions": "many"}, DataError),
     ],
@@ -314,22 +298,12 @@ def test_a_config_that_does_not_fit_is_refused(golden, tmp_path, change, error):
         weight_sources.load(golden.write(tmp_path / "x", **change))
 
 
-def test_an_index_names_files_of_its_folder(golden, tmp_path):
-    folder = golden.write(tmp_path / "x")
-    for map_ in ({"wte.weight": "../x/model.safetensors"}, ["a"], {"a": 1}):
-        (folder / weights.INDEX).write_text(json.dumps({"weight_map": map_}))
-        with pytest.raises(DataError, match=weights.INDEX):
-            weight_sources.load(folder)
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (b"{", DataError),
         (b"[" * 100_000, DataError),
         ({"schema": "speedrun.model/2"}, DataError),
-        ({"step": "many"}, DataError),
-        ({"more": 1}, DataError),
         ({"tokenizer": "../../tokenizer.json"}, DataError),
         ({"weights_sha256": "0" * 64}, DataError),
         ({"revision": 7}, UsageError),
@@ -337,7 +311,6 @@ def test_an_index_names_files_of_its_folder(golden, tmp_path):
         ({"track": "no-such@1"}, UsageError),
         ({"document_token": 7}, UsageError),
         ({"overrides": {}}, UsageError),
-        ({"overrides": {"config.no": "1"}}, UsageError),
     ],
 )
 def test_a_model_json_that_does_not_fit_is_refused(copy, change, error):
@@ -374,8 +347,6 @@ def test_what_is_no_sound_source_is_refused(copy, tmp_path, monkeypatch):
 
 
 def test_where_nothing_may_be_written_nothing_is(trained, folder, tmp_path):
-    with pytest.raises(UsageError, match="is inside the record"):
-        exported.check_out(trained, RECORD / "plots" / "x")
     for form in ("safetensors", "web", "transformers"):
         refused("export", folder, "--to", form, "--out", folder, exit_code=2)
     refused("export", RECORD, "--to", "csv", "--step", 6, exit_code=2)

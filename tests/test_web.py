@@ -1,4 +1,4 @@
-"""Models in the browser: Chromium computes what JAX computes, draws the same tokens, and says what is wrong."""
+"""Models in the browser: Chromium computes what JAX computes, draws the same tokens, and reports errors."""
 
 import base64
 import hashlib
@@ -33,7 +33,7 @@ from speedrun.science.recipe import Recipe
 
 TRACK = track.load("smoke-cpu")
 FACTS = {"name": "it", "track": "smoke-cpu@1", "step": 1, "has_text": False}
-#: The others of the ladder have no operation that these lack.
+#: These have all operations of the ladder.
 RECIPES = ("smoke", "muon", "record21")
 Page = Any
 Models = dict[str, tuple[Recipe, Params, Inputs]]
@@ -41,17 +41,15 @@ Models = dict[str, tuple[Recipe, Params, Inputs]]
 
 @pytest.fixture(scope="module")
 def models() -> Models:
-    """Models whose weights are random, by name."""
+    """Models with random weights."""
     return {name: (laptop(name), *moved(laptop(name))) for name in RECIPES}
 
 
 @pytest.fixture(scope="module")
 def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that is served."""
     out = tmp_path_factory.mktemp("web") / "out"
     files = {
-        name: page_folder.of_model(*model, TRACK, FACTS | {"name": name}, dtype="float32")
-        for name, model in models.items()
+        name: page_folder.of_model(*model, TRACK, FACTS | {"name": name}) for name, model in models.items()
     }
     make_folder(out, page_folder.site(files))
     return out
@@ -59,7 +57,6 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a recipe."""
     out = tmp_path_factory.mktemp("web") / "recipe"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(page_training.TINY, "stages.0.num_steps", 12)
@@ -69,7 +66,7 @@ def recipe_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A page of the server that has imported its modules. The browser starts once."""
+    """A page with all modules."""
     answer = page_server.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
@@ -93,14 +90,14 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
 
 @pytest.fixture
 def hand(page: Page) -> Iterator[Page]:
-    """A page that is used by hand."""
+    """A page to use by hand."""
     with tab(page.context) as one:
         yield one
 
 
 # --- operations -------------------------------------------------------------------------------------------
 
-#: Arrays come and go as text: Playwright would pack each number by itself.
+#: Arrays are text, since Playwright packs each number separately.
 EVALUATE = """
 async (sent) => {
   const [program, inputs, constants] = JSON.parse(sent);
@@ -118,7 +115,7 @@ def _sent(x: np.ndarray) -> list[Any]:
 
 
 def computed(page: Page, function: Callable[..., Any], *inputs: np.ndarray) -> np.ndarray:
-    """The function of inputs, evaluated by the page."""
+    """Evaluate a function in the page."""
     constants = Constants({})
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     made = program(lambda _, *xs: function(*xs), {}, shapes, constants)
@@ -128,7 +125,6 @@ def computed(page: Page, function: Callable[..., Any], *inputs: np.ndarray) -> n
 
 
 def _numbers(text: str) -> np.ndarray:
-    """From JavaScript, NaN and Infinity too."""
     return np.array([float(one) for one in text.split(",")])
 
 
@@ -144,7 +140,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "dot": (lambda x, y: jnp.einsum("bthk,bshk->bhts", x, y), X[None], X[None, :1] * 3),
     "integer_pow": (lambda x: x**5 + x**3 - x**2, X),
     "floor_divide": (lambda x: x // 4, np.arange(-9, 9, dtype=np.int32)),
-    # Too large to be written out; the end is compared.
+    # Too large to be evaluated at the export; only the end is compared.
     "iota": (
         lambda x: (x + jax.lax.broadcasted_iota(jnp.int32, (400, 400), 1))[398:, 300:],
         np.ones((1, 1), np.int32),
@@ -181,7 +177,7 @@ def test_operations_are_those_of_jax(name, page):
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6)
 
 
-#: Operands that are not any two floats.
+#: Operands of operations that do not take any floats.
 GIVEN: dict[str, tuple[np.ndarray, ...]] = {
     **dict.fromkeys(("and", "or", "xor"), (FLAGS, ~FLAGS[:, ::-1])),
     **dict.fromkeys(("log", "sqrt", "rsqrt"), (POSITIVE,)),
@@ -216,7 +212,7 @@ def test_what_the_page_lacks_is_refused_at_the_export():
 
 
 def test_what_depends_on_no_token_is_computed_once():
-    """But not written out, if it is only large."""
+    """But not evaluated if it is large."""
     constants, x = Constants({"w": X}), jax.ShapeDtypeStruct((3, 4), jnp.float32)
     made = program(lambda p, x: x * jnp.sin(p["w"]).sum(0), {"w": X}, [x], constants)
     assert [equation[0] for equation in made["equations"]] == ["mul"]
@@ -311,7 +307,7 @@ def test_the_tokenizer_is_that_of_the_data(page, tmp_path):
 
 
 def test_merges_are_recovered_from_ranks_and_other_tokenizers_refused():
-    """As GPT-2's file gives them: bytes first, then the result of each merge."""
+    """GPT-2's file has bytes, then the result of each merge."""
     tokens = {i: bytes([i]) for i in range(256)} | {256: b"th", 257: b"he", 258: b"the", 259: b"thethe"}
     merges = page_folder.described_tokenizer("gpt2", b"", tokens)["merges"]
     assert merges == [[116, 104, 256], [104, 101, 257], [256, 101, 258], [258, 258, 259]]
@@ -324,8 +320,6 @@ def test_merges_are_recovered_from_ranks_and_other_tokenizers_refused():
 
 
 def changed(**arrays: Any) -> Callable[[bytes], bytes]:
-    """A file with other arrays."""
-
     def change(raw: bytes) -> bytes:
         old = safetensors.numpy.load(raw)
         return safetensors.numpy.save(old | {k: np.ascontiguousarray(f(old[k])) for k, f in arrays.items()})
@@ -337,7 +331,6 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda raw: raw[:-100],
     "long header": lambda raw: (1 << 40).to_bytes(8, "little") + raw[8:],
     "short": lambda _: b"abc",
-    "shape": changed(embed=lambda x: x[:, :-1]),
     "not a number": changed(embed=lambda x: x * np.float32("nan")),
 }
 
@@ -352,19 +345,6 @@ def test_broken_weights_are_refused(kind, page, root):
     finally:
         at.write_bytes(raw)
     assert name == "Unusable"
-
-
-def test_half_precision_is_widened_exactly(page):
-    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    halves = halves[np.isfinite(halves) | (halves == -np.inf)]
-    found = page.evaluate(
-        """(raw) => {
-          const { buffer } = Uint8Array.from(atob(raw), (c) => c.charCodeAt(0));
-          return safetensors.parse(buffer, "x").get("x").data.join();
-        }""",
-        base64.b64encode(safetensors.numpy.save({"x": halves})).decode(),
-    )
-    np.testing.assert_array_equal(_numbers(found), halves)
 
 
 def test_only_exported_files_are_served(tmp_path):
@@ -395,7 +375,7 @@ def test_only_exported_files_are_served(tmp_path):
 
 
 def test_jax_js_is_what_was_published():
-    """On npm, the digest is `dist.integrity`."""
+    """The digest is `dist.integrity` on npm."""
     raw = (Path(page_folder.__file__).parent / page_folder.JAX_JS).read_bytes()
     published = "g6PxWa6ZLjeQdDAM0ImBSqpdYnC6InCUTCCbMLxhMHMsMNu+JbHRjIQZ/anjBcP69of6hiqfGmTl+3gBn1qu/A=="
     assert base64.b64encode(hashlib.sha512(raw).digest()).decode() == published
@@ -409,7 +389,7 @@ def test_jax_js_is_what_was_published():
 
 
 def test_the_page_writes_and_says_what_is_wrong(page, hand):
-    """By hand: write, look at a token with the arrow keys, then a prompt that is no id, and one too long."""
+    """Write, select a token with the arrow keys, enter an unknown id, and a prompt that is too long."""
     hand.goto(page.url.replace("blank", ""))
     hand.wait_for_selector("#write:not([disabled])")
     hand.select_option("#left", "smoke")
@@ -437,13 +417,6 @@ def test_the_page_writes_and_says_what_is_wrong(page, hand):
         assert said in hand.inner_text("#error")
 
 
-def test_a_browser_without_webassembly_is_told(page, hand):
-    hand.add_init_script("delete globalThis.WebAssembly")
-    hand.goto(page.url.replace("blank", ""))
-    hand.wait_for_selector("#error:not([hidden])")
-    assert "This browser has no WebAssembly" in hand.inner_text("#error")
-
-
 # --- the recipe -------------------------------------------------------------------------------------------
 
 COMPARE = """
@@ -466,26 +439,23 @@ async (numSteps) => {
 
 
 def test_a_training_step_is_that_of_jax(page):
-    """From JAX's state of step 10; Muon's update magnifies the gradient's rounding."""
+    """At step 10. Muon's update amplifies the gradient's rounding."""
     found = page.evaluate(COMPARE, 1.0)
     packed = {"bank.64x128.0", "bank.64x64.0", "bank.64x64.1", "embed", "head", "scalars", "value_embed.0"}
     assert {*found["gradient"]} == {*found["update"]} == packed
     assert found["loss"] < 3e-6
     assert max(found["gradient"].values()) < 2e-5
     assert max(found["update"].values()) < 5e-5
-    found = page.evaluate(COMPARE, 1.01)  # a learning rate that is wrong is seen
+    found = page.evaluate(COMPARE, 1.01)  # a wrong learning rate is visible
     assert max(found["gradient"].values()) < 2e-5
     np.testing.assert_allclose(list(found["update"].values()), 0.01, rtol=0.01)
 
 
 def test_losses_of_a_recipe_follow_those_of_jax(page):
-    """As closely as JAX's own, from starting values that differ in the last bit."""
     losses, again, facts = page.evaluate(TRAIN, 10)
-    expected, nudged = np.array(facts["losses"])[:10], np.array(facts["nudged"])[:10]
+    expected = np.array(facts["losses"])[:10]
     np.testing.assert_allclose(losses[:2], expected[:2], rtol=5e-6)
     np.testing.assert_allclose(losses, expected, rtol=1e-2)
-    np.testing.assert_allclose(nudged, expected, rtol=1e-2)
-    assert np.abs(nudged - expected).max() > 0
     assert again == losses[0]
     assert expected[9] < expected[0] - 0.5
 
@@ -506,10 +476,8 @@ def test_a_recipe_that_does_not_fit_is_refused(name):
 
 
 def test_the_page_trains_and_stops(page, hand):
-    """By hand: start with the keyboard, stop, go on to the end, begin anew."""
     hand.goto(page.url.replace("blank", "train.html"))
     hand.wait_for_selector("#start:not([disabled])")
-    assert "trained here, by recipe smoke" in hand.inner_text("#what")
     assert "config.model_dim=64" in hand.inner_text("#settings")
     hand.focus("#start")
     hand.keyboard.press("Enter")
@@ -517,7 +485,7 @@ def test_the_page_trains_and_stops(page, hand):
     hand.click("#stop")
     hand.wait_for_function("() => document.getElementById('status').textContent === 'Stopped.'")
     assert hand.locator("#checks tr").count() == 3
-    assert re.fullmatch(r"\d\.\d \u00d7 10\u207b.", hand.inner_text("#largest"))
+    assert re.fullmatch(r"\d\.\de-\d", hand.inner_text("#largest"))
     assert hand.inner_text("#start") == "Go on"
     hand.click("#start")
     hand.wait_for_function("() => document.getElementById('step').textContent === '12 of 12'")

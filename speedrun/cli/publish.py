@@ -3,7 +3,7 @@
 import importlib
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import click
 import msgspec
@@ -193,26 +193,19 @@ def export(
         f"The format: {', '.join(exports.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
     ],
     out: Annotated[Path | None, "--out DIR", "New folder. Default: RECORD's name and the format."] = None,
-    dtype: Literal["float32", "float16"] | None = None,
 ) -> cli.Answer:
     """Write the curves of RECORD as text logs or CSV, or its model.
 
     A model needs the weights of a run with --checkpoint-every. The files contain nothing about this machine.
-
-    Options:
-        dtype: Of the large arrays in the form web; the page computes in float32. Default: float32.
     """
     folder = out or Path(f"{record.resolve().name}-{form}")
     folder = folder if folder.name else folder.resolve()
-    if dtype is not None and form != "web":
-        raise UsageError(f"--dtype has no effect on {form}; leave it out")
     if form in MODEL_FORMS:
-        from speedrun.model import exported, weight_sources
+        from speedrun.model import weight_sources
 
         trained = weight_sources.load(record, **weights._asdict())
-        exported.check_out(trained, folder)
-        stored = {} if dtype is None else {"dtype": dtype}
-        paths = importlib.import_module(MODEL_FORMS[form]).write(trained, folder, **stored)
+        submission.require_outside(trained.run[0] if trained.run else record, folder)
+        paths = importlib.import_module(MODEL_FORMS[form]).write(trained, folder)
     else:
         for name, value in weights._asdict().items():
             if value is not None:

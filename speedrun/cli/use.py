@@ -1,5 +1,6 @@
 """The commands that use runs and models: `watch`, `sample`, `play` and `eval`."""
 
+import os
 import shlex
 import socket
 import tempfile
@@ -48,8 +49,9 @@ def watch(
 
     folders = runs or (_newest(),)
     for folder in folders:
-        watch_server.check(folder)
-    # Stop before the server ends: pages still get the last lines.
+        if os.path.isfile(folder):  # a method of Path raises OSError if a name is too long
+            raise UsageError(f"{folder} is a file; need the folder of a run or record")
+    # Outside: pages still get the last lines.
     with stoppable() as stopped, watch_server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
         lines = [

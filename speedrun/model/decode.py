@@ -1,10 +1,9 @@
-"""Continues prompts: one jitted loop over tokens, for all prompts at once; and the texts that grow so.
+"""Continues prompts: one jitted loop over tokens for all prompts, and the text of each.
 
 Legend: P prompts, T positions, V vocabulary, N new tokens.
 """
 
 import codecs
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -21,34 +20,32 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 
-#: Lengths are rounded up to a multiple: programs are compiled for one length.
-POSITIONS = 64
+POSITIONS = 64  #: lengths are rounded up to a multiple, to compile fewer programs
 CHUNK = 16  #: tokens of one call
 
 
 class Draw(NamedTuple):
-    """How a token is drawn from the model's distribution."""
+    """How to draw tokens."""
 
     temperature: float = 1.0  #: of the softmax; 0: always the most probable token
-    top_k: int = 0  #: only the so many most probable tokens; 0: all
-    top_p: float = 1.0  #: only the fewest most probable tokens that have this probability together
+    top_k: int = 0  #: draw from this number of most probable tokens; 0: from all
+    top_p: float = 1.0  #: draw from the fewest most probable tokens with this total probability
     seed: int = 0
 
 
 class Texts(NamedTuple):
-    """Prompts and what follows them so far, on the device."""
+    """Prompts and their continuations, on the device."""
 
     tokens_PT: jax.Array  #: i32, zero after the last token
     length_P: jax.Array  #: i32
-    stream_P: jax.Array  #: u32, which random numbers it gets
+    stream_P: jax.Array  #: u32, number of the random stream
     caches: list[jax.Array]  #: [P, ...]
 
 
 def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
-    """Draw an id from softmax(z / temperature), cut to the most probable tokens: i32 [].
+    """Draw an id, i32 [], from softmax(z / temperature), cut to the most probable tokens.
 
-    By the largest z / temperature + g, g = -log(-log u) with u uniform (Gumbel 1954): other frameworks can repeat it
-    from the same uniform numbers.
+    It has the largest z / temperature - log(-log u) with u uniform (Gumbel 1954), which other frameworks can reproduce.
     """
     z_V = z_V.astype(jnp.float32)
     scaled_V = z_V / jnp.where(how.temperature > 0, how.temperature, 1.0)
@@ -69,10 +66,9 @@ class Decoder:
     def __init__(
         self, recipe: Recipe, inputs: Inputs, params: Params, *, vocab_size: int, num_positions: int
     ) -> None:
-        """Read the model for sequences of up to so many tokens; raise UsageError if it takes none of this length.
+        """Trace the model for up to `num_positions` tokens; raise UsageError if its context is shorter.
 
-        `inputs` are those of the last validation, `params` by name in the compute dtype. The data has `vocab_size` ids;
-        the model may know more, which are never drawn.
+        `params` are in the compute dtype. Ids from `vocab_size` on, which the data lacks, are never drawn.
         """
         longest = recipe.eval_seq_len
         if num_positions > longest:
@@ -82,57 +78,52 @@ class Decoder:
             )
         self.num_positions = min(longest, -(-num_positions // POSITIONS) * POSITIONS)
         self._params, self._vocab_size, kernels = params, vocab_size, DecodingKernels()
-        self._forward = lambda params, tokens_BT: recipe.forward(
-            params, tokens_BT, inputs, recipe.config, kernels
-        )
+
+        def forward(params: Params, tokens_BT: jax.Array) -> jax.Array:
+            return recipe.forward(params, tokens_BT, inputs, recipe.config, kernels)
+
         self._logits = lambda params, x_ND: recipe.logits(params, x_ND, inputs, recipe.config)[:, :vocab_size]
-        self._is_new = True  #: whether what is kept was not compared since the last start
-        # Rounding: a row alone and one of many are summed in other orders.
+        self._is_new = True  #: whether caches were not yet compared since the last start
+        # A single row and one of many are summed in different orders.
         dtypes = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
         self._tolerance = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) ** 0.5
-        self._compile(is_whole=False)
-
-    def _compile(self, *, is_whole: bool) -> None:
-        self.model = Incremental(self._forward, self._params, self.num_positions, is_whole=is_whole)
-        self._fixed = jax.jit(self.model.fixed)(self._params)
-        # Other functions each time, whose programs JAX must not look up.
-        self._start = jax.jit(lambda *args: self._read(*args))
-        self._extend = jax.jit(lambda *args: self._write(*args), static_argnums=4, donate_argnums=2)
+        self.model = Incremental(forward, params, self.num_positions)
+        self._fixed = jax.jit(self.model.fixed)(params)
+        self._start = jax.jit(self._read)
+        self._extend = jax.jit(self._write, static_argnums=4, donate_argnums=2)
         self._differ = jax.jit(jax.vmap(self.model.differences))
 
     def start(self, prompts: Sequence[np.ndarray]) -> Texts:
-        """Read prompts of ids, each with one token or more. Equal prompts are continued with other random numbers."""
+        """Read prompts of at least one id. Equal prompts get different random streams."""
         tokens_PT = np.zeros((len(prompts), self.num_positions), np.int32)
         for row_T, ids in zip(tokens_PT, prompts, strict=True):
             row_T[: len(ids)] = ids
         lengths, raw = np.array([len(ids) for ids in prompts], np.int32), [ids.tobytes() for ids in prompts]
-        # Of a prompt and its number among equal ones: the prompts beside it do not matter.
+        # A stream depends on its prompt and on the number of equal ones before it only.
         streams = [zlib.crc32(one) + raw[:number].count(one) for number, one in enumerate(raw)]
         self._is_new = True
         return self._start(self._fixed, tokens_PT, lengths, np.array(streams, np.uint64).astype(np.uint32))
 
     def extend(self, texts: Texts, num_tokens: int, how: Draw) -> tuple[Texts, np.ndarray]:
-        """Write so many tokens after each text: the texts, and the new ids [P, N]. `texts` is used up.
+        """Write tokens after each text; return the texts and the new ids [P, N]. `texts` is donated.
 
-        Ids at positions that the model was not read for are garbage. The first call after `start` compares what is kept
-        of past positions with the whole forward pass. If they differ, it warns, and keeps nothing from then on.
+        Ids beyond `num_positions` are garbage.
+
+        Raises:
+            UsageError: from the first call after `start`, if the caches differ from the forward pass.
         """
-        begun = [np.asarray(x) for x in texts[:3]]
-        texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)  # `how` is traced
+        texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)
         if self._is_new and (found := self._difference(texts)) > self._tolerance:
-            sys.stderr.write(
-                f"warning: this model mixes positions: what is kept of them differs by {found:.1e} from the whole "
-                "forward pass; each token is computed from all before it, which is slow\n"
+            raise UsageError(
+                f"the states of this model depend on later tokens: its cache differs by {found:.1e} from the forward "
+                "pass; need a causal model; if this is rounding, pass --dtype float32"
             )
-            self._compile(is_whole=True)
-            texts = self._start(self._fixed, *begun)
-            texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)
         self._is_new = False
         return texts, np.asarray(ids_PN)
 
     def _difference(self, texts: Texts) -> float:
-        """Return by how much rows that were kept differ from those of the whole forward pass before other tokens."""
-        # The last token was not read; past the end, positions overwrite the last one.
+        """Return the difference between the caches and those of a forward pass with other tokens at the end."""
+        # The last token was not read; positions past the end overwrite the last one.
         read_P = np.minimum(texts.length_P, self.num_positions) - 1
         other_PT = np.random.default_rng(0).integers(0, self._vocab_size, texts.tokens_PT.shape, np.int32)
         is_read_PT = np.arange(self.num_positions) < read_P[:, None]
@@ -141,16 +132,16 @@ class Decoder:
         return float(jnp.max(self._differ(texts.caches, whole.caches, read_P)))
 
     def continued(self, prompts: Sequence[np.ndarray], num_tokens: int, how: Draw) -> Iterator[np.ndarray]:
-        """Yield so many new ids of all prompts bit by bit: [P, N] with N up to `CHUNK`."""
+        """Yield the new ids of all prompts in chunks [P, N] with N up to `CHUNK`."""
         texts = self.start(prompts)
         for left in range(num_tokens, 0, -CHUNK):
-            texts, ids_PN = self.extend(texts, CHUNK, how)  # another number would be compiled anew
+            texts, ids_PN = self.extend(texts, CHUNK, how)  # another number would need a compilation
             yield ids_PN[:, :left]
 
     def _read(
         self, fixed: list[jax.Array], tokens_PT: jax.Array, length_P: jax.Array, stream_P: jax.Array
     ) -> Texts:
-        # One by one: each holds a score for every pair of positions.
+        # One by one, since each needs a score for every pair of positions.
         caches = jax.lax.map(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1], tokens_PT)
         return Texts(tokens_PT, length_P, stream_P, caches)
 
@@ -165,7 +156,7 @@ class Decoder:
 
         def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
             z_PV, caches = jax.vmap(after)(texts.tokens_PT, texts.length_P, texts.caches)
-            # Of text and position alone, so that pauses do not matter.
+            # Keys depend on text and position only, not on chunks.
             keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
             keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
             new_P = draw(z_PV, keys_P)
@@ -177,17 +168,17 @@ class Decoder:
 
 
 class Text:
-    """A text that grows by ids. It ends with the document."""
+    """A growing text, which ends with the document."""
 
     def __init__(self, words: Words, prompt: np.ndarray) -> None:
         self._words, self._decoder = words, codecs.getincrementaldecoder("utf-8")("replace")
         self.prompt = self._text(prompt)
         self.ids: list[int] = []
         self.text = ""
-        self.has_ended = False  #: by the model
+        self.has_ended = False
 
     def add(self, ids: np.ndarray, *, is_last: bool) -> str:
-        """Add ids up to the end of the document; return the text that they complete. A character may take several."""
+        """Add ids up to the end of the document; return the completed characters."""
         ends = np.flatnonzero(ids == self._words.track.data.document_token)
         new = [] if self.has_ended else ids[: ends[0]] if len(ends) else ids
         self.has_ended |= len(ends) > 0
@@ -198,14 +189,14 @@ class Text:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
+        """Facts for `--json`."""
         return {"prompt": self.prompt, "text": self.text, "ids": self.ids, "has_ended": self.has_ended}
 
     def _text(self, ids: Iterable[int], *, is_last: bool = False) -> str:
         if not self._words.tokens:
             return "".join(f"{index} " for index in ids)
         raw = b"".join(self._words.tokens.get(int(index), b"") for index in ids)
-        # A model may write what moves the cursor of a terminal.
+        # A model may write control characters of terminals.
         return "".join(
             c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
             for c in self._decoder.decode(raw, is_last)
@@ -213,7 +204,6 @@ class Text:
 
 
 def decoder_of(trained: Trained, num_positions: int) -> Decoder:
-    """Return the decoder of a trained model for sequences of up to so many tokens; see `Decoder`."""
-    recipe, vocab_size = trained.program.recipe, trained.track.data.vocab_size
-    model = recipe, trained.inputs, trained.params
-    return Decoder(*model, vocab_size=vocab_size, num_positions=num_positions)
+    """Return a `Decoder` of a trained model."""
+    model = trained.program.recipe, trained.inputs, trained.params
+    return Decoder(*model, vocab_size=trained.track.data.vocab_size, num_positions=num_positions)

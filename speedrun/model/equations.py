@@ -1,7 +1,7 @@
-"""The equations of a traced function: read, evaluated, and which way the positions of a sequence go through them.
+"""Equations of a traced function: how to evaluate them, and how the positions of a sequence pass through them.
 
 An equation acts on each position by itself if entry t of its output, along some axis, depends only on entry t of its
-operands, and on operands without positions. Then it can be evaluated on entry t. See `incremental`.
+operands, and on operands without positions. `incremental` evaluates it on entry t only.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-#: Equations that call a function once, and the parameter that holds it.
+#: Primitives that call a function once, and the parameter that holds it.
 _CALLED = {
     **dict.fromkeys(("jit", "remat2"), "jaxpr"),
     **dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
@@ -22,7 +22,7 @@ Apply = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  #: (equation, its operan
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Evaluate an equation, with other parameters if some are given."""
+    """Evaluate an equation, with `params` in place of its own if given."""
     found = eqn.primitive.bind(*values, **(params or eqn.params))
     return found if eqn.primitive.multiple_results else [found]
 
@@ -39,7 +39,7 @@ def variables(eqn: JaxprEqn) -> list[Var]:
 
 
 def traced(function: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any]]:
-    """Trace a function of the leaves of `args`: its jaxpr and constants. It calls no other function."""
+    """Trace a function of the leaves of `args`; return its jaxpr, with inner functions inlined, and its constants."""
     outer = jax.make_jaxpr(function)(*args)
     entered = jax.make_jaxpr(lambda *leaves: _entered(outer.jaxpr, outer.consts, leaves))
     closed = entered(*jax.tree.leaves(args))
@@ -61,7 +61,6 @@ def _entered(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
         inner = eqn.params.get(_CALLED.get(eqn.primitive.name, ""))
         if inner is None:
             return bind(eqn, values)
-        # Only a closed one has constants.
         return _entered(getattr(inner, "jaxpr", inner), getattr(inner, "consts", []), values)
 
     values: Values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -90,34 +89,31 @@ RUNNING = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
 
 
 class Time(NamedTuple):
-    """Where a value has its positions: entries [t * per, (t + 1) * per) along `axis` are those of position t."""
+    """Positions of a value: entries [t * per, (t + 1) * per) along `axis` belong to position t."""
 
     axis: int
     per: int = 1
 
 
 class Passage(NamedTuple):
-    """How positions go through an equation that acts on each by itself."""
+    """Positions in an equation that acts on each by itself."""
 
-    out: Time  #: of its outputs
-    operands: Sequence[Time | None]  #: where each has its positions; None: it has none, or is needed whole
+    out: Time
+    operands: Sequence[Time | None]  #: None: an operand has no positions, or is needed whole
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """Return the shape of a variable or literal of a jaxpr."""
+    """Return the shape of a variable or literal."""
     return x.aval.shape
 
 
 def dtype_of(x: Any) -> Any:
-    """Return the dtype of a variable or literal of a jaxpr."""
+    """Return the dtype of a variable or literal."""
     return x.aval.dtype
 
 
 def passage(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
-    """Return how positions get from operand `i`, where they lie at `time`, to the output.
-
-    None if the equation mixes them, or is unknown.
-    """
+    """Return how positions pass from `time` in operand `i` to the output; None if the equation mixes them."""
     name = eqn.primitive.name
     if name in ELEMENTWISE or (name == "concatenate" and time.axis != eqn.params["dimension"]):
         return Passage(time, [time if shape_of(x) else None for x in eqn.invars])
@@ -130,7 +126,7 @@ def passage(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
 
 
 def _reshape(eqn: JaxprEqn, time: Time) -> Time | None:
-    """Positions stay apart if an axis of the output counts them, alone or with what lies within each."""
+    """Positions stay apart if they begin an axis of the output."""
     if eqn.params["dimensions"] is not None:  # transposes first
         return None
     shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -164,11 +160,7 @@ _OF_FIRST_OPERAND: dict[str, Callable[[JaxprEqn, Time], Time | None]] = {
 
 
 def _of_product(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
-    """A product leaves positions apart unless it sums over them.
-
-    It may pair each with each, as queries with keys. Then a row has entries for keys that follow, which a causal
-    function masks.
-    """
+    """A product leaves positions apart unless it sums over them. A causal function masks pairs with later keys."""
     contracted, batch = eqn.params["dimension_numbers"]
     if time.axis in contracted[i]:
         return None
@@ -185,7 +177,7 @@ def _of_product(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
 
 
 def _of_lookup(eqn: JaxprEqn, time: Time) -> Passage | None:
-    """What is looked up in a table has the positions of its indices."""
+    """Looked-up rows have the positions of their indices."""
     dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
     if dims.operand_batching_dims or time.axis == len(shape) - 1:
         return None
@@ -194,7 +186,7 @@ def _of_lookup(eqn: JaxprEqn, time: Time) -> Passage | None:
 
 
 def with_shapes_of_rows(eqn: JaxprEqn, out: Time) -> dict[str, Any]:
-    """Return the parameters of an equation for one position: some hold shapes of whole values."""
+    """Return the parameters of an equation for one position: some contain shapes."""
     named = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
     sizes = named.get(eqn.primitive.name)
     if sizes is None:

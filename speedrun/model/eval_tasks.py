@@ -1,15 +1,10 @@
-"""What `speedrun eval` computes: the loss on other tokens than a run scores, HellaSwag, and tasks of others.
+"""What `speedrun eval` computes: the loss on shards, HellaSwag, and tasks of lm-evaluation-harness.
 
-Other tokens are other shards, a second slice, or another context.
-
-HellaSwag as llm.c scores it: which of four endings is most probable? An ending follows its context after one space,
-nothing opens the document, and the answer is the ending with the smallest mean loss per token. Chance is 25 %.
-
-The harness is for tasks that this package does not score by itself, and is imported when it is asked for: pip install
-lm-eval. Its tasks load data from the hub. Those that ask for new text are refused: no model of this size answers them.
+HellaSwag is scored as in llm.c: an ending follows its context after one space, without a document token, and the
+answer is the ending with the smallest mean loss per token.
 
 Legend: B sequences, C chunks, R rows, T positions, E tokens of an ending, V vocabulary.
-Source: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy); Gao et al.,
+Sources: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy); Gao et al.,
 EleutherAI/lm-evaluation-harness.
 """
 
@@ -46,7 +41,7 @@ class Score(msgspec.Struct, frozen=True):
     shard: str
     start: int  #: position of the first input
     tokens: int
-    context: int  #: tokens of a sequence; the first of each sees nothing before it
+    context: int  #: tokens of a sequence
     loss: float  #: nats per token
     bits_per_byte: float | None  #: None if the ids stand for no bytes
 
@@ -57,25 +52,25 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Slice(NamedTuple):
-    """Consecutive targets of a shard."""
+    """Consecutive targets of a shard; the fields are those of `Score`."""
 
     shard: Shard
-    start: int  #: position of the first input
+    start: int
     tokens: int
 
     @property
     def name(self) -> str:
-        """As progress and errors name it."""
+        """Its name in progress and errors."""
         return f"{self.shard.path.name} from token {self.start:,}"
 
 
 def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int | None) -> list[Slice]:
-    """Return what to score: the start of each shard; without shards, the slice that the track scores and the next one.
+    """Return the start of each shard, or the slice that the track scores and the next one.
 
-    As many tokens as whole batches hold, at most `tokens`, or as many as the track scores.
+    Each has whole batches, and at most `tokens`, by default as many as the track scores.
 
     Raises:
-        DataError: if a shard is damaged, or has no whole batch.
+        DataError: if a shard is damaged or shorter than a batch.
     """
     data, batch = trained.track.data, SHARDS * context
     found = [(open_shard(path, vocab_size=data.vocab_size), 0) for path in shards]
@@ -98,13 +93,13 @@ def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int |
 def scorer(
     trained: Trained, context: int, say: Callable[[str], None]
 ) -> Callable[[Slice, Callable[[int], None]], Score]:
-    """Return the scorer of a run, compiled once for a context: from a slice, and what gets the tokens scored so far.
+    """Return a function that scores a slice, and calls its second argument with the number of tokens scored so far.
 
-    Without bits per byte, and `say` so, if the file of the tokenizer is missing.
+    If the tokenizer is missing, there are no bits per byte, and `say` gets the reason.
 
     Raises:
         UsageError: if the model cannot take sequences of this length.
-        NonFiniteError: when it is called, if the loss is no number.
+        NonFiniteError: from the function, if the loss is not finite.
     """
     spelled: dict[int, bytes] = {}
     try:
@@ -148,19 +143,19 @@ class Row(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What a model thinks of an ending."""
+    """Negative log likelihoods of an ending."""
 
     nll_E: np.ndarray  #: f64, nats
-    is_likeliest: bool  #: whether each token is the most probable one, given those before it
+    is_likeliest: bool  #: whether each token is the most probable one
 
 
 def _endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) -> list[Ending]:
-    """Score all endings, in order; `say` gets the number of rows that are done."""
+    """Score all endings; `say` gets the number of finished rows."""
     score, params, found = jax.jit(partial(_scores, trained)), trained.params, list[Ending]()
     for start in range(0, len(rows), _TOGETHER):
         few = rows[start : start + _TOGETHER]
         longest = -(-max(len(row.ids) for row in few) // _POSITIONS) * _POSITIONS
-        tokens_RT = np.zeros((_TOGETHER, longest), np.int32)  # rows without ids: one shape fewer to compile
+        tokens_RT = np.zeros((_TOGETHER, longest), np.int32)  # empty rows save a compilation
         for tokens_T, row in zip(tokens_RT, few, strict=False):
             tokens_T[: len(row.ids)] = row.ids
         nll_RT, likeliest_RT = jax.device_get(score(params, tokens_RT))
@@ -168,7 +163,7 @@ def _endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) 
             part = slice(row.first - 1, len(row.ids) - 1)
             found.append(Ending(nll_T[part].astype(np.float64), bool(likeliest_T[part].all())))
             if not np.isfinite(found[-1].nll_E).all():
-                raise NonFiniteError("the loss of an ending is no number; need a model with finite losses")
+                raise NonFiniteError("the loss of an ending is not finite; need a model with finite losses")
         say(start + len(few))
     return found
 
@@ -200,7 +195,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """What share of the questions is answered rightly."""
+    """Shares of correct answers."""
 
     questions: int
     accuracy_norm: float  #: by the mean loss of an ending's tokens
@@ -215,7 +210,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 def read(path: Path, limit: int | None) -> list[Question]:
-    """Read questions, one JSON object a line; raise DataError if one has another form, or there are none."""
+    """Read a file of questions; raise DataError if there are none, or one is malformed."""
     advice = "need lines with ctx, four endings and a label, as in hellaswag_val.jsonl of rowanz/hellaswag"
     with translate_read_errors(path, advice):
         lines = [line for line in read_regular(path).splitlines() if line.strip()]
@@ -226,14 +221,13 @@ def read(path: Path, limit: int | None) -> list[Question]:
 
 
 def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], None]) -> Answers:
-    """Answer all questions; `say` gets the number of those that are answered.
+    """Answer all questions; `say` gets the number of answered ones.
 
     Raises:
-        UsageError: if the ids of the track stand for no text.
-        NonFiniteError: if a loss is no number.
+        UsageError: if the track has no text.
+        NonFiniteError: if a loss is not finite.
     """
-    if (encoder := trained.words.encoder) is None:
-        raise UsageError(f"ids of {trained.track.id} stand for no text; HellaSwag needs a model of text")
+    encoder = trained.words.needed()
     rows: list[Row] = []
     for question in questions:
         context, *endings = encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
@@ -253,12 +247,10 @@ def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], No
 def scores(
     trained: Trained, tasks: Sequence[str], limit: int | None, say: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
-    """Run tasks, given by name or as files of YAML; return their metrics by task and name.
-
-    `limit`: questions of each task; None: all. `say` gets lines of progress.
+    """Run tasks by name or YAML file, with at most `limit` questions each; return their metrics by task and name.
 
     Raises:
-        UsageError: if the harness is not installed, a task is unknown, or ids stand for no text.
+        UsageError: if the harness is not installed, a task is unknown, or the track has no text.
         DataError: if the data of a task cannot be loaded.
     """
     try:
@@ -266,8 +258,7 @@ def scores(
         tasks_of = importlib.import_module("lm_eval.tasks").TaskManager
     except ModuleNotFoundError as error:
         raise UsageError(f"--tasks needs {error.name}; type: pip install lm-eval") from None
-    if trained.words.encoder is None:
-        raise UsageError(f"ids of {trained.track.id} stand for no text; tasks need a model of text")
+    trained.words.needed()
     known = tasks_of()
     for task in tasks:
         if not Path(task).is_file() and not known.match_tasks([task]):
@@ -276,9 +267,9 @@ def scores(
         found = harness.simple_evaluate(
             model=adapter(trained, say), tasks=[*tasks], limit=limit, task_manager=known, bootstrap_iters=0
         )
-    except (OSError, ValueError, yaml.YAMLError) as error:  # of the hub, `datasets`, and files of tasks
+    except (OSError, ValueError, yaml.YAMLError) as error:  # from the hub, `datasets`, and files of tasks
         reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"a task cannot be run: {reason}; its data must be here, or on the hub") from None
+        raise DataError(f"a task cannot be run: {reason}; need its data, here or on the hub") from None
     return {
         task: {name.removesuffix(",none"): x for name, x in metrics.items() if isinstance(x, float)}
         for task, metrics in found["results"].items()
@@ -286,18 +277,18 @@ def scores(
 
 
 def adapter(trained: Trained, say: Callable[[str], None]) -> Any:
-    """Return the model in the form that the harness asks: an instance of its `TemplateLM`."""
+    """Return the model as a `TemplateLM` of the harness."""
     template = importlib.import_module("lm_eval.api.model").TemplateLM
     windows = importlib.import_module("lm_eval.utils")
     longest, opens = trained.program.recipe.eval_seq_len, trained.track.data.document_token
 
     class Model(template):
-        """Longer contexts are cut at their start."""
+        """Cuts long contexts at their start."""
 
         eot_token_id = opens
 
         def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
-            del add_special_tokens  # there are none
+            del add_special_tokens
             return [*map(int, trained.words.encode(string)[1:])]
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:

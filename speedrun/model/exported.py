@@ -1,7 +1,6 @@
-"""A folder with the weights of a trained model by name, all that is needed to load them, and a model card.
+"""A folder that holds a trained model: `model.safetensors`, `model.json` with `Facts`, the tokenizer and a model card.
 
-`model.safetensors` has the parameters by the names of the model, as they were trained; `model.json` recipe, step, data
-and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the data has one.
+Parameters have the names of the model, and are stored as they were trained.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,9 @@ import numpy as np
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
-from speedrun.base.errors import DataError, UsageError, translate_os_errors, translate_read_errors
+from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.base.wholefile import make_folder
 from speedrun.board.leaks import refuse_secrets
-from speedrun.board.submission import require_outside
 from speedrun.data import vocabulary
 from speedrun.data.shards import data_folder, sha256
 from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, own_recipe, read_json
@@ -31,7 +29,7 @@ from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.train.program import Program
 
 FACTS = "model.json"
-#: What of a recipe only training reads.
+#: Fields of a recipe that only training reads.
 _TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
 
 _LOAD = """\
@@ -40,8 +38,8 @@ speedrun sample {name}
 speedrun eval {name}
 ```
 
-`model.safetensors` has the parameters by name. In `model.json`, `settings` say which functions of speedrun {version}
-compute with them.
+`model.safetensors` has the parameters by name. The `settings` in `model.json` name the functions of speedrun {version}
+that compute with them.
 
 """
 
@@ -51,7 +49,7 @@ _CARD = """\
 library_name: "{library}"
 pipeline_tag: "text-generation"
 tags: ["speedrun", "{recipe}"]
-# license: the licence of these weights is for you to choose; write it here
+# license: choose the licence of these weights, and write it here
 ---
 
 # {recipe} on {track}
@@ -67,9 +65,9 @@ A language model, trained by `speedrun`, a speedrun harness in JAX.
 {load}
 ## Intended use and limits
 
-A model of a speedrun: made to reach a loss in the least time, or to study how. It continues text like that of its
-training. It was not trained to follow instructions or to be correct, safe or fair, and nobody tested it for any of
-these. It writes falsehoods, and what it read may come back. Do not use it where somebody relies on what it says.
+This model was trained to reach a loss in little time. It continues text like its training data. It was not trained to
+follow instructions or to be correct, safe or fair, and was not tested for any of these. It writes falsehoods, and may
+repeat its training data. Do not use it where somebody relies on its output.
 """
 
 
@@ -78,16 +76,16 @@ class Facts(layout.Strict, frozen=True, tag_field="schema", tag="speedrun.model/
 
     recipe: str
     revision: int
-    overrides: dict[str, str]  #: settings of the recipe, by dotted name
-    settings: dict[str, Any]  #: of the recipe, as far as the forward pass depends on them
-    step: int  #: steps that were trained
+    overrides: dict[str, str]  #: by dotted name
+    settings: dict[str, Any]  #: those of the recipe that the forward pass depends on
+    step: int
     track: str  #: name and version
-    vocab_size: int  #: of the data; the model may know more ids
-    document_token: int  #: opens a document
+    vocab_size: int  #: of the data; the model may have more ids
+    document_token: int
     dtypes: dict[str, str]  #: of the parameters that are not float32
     num_params: int
-    weights_sha256: str  #: of `model.safetensors`
-    tokenizer: Literal["", "tokenizer.json", "r50k_base.tiktoken"]  #: empty: none is in the folder
+    weights_sha256: str
+    tokenizer: Literal["", "tokenizer.json", "r50k_base.tiktoken"]  #: file name; empty if there is none
     tokenizer_sha256: str
     version: str  #: of the harness
 
@@ -95,7 +93,7 @@ class Facts(layout.Strict, frozen=True, tag_field="schema", tag="speedrun.model/
 def named_arrays(trained: Trained) -> dict[str, np.ndarray]:
     """Return the parameters by name, in the dtype of training, on the host."""
     params = jax.jit(trained.program.layout.unpack)(trained.packed)
-    # The library writes the memory of an array, whatever its strides are.
+    # The library writes the memory of an array, whatever its strides.
     return {name: np.asarray(x, order="C") for name, x in meshes.fetch(params).items()}
 
 
@@ -103,7 +101,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
     """Write the folder of a model; return its files.
 
     Raises:
-        UsageError: if these are not weights of ours, or the folder is not new or empty.
+        UsageError: if no run of ours trained the weights, or the folder is not empty.
         DataError: if the tokenizer's file is missing.
     """
     from safetensors.numpy import save
@@ -133,7 +131,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
 
 def card(trained: Trained, library: str, load: str) -> str:
-    """Return the card in Markdown with the hub's front matter; `load` says how to load the model with `library`."""
+    """Return a model card for the hub; `load` says how to load the model with `library`."""
     recipe, track = trained.program.recipe, trained.track
     facts = {
         "recipe": f"{recipe.name}, revision {recipe.revision}: {clean(recipe.summary)}",
@@ -149,7 +147,7 @@ def card(trained: Trained, library: str, load: str) -> str:
 
 
 def _of_the_run(trained: Trained) -> dict[str, str]:
-    """Return what the record says about the run that trained the weights; nothing if it does not lie here."""
+    """Return rows about the run that trained the weights; none if its record is not here."""
     if trained.run is None or not (trained.run[0] / "runs").is_dir():
         return {}
     record = records.load(trained.run[0])
@@ -161,7 +159,7 @@ def _of_the_run(trained: Trained) -> dict[str, str]:
     if val is not None:
         loss = (
             f"{loss_of(val):.4f} nats per token, on {val.tokens:,} tokens in sequences of "
-            f"{trained.program.recipe.eval_seq_len:,}; with another context or tokenizer, none compares"
+            f"{trained.program.recipe.eval_seq_len:,}; not comparable across contexts or tokenizers"
         )
     return {
         "run": clean(run.folder),
@@ -173,33 +171,24 @@ def _of_the_run(trained: Trained) -> dict[str, str]:
 
 
 def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Make a folder of such files; return them.
+    """Make a folder of files; return them.
 
     Raises:
-        UsageError: if these are not weights of ours, the folder is not empty, or a text would hold a secret.
+        UsageError: if no run of ours trained the weights, the folder is not empty, or a text has a secret.
     """
     if not trained.is_ours:
         raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
     texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
-    refuse_secrets(texts, "take it out of the record's title, or of the settings")
+    refuse_secrets(texts, "remove it from the record's title or the settings")
     make_folder(out, files)
     return [out / name for name in files]
 
 
-def check_out(trained: Trained, out: Path) -> None:
-    """Raise UsageError if a folder for a model is part of the record, or not empty."""
-    if trained.run:
-        require_outside(trained.run[0], out)
-    with translate_os_errors(out, UsageError):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} is there and not an empty folder; choose a new one with --out")
-
-
 def tokenizer_file(trained: Trained) -> dict[str, bytes]:
-    """Return name and content of the tokenizer's file; nothing if ids have no text, or it is GPT-2's and not there.
+    """Return the tokenizer's file by name; nothing if ids have no text, or if GPT-2's file is missing.
 
     Raises:
-        DataError: if the data needs one that is not there.
+        DataError: if another tokenizer's file is missing.
     """
     path = trained.words.path
     if path is None or (path.name == vocabulary.RANKS and not path.exists()):
@@ -209,14 +198,10 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
 
 
 def read(folder: Path) -> Facts:
-    """Read `model.json`, and compare the other files with its digests.
-
-    Raises:
-        DataError: if a file is missing or damaged.
-    """
+    """Read `model.json`, and verify its digests; raise DataError if a file is missing or damaged."""
     facts = read_json(folder / FACTS, Facts)
     digests = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
-    digests.pop("", None)  # no tokenizer
+    digests.pop("", None)
     for name, want in digests.items():
         with translate_read_errors(folder / name, "copy the whole folder again"):
             got = sha256(folder / name)
@@ -249,13 +234,13 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
 
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield the parameters of a program by name from a folder; raise DataError unless they are exactly its own."""
+    """Yield the parameters of a program by name; raise DataError unless the folder has exactly these."""
     wanted = {name: (form_of(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
     return Tensors(folder).read(wanted)
 
 
 def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params:
-    """Pack parameters by name, and place them on the mesh of a program."""
+    """Pack parameters, and place them on the mesh of a program."""
     shardings = program.shardings(program.specs).params
     return jax.jit(program.layout.pack, out_shardings=shardings)(dict(arrays))
 

@@ -1,4 +1,4 @@
-"""A causal function of tokens, evaluated one position at a time.
+"""Evaluates a causal function of tokens one position at a time.
 
 A recipe's `forward` maps all tokens of a sequence to all states; generation needs only the newest. `Incremental` traces
 `forward` once. It computes what does not depend on tokens (weights, angles) once, and evaluates each other equation
@@ -6,13 +6,9 @@ A recipe's `forward` maps all tokens of a sequence to all states; generation nee
     by row   if it acts on each position separately: at the newest position only
     whole    if it mixes positions (a shift, a running sum): at all positions, with past rows from a cache
 
-Products of the newest query with keys, and of its weights with values, take both from the cache. So no model needs
-separate code for generation. Equations that are evaluated whole cost as much as in `forward`. In the ladder, these
-are few, except for the composed heads of record 89.
-
-A row is the part of a value at one position. Past rows may be kept only if they do not depend on later tokens. A causal
-function can break this: it may subtract a maximum over all positions and add it again. The equations do not show this,
-so `decode` compares the rows of each text with those of the same text before other tokens.
+Products of the newest query with keys, and of its weights with values, take both from the cache. A cached row must not
+depend on later tokens. A causal function can violate this: it may subtract a maximum over all positions and add it
+again. `decode` detects this by comparing rows under two continuations.
 
 Legend: T positions, B sequences (one), H heads, K head width, D model.
 """
@@ -53,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A value at all positions that depends on tokens; `time` is None if no single axis is known to hold positions."""
+    """A value at all positions that depends on tokens; `time` is None if no axis is known to hold positions."""
 
     value: Any
     time: Time | None
@@ -117,7 +113,7 @@ class _Position:
 class Incremental:
     """A causal function (params, tokens_BT) -> x_BTD of one sequence: call `fixed` and `start`, then `step` repeatedly.
 
-    All three are pure and meant to be traced. They are specific to one parameter tree and one number of positions.
+    All three are pure.
     """
 
     def __init__(
@@ -125,14 +121,8 @@ class Incremental:
         function: Callable[[Any, jax.Array], jax.Array],
         params: Any,
         num_positions: int,
-        *,
-        is_whole: bool = False,
     ) -> None:
-        """Trace a function of parameters with these shapes and of a sequence of `num_positions` tokens.
-
-        `is_whole`: evaluate all positions in each step, without a cache.
-        """
-        self._is_whole = is_whole
+        """Trace a function of one sequence of `num_positions` tokens."""
         tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
         jaxpr, consts = equations.traced(function, params, tokens)
         *self._params, self._tokens = jaxpr.invars
@@ -188,8 +178,6 @@ class Incremental:
         return x_BTD, [position.cache[x] for x in self.kept]
 
     def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
-        if self._is_whole:
-            return position.newest(self.start(fixed, tokens_BT)[0], Time(1))
         values = self._values(fixed, Whole(tokens_BT, Time(1)))
         run(self._eqns, values, position.apply)
         x = values[self._states]

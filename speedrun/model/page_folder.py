@@ -1,6 +1,6 @@
 """The folder of a model in the browser: the page, jax-js, and in models/NAME programs, weights and the tokenizer.
 
-Any static host can serve it. jax-js is shipped as its package was published.
+Any static host can serve it.
 """
 
 import base64
@@ -30,31 +30,27 @@ from speedrun.science.recipe import Recipe
 
 LIST = "models.json"
 FORMAT = "speedrun.web/1"
-#: Positions of the shortest program; the next have four times as many, up to what the model was scored on.
+#: Positions of the shortest program. Each next one has four times as many, up to the context of validations.
 SHORTEST = 64
 #: Rows of the longer program for logits.
 ROWS = 64
-#: Smaller arrays stay float32: learned scalars and rotary angles.
-SMALL = 1024
 _HERE = Path(__file__).parent
 JAX_JS = "jax-js-jax-0.1.25.tgz"  #: as npm published it
 
 
-def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
+def write(trained: Trained, out: Path) -> list[Path]:
     """Write a trained model with its page into a new or empty folder; return the files.
-
-    `dtype` is that of large arrays in the file, float32 or float16; the page computes in float32.
 
     Raises:
         UsageError: if the page lacks an operation of the model, or the folder is not empty.
-        DataError: if the tokenizer is of a kind that the page lacks.
+        DataError: if the page cannot use the tokenizer.
     """
     recipe, track = trained.program.recipe.override({"compute_dtype": "float32"}), trained.track
     trained = replace(trained, program=replace(trained.program, recipe=recipe))
     params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
     name, words = f"{recipe.name}-{trained.step}", trained.words
     facts = {"name": name, "track": track.id, "step": trained.step, "has_text": words.encoder is not None}
-    files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
+    files = of_model(recipe, params, trained.inputs, track, facts)
     if words.encoder:
         described = described_tokenizer(words.encoder.name, words.encoder.raw, words.tokens)
         files["tokenizer.json"] = msgspec.json.encode(described)
@@ -64,14 +60,14 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
 
 
 def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:
-    """Return the page with the files of models by name, by path."""
+    """Return the files of a page with models, by path; `models` has theirs by name."""
     files = page("page") | {LIST: msgspec.json.encode(list(models))}
     files |= {f"jax-js/{name}": raw for name, raw in jax_js().items()}
     return files | {f"models/{name}/{file}": raw for name, of in models.items() for file, raw in of.items()}
 
 
 def of_model(
-    recipe: Recipe, params: Params, inputs: Inputs, track: Track, facts: dict[str, Any], *, dtype: str
+    recipe: Recipe, params: Params, inputs: Inputs, track: Track, facts: dict[str, Any]
 ) -> dict[str, bytes]:
     """Return `model.json` and `weights.safetensors` of parameters in float32."""
     constants, config, kernels = Constants(params), recipe.config, DecodingKernels()
@@ -96,20 +92,24 @@ def of_model(
         "states": [program(states, params, [one], constants) for one in tokens],
         "logits": [program(logits, params, [one], constants) for one in rows],
     }
-    arrays = {name: stored(x, dtype) for name, x in constants.arrays.items()}
     return {
         "model.json": msgspec.json.encode(described),
-        "weights.safetensors": safetensors.numpy.save(arrays),
+        "weights.safetensors": saved(constants.arrays),
     }
 
 
-def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
-    """Return the bytes of each id in base64, and the merges as [left, right, merged], the first to be applied first.
+def saved(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return a file of safetensors. The library writes the memory of arrays, whatever their strides are."""
+    return safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
 
-    `name` is gpt2 or that of the file with these `raw` bytes; special ids are missing in `tokens`.
+
+def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
+    """Return the bytes of each id in base64, and the merges as [left, right, merged] in order.
+
+    `name` is gpt2, or that of the file with these `raw` bytes; `tokens` has no special ids.
 
     Raises:
-        DataError: if it is not byte-level BPE with GPT-2's rule for words.
+        DataError: if it is not byte-level BPE that splits words as GPT-2 does.
     """
     pairs = _merges_of_ranks(tokens) if name == "gpt2" else _merges_of_file(name, raw)
     spelled = [base64.b64encode(tokens.get(index, b"")).decode() for index in range(max(tokens) + 1)]
@@ -123,14 +123,14 @@ def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
     wanted = {key: splitter.get(key) for key in plain}
     extras = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     if wanted != plain or found.get("normalizer") or extras or model.get("type") != "BPE":
-        raise DataError(f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other")
+        raise DataError(f"{name}: need byte-level BPE that splits words as GPT-2 does")
     ids = model["vocab"]
     split = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     return [[ids[left], ids[right], ids[left + right]] for left, right in split]
 
 
 def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
-    """Return the merges that ranks stand for: each token's last is that of its bytes with all lower ranks."""
+    """Return the last merge of each token: that of the two parts to which lower ranks merge its bytes."""
     ids = {token: index for index, token in tokens.items()}
     pairs = []
     for index, token in sorted(tokens.items()):
@@ -139,7 +139,7 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
             ranked = [(ids.get(a + b, index), i) for i, (a, b) in enumerate(pairwise(parts))]
             rank, i = min(ranked)
             if rank >= index:
-                break  # no merge leads here: the token is never produced
+                break  # no merge makes this token
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             pairs.append([ids[parts[0]], ids[parts[1]], index])
@@ -161,11 +161,3 @@ def jax_js() -> dict[str, bytes]:
             if (is_module or name == "LICENSE") and (file := archive.extractfile(member)) is not None:
                 files[name] = file.read()
     return files
-
-
-def stored(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return an array in C order, large ones in `dtype`; infinite or too large for float16, it stays float32."""
-    is_large = array.dtype == np.float32 and array.size >= SMALL
-    if dtype == "float16" and is_large and np.abs(array).max() <= np.finfo(np.float16).max:
-        return array.astype(np.float16, order="C")
-    return np.asarray(array, order="C")

@@ -1,8 +1,7 @@
-"""A traced function as JSON, for the interpreter of the page (`page/jaxpr.js`), and its constants as arrays.
+"""Writes a traced function as JSON for `page/jaxpr.js`, and its constants as arrays.
 
-What depends on no token is evaluated here, unless it is large only because it is broadcast: a mask of all pairs of
-positions is an equation, not a megabyte. The rest is rewritten in a few operations with one output each, so that the
-interpreter is short.
+Equations that depend on no token are evaluated here, unless their value is only a large broadcast, such as a mask of
+all pairs of positions. The others are rewritten in a few operations with one output each.
 """
 
 import hashlib
@@ -21,47 +20,45 @@ _ELEMENTWISE = """
 abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne neg not or pow rem
 rsqrt select_n sign sin sqrt stop_gradient sub tan tanh xor
 """
-#: Operations of the page that take arrays of one shape, or scalars, and have the name of the primitive.
+#: Operations of the page with the name of the primitive, on arrays of one shape, or scalars.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-#: Those that change nothing here: everything is float32.
+#: Identities on the page.
 _NOTHING = frozenset({"copy", "copy_p", "optimization_barrier"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
-#: Operations along one axis, and the parameter that is its number.
+#: Operations along one axis, and the parameter with its number.
 _ALONG = {"concatenate": "dimension", "iota": "dimension", "stack": "axis"}
 _ALONG |= dict.fromkeys(("cummax", "cummin", "cumsum"), "axis")
 _MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "stack", "tile"})
 _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
-#: Elements up to which a value is evaluated although it is larger than what it is made from.
-_SMALL = 1 << 17
-#: The same for one number that is repeated.
-_FEW = 1 << 10
+_SMALL = 1 << 17  #: elements up to which a value is evaluated although it is larger than its operands
+_FEW = 1 << 10  #: the same for a broadcast number
 
-Operand = int | dict[str, Any]  #: the number of a value, or {"value", "dtype"} of a literal
+Operand = int | dict[str, Any]  #: number of a value, or {"value", "dtype"} of a literal
 
 
 class Constants:
-    """Arrays by name; equal ones are kept once."""
+    """Arrays by name, without duplicates."""
 
     def __init__(self, named: dict[str, Any]) -> None:
-        """Know the names of parameters. They are kept when they are used."""
+        """Take names of parameters, which are stored when a program uses them."""
         self.arrays: dict[str, np.ndarray] = {}
         self._names = {_digest(np.asarray(x)): name for name, x in reversed(named.items())}
 
     def name_of(self, array: np.ndarray) -> str:
-        """Keep an array; return its name."""
+        """Store an array; return its name."""
         name = self._names.setdefault(_digest(array), f"constant.{len(self._names)}")
         self.arrays[name] = array
         return name
 
 
 def program(function: Callable[..., Any], params: Any, inputs: Sequence[Any], constants: Constants) -> dict:
-    """Return `function(params, *inputs)` as JSON; its constants are added to those of all programs of a model.
+    """Return `function(params, *inputs)` as JSON, and add its arrays to `constants`.
 
-    `inputs` have the shapes and dtypes of inputs. Trees of inputs and outputs are read leaf by leaf.
+    Trees of inputs and outputs are flattened.
 
     Returns:
-        `values` has [dtype, shape] of each value; `inputs` and `outputs` number them; `constants` gives some their
-        names; `equations` are [operation, operands, number of the output, what else it takes].
+        `values`: [dtype, shape] of each value. `inputs` and `outputs`: numbers of values. `constants`: names of arrays
+        by number. `equations`: [operation, operands, number of the output, parameters].
 
     Raises:
         UsageError: if the page lacks an operation.
@@ -74,7 +71,7 @@ class _Writer:
     def __init__(self, jaxpr: Any, given: Sequence[Any], constants: Constants) -> None:
         self._constants = constants
         variables = [*jaxpr.constvars, *jaxpr.invars]
-        #: Variables that depend on no input, with their values; the others.
+        # Values of the variables that depend on no input, and operands of the others.
         self._known, self._alias = dict(zip(variables, given, strict=False)), dict[Any, Operand]()
         self._named: dict[str, int] = {}
         self.json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
@@ -100,15 +97,13 @@ class _Writer:
 
     def _value(self, dtype: Any, shape: Sequence[int]) -> int:
         if str(dtype) not in _DTYPES:
-            raise UsageError(
-                f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; choose another form"
-            )
+            raise UsageError(f"the model computes with {dtype}; need one of {', '.join(sorted(_DTYPES))}")
         self.json["values"].append([str(dtype), [int(n) for n in shape]])
         return len(self.json["values"]) - 1
 
     def _operand(self, x: Any, *, is_moved: bool = False) -> Operand:
         if isinstance(x, Literal) and not is_moved:
-            value = np.asarray(x.val).item()  # JAX has floats and integers of its own
+            value = np.asarray(x.val).item()
             # JSON has no infinity.
             value = value if not isinstance(value, float) or np.isfinite(value) else str(value)
             return {"value": value, "dtype": str(dtype_of(x))}
@@ -131,7 +126,7 @@ class _Writer:
         if name in _NOTHING:
             self._alias.update(zip(eqn.outvars, map(self._operand, eqn.invars), strict=True))
             return
-        # In a compiled function, jax-js 0.1.25 adds a literal to all of a concatenation, in place of its own part.
+        # A bug of jax-js 0.1.25: a compiled function adds a literal to all parts of a concatenation.
         xs = [self._operand(x, is_moved=name in _MOVING) for x in eqn.invars]
         if name in ("split", "unstack"):  # the second from JAX 0.12 on
             self._alias.update(self._split(eqn, xs))
@@ -146,11 +141,11 @@ class _Writer:
         else:
             shapes = ", ".join(str(x.aval) for x in eqn.invars)
             raise UsageError(
-                f"the model uses {name} of {shapes}, which the page does not know; choose another recipe or form"
+                f"the model uses {name} of {shapes}, which the page lacks; choose another recipe"
             )
 
     def _split(self, eqn: JaxprEqn, xs: list[Operand]) -> dict[Any, Operand]:
-        """Take a split apart, or an unstack, whose parts lose the axis."""
+        """Rewrite a split as slices; the parts of an unstack also lose the axis."""
         shape, axis, found = shape_of(eqn.invars[0]), eqn.params["axis"], {}
         sizes = [int(n) for n in eqn.params.get("sizes", (1,) * shape[axis])]
         for out, end, size in zip(eqn.outvars, np.cumsum(sizes).tolist(), sizes, strict=True):
@@ -171,7 +166,7 @@ class _Writer:
 
 
 def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
-    """Return the operation of a primitive that moves or adds entries, and what it takes; None if there is none."""
+    """Return operation and parameters for a primitive that moves or adds entries; None if the page lacks it."""
     name, params = eqn.primitive.name, eqn.params
     shape = shape_of(eqn.outvars[0])
     if name in _REDUCTIONS:
@@ -207,7 +202,7 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
 
 
 def _is_row(eqn: JaxprEqn) -> bool:
-    """Return whether a gather takes whole rows of a table, by indices within it."""
+    """Return whether a gather takes whole rows of a table."""
     numbers, (table, indices) = eqn.params["dimension_numbers"], eqn.invars
     rest, leading = shape_of(table)[1:], len(shape_of(indices)) - 1
     return (

@@ -1,11 +1,11 @@
-"""*Try the recipe*: a tiny preset of a recipe that trains in a page, and the trace of JAX's own training step.
+"""*Try the recipe*: a page that trains a tiny preset of a recipe, and the trace of JAX's own training step.
 
-The page gets two programs (`page_program.py`): the loss of packed parameters, which jax-js differentiates, and the
-update of the recipe's optimiser. So its gradients come from another differentiation than JAX's. The trace is of the
-training step that `speedrun run` takes, on one device in float32, on the same batches.
+The page gets two programs (`page_program.py`): the loss of packed parameters, and the update of the optimiser. jax-js
+differentiates the loss, so its gradients are independent of JAX's. The trace is of the training step of a run, on one
+device in float32, on the same batches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import safetensors.numpy
 from jax.sharding import PartitionSpec
 
 from speedrun.base import track
@@ -35,7 +34,7 @@ from speedrun.train.program import Program
 
 FORMAT = "speedrun.web.training/1"
 TRACK = "smoke-cpu"
-#: What makes a recipe tiny, of the settings that it has; "size" comes first, where it knows one.
+#: Settings that make a recipe tiny, if it has them.
 TINY: dict[str, str | float] = {
     "config.model_dim": 64,
     "config.num_heads": 2,
@@ -48,7 +47,7 @@ TINY: dict[str, str | float] = {
     "stages.0.num_sequences": 4,
     "stages.0.seq_len": 64,
 }
-#: The step whose gradients and update are compared. At the first, most gradients are zero, as projections start so.
+#: The step whose gradients and update are compared. At the first one, most gradients are zero.
 CHECKED_STEP = 10
 
 
@@ -56,7 +55,7 @@ def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
     """Return the preset of a recipe, and the settings that differ.
 
     Raises:
-        UsageError: if the recipe is for other data, or its training has several stages.
+        UsageError: if the recipe has another vocabulary, or several stages.
     """
     sized: dict[str, Any] = {"size": "smoke"} if settings(recipe).get("config.model_dim") == 768 else {}
     known = settings(recipe.override(sized))
@@ -71,7 +70,7 @@ def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
 
 
 def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
-    """Return the first batches of the track's synthetic stream, i32 [B, T]: those that a run of this shape reads."""
+    """Return the first batches, i32 [B, T], that a run of this shape reads from the track's synthetic stream."""
     source = Source(**(track.load(TRACK).synthetic or {}))
     num_tokens = num_sequences * seq_len
     num_lines = num_steps * num_tokens // source.line_tokens + 1
@@ -80,37 +79,23 @@ def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
     return [rows_of(tokens[at : at + num_tokens + 1], num_sequences) for at in starts]
 
 
-def traced(one: Program, data: list[Tokens]) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
-    """Train with JAX; return all losses, and arrays: the first state, those around the compared step, its gradients.
-
-    The losses are also those with each starting value moved to a neighbouring number: how far rounding carries.
-    """
-    first = _copied(one.init(jax.random.key(0)))
-    before, after = [state for _, state in _losses(one, first, data[: CHECKED_STEP + 1])][-2:]
-    placed = jax.device_put(before, one.shardings(one.specs))
-    grads = _copied(_gradients(one)(placed, *data[CHECKED_STEP], one.schedule))
+def traced(one: Program, data: list[Tokens]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Train with JAX; return all losses, and arrays: the first state, those around the compared step, its gradients."""
+    state = one.init(jax.random.key(0))
+    states, losses, grads = {"first": _copied(state)}, list[float](), {}
+    for step, batch in enumerate(data):
+        if step == CHECKED_STEP:
+            states["before"] = _copied(state)
+            grads = _copied(_gradients(one)(state, *batch, one.schedule))
+        state, metrics = one.train_step(state, *batch, one.schedule)
+        if step == CHECKED_STEP:
+            states["after"] = _copied(state)
+        losses.append(float(metrics.loss))
     arrays = {f"grads.{name}": x for name, x in grads.items()}
-    for when, state in (("first", first), ("before", before), ("after", after)):
-        arrays |= {f"{when}.params.{name}": x for name, x in state.params.items()}
-        arrays |= {f"{when}.state.{i}": x for i, x in enumerate(jax.tree.leaves(state.opt_state))}
-    rng = np.random.default_rng(0)
-
-    def nudged(x: np.ndarray) -> np.ndarray:
-        way = rng.choice(np.array([-np.inf, np.inf], np.float32), x.shape)
-        return np.where(x == 0, x, np.nextafter(x, way))
-
-    other = first._replace(params={name: nudged(x) for name, x in first.params.items()})
-    starts = {"losses": first, "nudged": other}
-    losses = {name: [loss for loss, _ in _losses(one, start, data)] for name, start in starts.items()}
+    for when, kept in states.items():
+        arrays |= {f"{when}.params.{name}": x for name, x in kept.params.items()}
+        arrays |= {f"{when}.state.{i}": x for i, x in enumerate(jax.tree.leaves(kept.opt_state))}
     return losses, arrays
-
-
-def _losses(one: Program, start: TrainState, data: list[Tokens]) -> Iterator[tuple[float, TrainState]]:
-    """Yield the loss of each step, and a copy of the state after it."""
-    state = jax.device_put(start, one.shardings(one.specs))
-    for tokens_BT, targets_BT in data:
-        state, metrics = one.train_step(state, tokens_BT, targets_BT, one.schedule)
-        yield float(metrics.loss), _copied(state)
 
 
 def _gradients(one: Program) -> Callable[..., Params]:
@@ -129,10 +114,10 @@ def _gradients(one: Program) -> Callable[..., Params]:
 
 
 def write(recipe: Recipe, out: Path) -> None:
-    """Write the page that trains a recipe's preset into a new folder, which `serve` takes.
+    """Write the page that trains a recipe's preset into a new folder.
 
     Raises:
-        UsageError: if the recipe does not fit, or the page lacks an operation of it.
+        UsageError: if the recipe does not fit, or the page lacks one of its operations.
     """
     ours = {f"training/{name}": raw for name, raw in _files(recipe).items()}
     of_watch = page_folder.page("watch_page")
@@ -168,17 +153,16 @@ def _files(recipe: Recipe) -> dict[str, bytes]:
         "num_state": len(jax.tree.leaves(state.opt_state)),
         "schedule": [{"dtype": str(x.dtype), "values": x.tolist()} for _, x in sorted(plan.schedule.items())],
         "checked_step": CHECKED_STEP,
-        **losses,
+        "losses": losses,
         **programs,
     }
     arrays |= constants.arrays
     arrays["tokens"] = np.concatenate([*(x.tokens_BT.ravel() for x in data), data[-1].targets_BT[-1, -1:]])
-    raw = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
-    return {"training.json": msgspec.json.encode(facts), "arrays.safetensors": raw}
+    return {"training.json": msgspec.json.encode(facts), "arrays.safetensors": page_folder.saved(arrays)}
 
 
 def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -> dict[str, Any]:
-    """Return the objective of packed parameters, tokens, targets and scheduled inputs, as a program."""
+    """Return the program from packed parameters, tokens, targets and scheduled inputs to the objective."""
     recipe = one.recipe
 
     def loss(_: Any, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, row: Params) -> jax.Array:
@@ -191,14 +175,14 @@ def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -
 
 
 def _update(one: Program, state: TrainState, constants: Constants) -> dict[str, Any]:
-    """Return new parameters, then a new state, of gradients, state, parameters and inputs, as a program."""
+    """Return the program from gradients, state, parameters and inputs to new parameters and a new state."""
 
     def update(_: Any, grads: Params, opt_state: Any, packed: Params, row: Params) -> Any:
         def alone(grads: Params) -> Any:
             moves, new = one.step.transform.update(grads, opt_state, packed, inputs=_inputs(one, row))
             return jax.tree.map(jnp.add, packed, moves), new
 
-        # An axis of one device: what an optimiser asks of the mesh is known, and there is nobody to communicate with.
+        # Optimisers use the axis of devices, which has one here.
         found = jax.vmap(alone, in_axes=None, axis_name=DATA, axis_size=1)(grads)
         return jax.tree.map(lambda x: x[0], found)
 
@@ -214,5 +198,5 @@ def _inputs(one: Program, row: Params) -> Inputs:
 
 
 def _copied(tree: Any) -> Any:
-    """Return a tree of NumPy arrays. The step gives the memory of its state to the next one."""
+    """Return a copy in NumPy arrays: a step donates its state."""
     return jax.tree.map(np.array, tree)

@@ -1,11 +1,9 @@
-"""`run --sample-every N`: what the model writes as it learns, made by a child process from the checkpoints of the run.
+"""`run --sample-every N`: a child process samples each checkpoint of the run into RECORD.samples.jsonl.
 
-The run never waits for a sample, and its clock knows of none: the child has the lowest priority, and computes on the
-CPU. What it wrote lies beside the record, with the same prompts and the same random numbers for each checkpoint.
+The run never waits: the child has the lowest priority, and computes on the CPU. Each checkpoint gets the same prompts
+and random numbers.
 
-    RECORD.samples.jsonl      a line for each sample: step, prompt, text, ids
-
-python -m speedrun.model.samples REQUEST       as JSON; when its standard input ends, it samples what is left
+python -m speedrun.model.samples REQUEST       in JSON; it ends with its standard input, after the last checkpoint
 """
 
 import os
@@ -33,8 +31,8 @@ from speedrun.train.request import decoded
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0
-_LEAVE_S = 600.0  #: for what is left to sample after the run
-_POLL_S = 1.0  #: between two looks for checkpoints
+_LEAVE_S = 600.0  #: to finish after the run
+_POLL_S = 1.0
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +46,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def beside(request: Request | None) -> AbstractContextManager[None]:
-    """Inside the block, sample the checkpoints of a run; without a request, do nothing."""
+    """Sample the checkpoints of a run inside the block; without a request, do nothing."""
     if request is None:
         return nullcontext()
     sent = [msgspec.json.encode(request, enc_hook=str).decode()]
@@ -61,14 +59,14 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
     """Sample checkpoints as they appear, the newest first, until a stream ends and none is left.
 
     Returns:
-        Steps that were due, and whose checkpoint was gone when its turn came.
+        Steps whose checkpoint was deleted before its turn.
 
     Raises:
-        DataError: if there are samples of the record that cannot be read.
+        DataError: if earlier samples of the record cannot be read.
     """
     folder, path = checkpoint.folder_of(request.record), path_of(request.record)
     found, is_over = _written(path), False
-    due_until = 0  # of this run: nothing that the file says is counted up to
+    due_until = 0
     while not is_over:
         is_over = bool(select.select([until], [], [], _POLL_S)[0])
         while due := [step for step in _due(folder, request.every, is_over=is_over) if step not in found]:
@@ -77,17 +75,17 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
             try:
                 found[step] = [msgspec.json.encode(sample) for sample in spoken(request, step)]
             except (CheckpointError, UsageError):
-                time.sleep(_POLL_S)  # it may be about to be deleted, file by file
+                time.sleep(_POLL_S)  # the run may be deleting it
                 if (folder / str(step)).exists():
                     raise
-                found[step] = []  # deleted while it was read: the run keeps only the newest ones
-            # In the order in which they were made: whoever follows the file has read its beginning.
+                found[step] = []
+            # In the order in which they were made: readers that follow the file have its beginning.
             write_whole(path, *(line + b"\n" for lines in found.values() for line in lines))
     return [step for step in range(request.every, due_until + 1, request.every) if not found.get(step)]
 
 
 def _written(path: Path) -> dict[int, list[bytes]]:
-    """Return the lines that are there, by step: those of a run before it was resumed."""
+    """Return earlier lines by step: a resumed run has some."""
     found: dict[int, list[bytes]] = {}
     with translate_read_errors(path, "need lines of JSON with a step; move it away", KeyError, TypeError):
         for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -96,18 +94,13 @@ def _written(path: Path) -> dict[int, list[bytes]]:
 
 
 def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
-    """Return the steps whose checkpoints are to be sampled: at the end, the last one, too."""
+    """Return the steps to sample: at the end, they include the last one."""
     steps = weights.steps_in(folder)
     return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
 
 
 def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a checkpoint.
-
-    Raises:
-        UsageError: if prompts do not fit, or the checkpoint is not there.
-        CheckpointError: if it cannot be read.
-    """
+    """Yield the samples of a checkpoint; raise UsageError if prompts do not fit, or as `weights.load`."""
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
     starts = [trained.words.encode(prompt) for prompt in request.prompts or ("",)]
     longest = max(map(len, starts))
@@ -123,11 +116,11 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     os.nice(19)
-    jax.config.update("jax_platforms", "cpu")  # the devices are the run's
+    jax.config.update("jax_platforms", "cpu")  # the run uses the devices
     with reported():
         request = decoded(sys.argv[1].encode(), Request)
         if missed := follow(request, sys.stdin.buffer):
             steps = ", ".join(map(str, missed))
             raise UsageError(
-                f"checkpoints of steps {steps} were gone before their turn; --keep-checkpoints 0 keeps all"
+                f"checkpoints of steps {steps} were deleted before their turn; keep all with --keep-checkpoints 0"
             )

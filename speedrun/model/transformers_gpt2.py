@@ -1,7 +1,7 @@
-"""GPT-2 in the form of the library transformers, in both directions: names, orientation of matrices, `config.json`.
+"""GPT-2 in the format of transformers, in both directions: names, orientation of matrices, `config.json`.
 
-Its `Conv1D` holds a matrix as [inputs, outputs], ours is [outputs, inputs]; its `c_attn` is query, key and value side
-by side. Both models compute the same function: pre-LayerNorm, GELU by tanh, one table for input and output.
+Its `Conv1D` holds a matrix as [inputs, outputs], ours is [outputs, inputs]; its `c_attn` concatenates query, key and
+value. Both models compute the same function: pre-LayerNorm, GELU by tanh, one table for input and output.
 Source: transformers, `models/gpt2/modeling_gpt2.py`.
 """
 
@@ -28,7 +28,7 @@ from speedrun.science.params import ParamSpec, Table
 from speedrun.train.program import Program
 
 CONFIG = "config.json"
-#: The track whose data a vocabulary of these ids and this document token has, in the order of preference.
+#: Tracks whose vocabulary a model may have, in the order of preference.
 _TRACKS = ("main-8xh100", "docs-cpu", "smoke-cpu")
 _WHOLE = {
     "embed": "wte.weight",
@@ -44,9 +44,8 @@ _PARTS = {
     "mlp_up": "mlp.c_fc",
     "mlp_down": "mlp.c_proj",
 }
-#: Masks that old files hold beside the parameters.
-_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-_HEAD = "lm_head.weight"
+#: Masks in old files, and the head, which transformers replaces by the table of tokens, too.
+_IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")
 _READ = ("F32", "F16", "BF16")
 _LOAD = """\
 ```python
@@ -65,7 +64,7 @@ _Size = Annotated[int, Meta(ge=1, le=2**24)]
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What we need of `config.json`, with the defaults of transformers."""
+    """Fields of `config.json` that we use, with the defaults of transformers."""
 
     vocab_size: _Size = 50257
     n_positions: _Size = 1024
@@ -76,7 +75,7 @@ class Config(msgspec.Struct, frozen=True):
     bos_token_id: int | None = 50256
 
 
-#: What else our model computes, the default of transformers first. The activations are names of one function.
+#: Other fields, and the values that describe our model, the default of transformers first.
 _COMPUTED: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -89,7 +88,7 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
 
 
 def name_of(ours: str) -> str:
-    """Return the name that transformers has for a parameter."""
+    """Return the name of a parameter in transformers."""
     if ours in _WHOLE:
         return _WHOLE[ours]
     _, layer, part, kind = ours.split(".")
@@ -97,7 +96,7 @@ def name_of(ours: str) -> str:
 
 
 def shape_of(ours: str, spec: ParamSpec) -> tuple[int, ...]:
-    """Return the shape that a parameter has there."""
+    """Return the shape of a parameter in transformers."""
     if ours in _WHOLE:
         return spec.shape
     *outputs, inputs = spec.shape
@@ -111,7 +110,7 @@ def outward(ours: str, spec: ParamSpec, x: np.ndarray) -> np.ndarray:
 
 
 def inward(ours: str, spec: ParamSpec, x: np.ndarray) -> np.ndarray:
-    """Return a parameter as our model holds it; the inverse of `outward`. In float32."""
+    """Return a parameter as our model holds it, in float32; the inverse of `outward`."""
     return (x.T if ours.endswith(".weight") else x).reshape(spec.shape).astype(np.float32)
 
 
@@ -119,7 +118,7 @@ def inward(ours: str, spec: ParamSpec, x: np.ndarray) -> np.ndarray:
 
 
 def _read_config(folder: Path) -> Config:
-    """Read `config.json`; raise DataError if it is damaged, UsageError if its model computes something else."""
+    """Read `config.json`; raise DataError if it is damaged, UsageError if it describes another architecture."""
     path = folder / CONFIG
     config, given = read_json(path, Config), read_json(path, dict[str, Any])
     for name, known in _COMPUTED.items():
@@ -133,10 +132,7 @@ def _read_config(folder: Path) -> Config:
 
 
 def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Trained:
-    """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
-
-    See `weight_sources.load`; `origin` says where the weights come from.
-    """
+    """Load a GPT-2 as the recipe `gpt2` at its sizes, on a track with its vocabulary; see `weight_sources.load`."""
     config, tensors = _read_config(folder), Tensors(folder)
     if config.n_layer > len(tensors.forms):
         raise DataError(f"{folder / CONFIG}: {config.n_layer:,} layers; the weights have fewer; get it again")
@@ -166,28 +162,20 @@ def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the parameters of a program by our names; raise an error unless the folder has exactly these."""
     _read_config(folder)
     if program.recipe.table is not gpt2.table:
-        raise UsageError(f"{folder} is a GPT-2; got recipe {program.recipe.name}; choose {_able()}")
+        raise UsageError(f"{folder} is a GPT-2; got recipe {program.recipe.name}; choose gpt2")
     return _arrays(Tensors(folder), program.layout.table)
 
 
 def _arrays(tensors: Tensors, table: Table) -> Iterator[tuple[str, np.ndarray]]:
     prefix = "transformer." if any(name.startswith("transformer.") for name in tensors.forms) else ""
-    for name in [name for name in tensors.forms if _BUFFERS.fullmatch(name.removeprefix(prefix))]:
+    for name in [name for name in tensors.forms if _IGNORED.fullmatch(name.removeprefix(prefix))]:
         del tensors.forms[name]
     ours = {prefix + name_of(name): name for name in table}
     wanted = {
         there: tuple(form_of(dtype, shape_of(name, table[name])) for dtype in _READ)
         for there, name in ours.items()
     }
-    if _HEAD in tensors.forms:  # the table again
-        wanted[_HEAD] = wanted[prefix + _WHOLE["embed"]]
-    embed_VD = None
     for there, x in tensors.read(wanted):
-        if there == _HEAD:
-            if not np.array_equal(x, embed_VD):  # pyright: ignore[reportArgumentType]
-                raise DataError(f"{tensors.folder}: {_HEAD} is not the table of tokens; need one for both")
-            continue
-        embed_VD = x if ours[there] == "embed" else embed_VD
         yield ours[there], inward(ours[there], table[ours[there]], x)
 
 
@@ -215,15 +203,10 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
     recipe, table = trained.program.recipe, trained.program.layout.table
     cfg, document_token = recipe.config, trained.track.data.document_token
-    if recipe.forward is not gpt2.forward or recipe.table is not gpt2.table:
+    is_gpt2 = recipe.forward is gpt2.forward and recipe.table is gpt2.table
+    if not is_gpt2 or cfg.num_heads * cfg.head_dim != cfg.model_dim:
         raise UsageError(
-            f"transformers has no architecture like {recipe.name}; need a recipe with that of GPT-2: {_able()}; "
-            "--to safetensors works for all"
-        )
-    if cfg.num_heads * cfg.head_dim != cfg.model_dim:
-        raise UsageError(
-            f"{cfg.num_heads} heads of {cfg.head_dim} are not the width, {cfg.model_dim}, as transformers needs; use "
-            "--to safetensors"
+            f"transformers has no architecture like {recipe.name}; need one like gpt2, or pass --to safetensors"
         )
     named, spoken = named_arrays(trained), tokenizer_file(trained)
     there = {name_of(name): outward(name, spec, named[name]) for name, spec in table.items()}
@@ -255,7 +238,3 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
 def _json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-
-
-def _able() -> str:
-    return ", ".join(name for name in recipes.names() if recipes.load(name).forward is gpt2.forward)

@@ -1,12 +1,10 @@
 """`speedrun watch`: serves a page, and the lines of all logs of some folders as events while the logs grow.
 
-With `run --watch`, from a process beside the run. The run depends on none of it: the process only reads its log, at low
-priority, and ends with it.
+`run --watch` starts it as a process next to the run, which does not depend on it. A page that reconnects gets all lines
+again.
 
-A page that connects again gets all of it again. Files are only read; a line that is no event of a log is not shown.
-
-    event: files    all files that there are: {"files": [...], "folders": [...]}; again when one appears
-    event: lines    {"key", "anew", "lines"}: complete lines of one file; null for one that cannot be shown
+    event: files    all files: {"files": [...], "folders": [...]}; again when they change
+    event: lines    {"key", "anew", "lines"}: complete lines of a file; null for an invalid one
     event: beat     {"now": UTC}: at the start, and every few seconds; without any, the connection is dead
     event: end      the server is about to end
 
@@ -20,15 +18,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
 from speedrun.base import accelerators, children, clock, runlog
 from speedrun.base import track as tracks
-from speedrun.base.errors import UsageError, translate_read_errors
+from speedrun.base.errors import UsageError
 from speedrun.base.output import reported
 from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving
 from speedrun.base.signals import handled_by, stop
@@ -36,53 +33,39 @@ from speedrun.base.tail import Piece, Tail
 from speedrun.board import ghost as ghosts
 
 _LEAVE_S = 3.0  #: from the end of the run until the process is killed
-_LAST_S = 1.5  #: for pages to get the last lines
+_LAST_S = 1.5  #: to send the last lines
 _PAGE = Path(__file__).resolve().parent / "watch_page"
 _RECORDS = Path("records")
 POLL_S = 0.25
 BEAT_S = 3.0
-#: Where the logs of a folder are: in a run, a record, or a folder of records, such as a sweep.
+#: Logs of a run, of a record, and of a folder of records, such as a sweep.
 _LOGS = ("metrics.jsonl", "runs/*/metrics.jsonl", "*/runs/*/metrics.jsonl")
-#: Files of a record whose first run has no log yet.
-_BEGUN = ("source.txt", "batch.json", "runs")
 
 
-class File(NamedTuple):
-    """A file of lines that a page gets."""
+class File(msgspec.Struct):
+    """A file whose lines a page gets."""
 
-    key: str  #: stands for its path
+    key: str  #: hash of its path
     kind: Literal["log", "samples"]
-    record: Path  #: the record's folder, which has the samples beside it
-    run: str  #: name of the run's folder; empty for samples
-    path: Path
+    record: str
+    record_key: str  #: hash of the record's path: records may have the same name
+    run: str  #: empty for samples
+    problem: str = ""  #: why the file cannot be read
 
 
-def check(folder: Path) -> None:
-    """Raise UsageError for what exists and can be no run. A folder that does not exist may become one."""
-    with translate_read_errors(folder, "name the folder of a run or record", kind=UsageError):
-        if not folder.exists() or (folder.is_dir() and (_logs(folder) or not any(folder.iterdir()))):
-            return
-        is_begun = any((folder / name).exists() for name in _BEGUN)
-    if not is_begun:
-        raise UsageError(f"{folder} is no run; need the folder of a run or record, as run --out makes")
-
-
-def _logs(folder: Path) -> list[Path]:
-    return [path for pattern in _LOGS for path in sorted(folder.glob(pattern))]
-
-
-def find(folders: Sequence[Path]) -> list[File]:
-    """Return the logs and samples of folders of runs, each once."""
+def find(folders: Sequence[Path]) -> dict[Path, File]:
+    """Return the logs and samples of folders."""
     found: dict[Path, File] = {}
-    for log in (log for folder in folders for log in _logs(folder)):
-        path = Path(os.path.realpath(log))  # raises nothing if links change meanwhile
+    for log in (log for folder in folders for pattern in _LOGS for log in sorted(folder.glob(pattern))):
+        path = Path(os.path.realpath(log))  # unlike a method of Path, it raises nothing
         run = path.parent
         record = run.parent.parent if run.parent.name == "runs" else run
-        found[path] = File(_key(path), "log", record, run.name, path)
+        known = _name(record.name), _key(record)
+        found[path] = File(_key(path), "log", *known, _name(run.name))
         samples = children.samples_of(record)
-        if os.path.exists(samples):  # no method of Path, which fails for a name that is too long
-            found[samples] = File(_key(samples), "samples", record, "", samples)
-    return list(found.values())
+        if os.path.exists(samples):
+            found[samples] = File(_key(samples), "samples", *known, "")
+    return found
 
 
 def _key(path: Path) -> str:
@@ -90,16 +73,15 @@ def _key(path: Path) -> str:
 
 
 class Feed:
-    """What one page gets."""
+    """The events of one page."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Begin with the first lines."""
-        self._folders, self._told = folders, dict[str, Any]()
-        self._tails: dict[str, tuple[File, Tail]] = {}
-        self._problems: dict[str, str] = {}
+        self._folders, self._told = folders, b""
+        self._tails: dict[Path, tuple[File, Tail]] = {}
 
     def events(self, is_over: threading.Event) -> Iterator[bytes]:
-        """Yield events until it is over, and once more what has come until then."""
+        """Yield events until `is_over`, and then the last ones."""
         silent_s = BEAT_S
         while True:
             is_last = is_over.is_set()
@@ -114,36 +96,33 @@ class Feed:
             silent_s += POLL_S
 
     def news(self) -> Iterator[bytes]:
-        """Yield events for what is new in all files."""
-        for file in find(self._folders):
-            if file.key not in self._tails:
-                self._tails[file.key] = file, Tail(file.path)
-        files = [
-            {"key": key, "kind": file.kind, "record": _name(file.record.name), "run": _name(file.run)}
-            | {"record_key": _key(file.record), "problem": self._problems.get(key, "")}
-            for key, (file, _) in self._tails.items()
-        ]
+        """Yield events for new files and lines."""
+        for path, file in find(self._folders).items():
+            self._tails.setdefault(path, (file, Tail(path)))
+        files = [file for file, _ in self._tails.values()]
         folders = [{"name": _name(str(folder)), "exists": folder.exists()} for folder in self._folders]
-        if self._told != (told := {"files": files, "folders": folders}):
+        told = _event("files", {"files": files, "folders": folders})
+        if self._told != told:
             self._told = told
-            yield _event("files", told)
+            yield told
         for file, tail in self._tails.values():
-            while piece := self._piece(file.key, tail):
+            while piece := _piece(file, tail):
                 lines = [_text(raw, file.kind) for raw in piece.lines]
-                # A client that does not read holds this, and no more.
+                # A client that does not read costs the memory of one piece.
                 yield _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
 
-    def _piece(self, key: str, tail: Tail) -> Piece | None:
-        self._problems.pop(key, None)
-        try:
-            return tail.read()
-        except OSError as error:
-            self._problems[key] = error.strerror or type(error).__name__
-            return None
+
+def _piece(file: File, tail: Tail) -> Piece | None:
+    file.problem = ""
+    try:
+        return tail.read()
+    except OSError as error:
+        file.problem = error.strerror or type(error).__name__
+        return None
 
 
 def _name(text: str) -> str:
-    """Return the name of a file as text that has a form in UTF-8."""
+    """Return a file name as valid UTF-8."""
     return os.fsencode(text).decode(errors="replace")
 
 
@@ -154,7 +133,7 @@ class _Sample(msgspec.Struct):
 
 
 def _text(raw: bytes, kind: str) -> str | None:
-    """Return a line as text; None if it is no UTF-8, or no line of such a file: nothing else is shown."""
+    """Return a line as text; None if it is not valid."""
     try:
         if kind == "log":
             runlog.decode(raw)
@@ -169,11 +148,10 @@ def _event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
 
 
-@lru_cache(maxsize=64)
 def rules(choice: str | None, track: str) -> dict[str, Any]:
-    """Return target and ghost of a track (name and version), and the peak rates of devices in bf16, per second.
+    """Return target and ghost of a track (name and version), and the bf16 peaks of devices in FLOP/s.
 
-    What cannot be read is null, with the reason in `problems`; `choice` is that of `--ghost`.
+    `choice` is that of `--ghost`. What cannot be read is null, with the reason in `problems`.
     """
     target, ghost, problems = None, None, []
     try:
@@ -197,7 +175,7 @@ def rules(choice: str | None, track: str) -> dict[str, Any]:
 
 @contextmanager
 def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[str]:
-    """Serve the page of these folders inside the block, with `ghost` as in `--ghost`; yield its address.
+    """Serve a page inside the block, with `ghost` as in `--ghost`; yield its address.
 
     Raises:
         UsageError: if the port cannot be used.
@@ -222,7 +200,7 @@ def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[
     with serving(answer, port) as url:
         try:
             yield url
-        finally:  # send all pages what is left, and wait for them a moment
+        finally:  # send the last lines
             is_over.set()
             spent = clock.Stopwatch()
             for reader in [*readers]:
@@ -230,10 +208,7 @@ def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[
 
 
 def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContextManager[None]:
-    """Serve the page of a run from another process inside the block; without a port, do nothing.
-
-    Its address is printed once it is served. Whatever goes wrong is one warning.
-    """
+    """Serve the page of a run from a child process inside the block; without a port, do nothing."""
     if port is None:
         return nullcontext()
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
@@ -243,13 +218,13 @@ def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContex
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:
-    """Serve until standard input ends; raise UsageError if the port cannot be used, Terminated at a signal."""
+    """Serve until standard input ends; raise UsageError if the port cannot be used."""
     try:
         with watching([Path(record)], int(port), ghost) as url, handled_by(stop):
             sys.stdout.write(f"watch   {url}\n")
             sys.stdout.flush()
             sys.stdin.buffer.read()
-    except UsageError as error:  # of the port: the option of a run has another name
+    except UsageError as error:  # a run has another option for the port
         raise UsageError(f"{str(error).partition(';')[0]}; choose another with --watch-port") from None
 
 

@@ -1,4 +1,4 @@
-"""The weights that a command names: of a run, in an exported folder, or a GPT-2 in a folder or on the hub."""
+"""Finds the weights that a command names: of a run, in an exported folder, or of a GPT-2 in a folder or on the hub."""
 
 import shutil
 from collections.abc import Mapping
@@ -36,15 +36,15 @@ def load(
     step: int | None = None,
     dtype: str | None = None,
 ) -> Trained:
-    """Load weights from wherever they are.
+    """Load weights.
 
     Args:
-        source: folder of a record or of its checkpoints, an exported folder, a folder of a GPT-2 in the form of
-            transformers, or the name of one `ON_THE_HUB`.
-        data: folder of shards; None: the run's own, or the track's.
-        recipe: name of the recipe, if it lies in a file of its own.
-        step: which checkpoint of a run; None: the newest.
-        dtype: of the computation; None: as the recipe says.
+        source: record, folder of checkpoints, exported folder, folder of a GPT-2 of transformers, or a name in
+            `ON_THE_HUB`.
+        data: folder of shards. Default: that of the run or the track.
+        recipe: name or path of the recipe, if it is not in the package.
+        step: checkpoint of a run. Default: the newest.
+        dtype: of the computation. Default: that of the recipe.
 
     Raises:
         UsageError: if there are no such weights, or an argument does not fit them.
@@ -70,9 +70,9 @@ def load(
 
 
 def packed_for(program: Program, source: Path) -> tuple[Params, Mapping[str, str]]:
-    """Return the weights of an exported folder or a GPT-2 in the layout of a program, and where they come from.
+    """Return the weights of an exported folder or a GPT-2, packed for a program, and their origin.
 
-    The recipe may be another than the one that trained them, if its parameters have the same names, shapes and dtypes.
+    Another recipe may have trained them, if its parameters have the same names, shapes and dtypes.
 
     Raises:
         UsageError: if there is no such folder.
@@ -87,12 +87,12 @@ def packed_for(program: Program, source: Path) -> tuple[Params, Mapping[str, str
         return exported.placed(program, transformers_gpt2.arrays(folder, program)), origin
     raise UsageError(
         f"{source} is no folder of weights; need one with {exported.FACTS} or {transformers_gpt2.CONFIG}; "
-        "'speedrun export RUN --to safetensors' makes one of a run"
+        "type: speedrun export RUN --to safetensors"
     )
 
 
 def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
-    """Return the folder of a source, and where its weights come from; download what is named and not here."""
+    """Return the folder of a source, downloaded if necessary, and the origin of its weights."""
     if source.is_file():
         raise UsageError(f"{source} is a file; name the folder that holds it")
     if source.exists() or checkpoint.folder_of(source).exists():
@@ -110,37 +110,36 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
     return folder, {"weights": repo, "revision": folder.name}
 
 
-# --- `run --init-from`, as a fine-tune does
+# --- `run --init-from`
 
 
 def start_from(config: RunConfig, source: Path) -> RunConfig:
-    """Write the checkpoint of step 0 for a run that starts from given weights; return the settings that resume it.
+    """Write given weights as a checkpoint of step 0; return the settings of a run that resumes from it.
 
-    So the loop knows nothing of it, the log names the weights and their digest, and no such run is ranked: none that is
-    resumed is.
+    The log of the resumption names the weights and their digest. Resumed runs are never ranked.
 
     Raises:
-        UsageError: if the track is ranked, several processes share the run, or its folder of checkpoints is in use.
+        UsageError: if the track is ranked, the run has several processes, or its folder of checkpoints exists.
         DataError: if the weights are missing, damaged, not finite, or not those of the recipe.
     """
     track = tracks.load(config.track)
     if track.rules.ranked:
         raise UsageError(
-            f"--init-from on {track.id}, which is ranked: a record starts from random weights; choose --track webmini"
+            f"--init-from on {track.id}, which is ranked; need random weights there; choose --track webmini"
         )
     if (count := processes.count()) > 1:
-        raise UsageError(f"--init-from in {count} processes; need one; leave out what starts others")
+        raise UsageError(f"--init-from in {count} processes; need one; start only one")
     folder = checkpoint.folder_of(config.out)
     if folder.exists():
         raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-    every = config.checkpoint_every or recipe.num_steps  # at least the end is kept
+    every = config.checkpoint_every or recipe.num_steps
     ready = prepare(msgspec.structs.replace(config, checkpoint_every=every))
     program = ready.program
     packed, origin = packed_for(program, source)
     fresh = program.init(jax.random.key(config.seed))
 
-    def begin(packed: Params) -> TrainState:  # what the optimiser keeps of weights is made from these
+    def begin(packed: Params) -> TrainState:
         return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
 
     state = jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)
@@ -153,7 +152,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
         train_time_s=0.0,
         arrays=checkpoint.described(state),
     )
-    # Without its step 0 the folder would be that of a run that begins with random weights.
+    # A folder without step 0 would resume from random weights.
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     with checkpoint.opened(partial, ready.resumable, keep=config.keep_checkpoints) as checkpoints:

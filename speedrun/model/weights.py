@@ -1,9 +1,8 @@
-"""The weights of a run, from its newest checkpoint, and tensors of other folders. Nothing of them is written or run.
+"""The weights of a run, from its newest checkpoint, and tensors of other folders. Both are only read.
 
-A record is small and has no weights: they lie beside it, in RECORD.checkpoints, if the run was told to keep some.
+A record has no weights: they are in RECORD.checkpoints, next to it, if the run kept some.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,10 +30,8 @@ from speedrun.train.preflight import Resumable
 from speedrun.train.program import Program
 from speedrun.train.request import read_sealed
 
-#: Files of tensors. They are untrusted: headers are checked before any data is read. The library checks that tensors
-#: cover the file without gaps or overlaps, so no shape can claim more than is there.
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: As a header names them. The dtypes of trained parameters.
+WEIGHTS = "model.safetensors"
+#: Dtypes of trained parameters, with their names in a header.
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 _T = TypeVar("_T")
@@ -42,14 +39,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Words:
-    """The tokenizer of a track, loaded when it is needed. Synthetic ids stand for no text."""
+    """The tokenizer of a track, loaded on first use. Ids of synthetic data stand for no text."""
 
     track: Track
     folder: Path  #: of the track's data
 
     @property
     def path(self) -> Path | None:
-        """The file of the tokenizer in the folder; None if ids stand for no text. It may be missing."""
+        """The file of the tokenizer, which may be missing; None if ids stand for no text."""
         if self.track.synthetic is not None:
             return None
         is_own = self.track.python_docs is not None
@@ -57,44 +54,39 @@ class Words:
 
     @cached_property
     def tokens(self) -> dict[int, bytes]:
-        """The bytes of each id; special ones are missing; empty if ids stand for no text.
-
-        Raises:
-            DataError: if the file of the tokenizer is missing, and cannot be downloaded.
-        """
+        """The bytes of each id without special ones; empty if ids stand for no text."""
         return (self.encoder and self.encoder.tokens) or {}
 
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:
-        """Turns text into ids; None if ids stand for no text."""
+        """The tokenizer; None if ids stand for no text.
+
+        Raises:
+            DataError: if its file is missing and cannot be downloaded.
+        """
         if self.path is None:
             return None
         is_there = self.path.exists() or self.path.name == vocabulary.TOKENIZER
         return tokenizer.load(str(self.path) if is_there else "gpt2")
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, after the token that opens a document: i32 [N].
-
-        Raises:
-            UsageError: if ids of this track have no text.
-        """
-        opens = [self.track.data.document_token]
-        if not text:
-            return np.array(opens, np.int32)
+    def needed(self) -> tokenizer.Tokenizer:
+        """Return the tokenizer; raise UsageError if ids stand for no text."""
         if self.encoder is None:
-            raise UsageError(
-                f"ids of {self.track.id} stand for no text, got {text[:40]!r}; name them with --ids 1,2,3"
-            )
-        (ids,) = self.encoder.encode([text])
-        return np.concatenate([opens, ids]).astype(np.int32)
+            raise UsageError(f"ids of {self.track.id} stand for no text; need text, or --ids 1,2,3")
+        return self.encoder
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, after the token that opens a document: i32 [N]."""
+        ids = self.needed().encode([text])[0] if text else []
+        return np.array([self.track.data.document_token, *ids], np.int32)
 
     def checked(self, ids: list[int]) -> np.ndarray:
-        """Return ids as they are: i32 [N]; raise UsageError if one is outside the vocabulary, or there are none."""
+        """Return a prompt of ids, i32 [N]; raise UsageError if it is empty or has an unknown id."""
         most = self.track.data.vocab_size
         if wrong := [index for index in ids if not 0 <= index < most]:
             raise UsageError(f"id {wrong[0]:,} is not in {self.track.id}, which has 0 to {most - 1:,}")
         if not ids:
-            raise UsageError("a prompt of no ids; need one or more: --ids 1,2,3")
+            raise UsageError("got no ids; need one or more: --ids 1,2,3")
         return np.array(ids, np.int32)
 
 
@@ -102,16 +94,16 @@ class Words:
 class Trained:
     """A recipe with the weights that it trained."""
 
-    program: Program  #: on the devices of this machine that were asked for
+    program: Program
     track: Track
     folder: Path  #: of the track's data
-    step: int  #: steps that the weights were trained
+    step: int  #: number of training steps
     packed: Params  #: as `Layout` packs them, in the dtype of training
     overrides: Mapping[str, str] = field(default_factory=dict)  #: of the recipe, by dotted name
-    run: tuple[Path, str] | None = None  #: record and run that trained them, if they lie here
+    run: tuple[Path, str] | None = None  #: the record and run that trained them, if on this machine
     origin: Mapping[str, str] = field(default_factory=dict)  #: of weights from a folder or the hub
-    is_ours: bool = True  #: a run trained them on the track; else the track only names the data
-    tokenizer: Path | None = None  #: folder of its file; None: that of the data
+    is_ours: bool = True  #: whether a run trained them on the track
+    tokenizer: Path | None = None  #: folder of the tokenizer, if not that of the data
 
     def __str__(self) -> str:
         devices, recipe = self.program.mesh.devices, self.program.recipe
@@ -122,7 +114,7 @@ class Trained:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
+        """Facts for `--json`."""
         step = self.step if self.is_ours else None
         recipe = self.program.recipe
         facts = {"recipe": recipe.name, "step": step, "track": self.track.id, "dtype": recipe.compute_dtype}
@@ -130,18 +122,18 @@ class Trained:
 
     @cached_property
     def words(self) -> Words:
-        """The tokenizer of its text."""
+        """The tokenizer."""
         return Words(self.track, self.tokenizer or self.folder)
 
     @property
     def inputs(self) -> Inputs:
-        """The scheduled inputs of a validation after this step."""
+        """Scheduled inputs of a validation after `step`."""
         plan = self.program.step.plan
         return plan.at(self.step, plan.schedule, self.program.static_at(self.step))
 
     @property
     def params(self) -> Params:
-        """Parameters by name, as the forward pass gets them: in the compute dtype; those of vectors stay float32."""
+        """Parameters by name, as the forward pass gets them: in the compute dtype, vectors in float32."""
         layout, dtype = self.program.layout, self.program.recipe.compute_dtype
         return layout.unpack(
             {name: x if name in layout.vectors else x.astype(dtype) for name, x in self.packed.items()}
@@ -151,10 +143,7 @@ class Trained:
 def load(
     run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
 ) -> Trained:
-    """Load the weights of a run, from the folder of its record or checkpoints, onto one device.
-
-    See `weight_sources.load`.
-    """
+    """Load the weights of a run onto one device, as `weight_sources.load`; `run` is its record or its checkpoints."""
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
     steps = steps_in(folder)
     if not steps:
@@ -183,7 +172,7 @@ def load(
 
 
 def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Recipe:
-    """Return the recipe that trained some weights, from `given` if it is named; raise UsageError for another one."""
+    """Load the recipe that trained some weights, from `given` if there is one; raise UsageError if it is another."""
     chosen = recipes.load(given or name)
     if (chosen.name, chosen.revision) != (name, revision):
         raise UsageError(
@@ -199,13 +188,13 @@ def _unsealed(path: Path, form: type[_T]) -> _T:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint, the newest last."""
+    """Return the steps with a checkpoint, in order."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _configs(kept: Resumable, program: Program) -> Iterator[str]:
-    """Return the digests that the config of the run may have: it chose its use of memory by itself."""
+    """Yield the possible digests of the run's config: the run chose its use of memory."""
     config = kept.config
     described = {
         "recipe": describe(program.recipe),
@@ -218,19 +207,18 @@ def _configs(kept: Resumable, program: Program) -> Iterator[str]:
 
 
 def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:
-    """Read the packed parameters of a checkpoint, without the state of the optimiser; compare their digests."""
+    """Read the packed parameters of a checkpoint, and verify their digests."""
     wanted = checkpoint.named({"params": program.state.params})
     found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
     for difference in checkpoint.differences(found, wanted):
-        raise CheckpointError(f"{folder}: {difference}; it is of another model, or another version of it")
+        raise CheckpointError(f"{folder}: {difference}; need the recipe that trained it")
     try:
         arrays = checkpoint.read_arrays(folder, facts, wanted)
     except checkpoint.Damaged as damage:
         raise CheckpointError(f"{folder} is damaged ({damage}); choose another --step or run again") from None
     for name, x in arrays.items():
         if not bool(jnp.all(jnp.isfinite(x.astype(jnp.float32)))):
-            need = "need finite weights; choose another --step"
-            raise DataError(f"{folder}: {name} holds NaN or infinity; {need}")
+            raise DataError(f"{folder}: {name} holds NaN or infinity; choose another --step")
     return {name.removeprefix("params."): x for name, x in arrays.items()}
 
 
@@ -238,48 +226,33 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
 
 
 def form_of(dtype: str, shape: Iterable[int]) -> str:
-    """Return dtype and shape of a tensor as a header has them, in one text."""
+    """Return dtype and shape of a tensor in the notation of a header."""
     return f"{dtype}{[*shape]}"
 
 
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-
-
 class Tensors:
-    """The tensors of `model.safetensors` in a folder, or of the files that its index names."""
+    """The tensors of `model.safetensors` in a folder.
+
+    The file is untrusted. The library checks that tensors cover it without gaps or overlaps, so no shape claims more
+    memory than the file has.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Check the headers.
-
-        Raises:
-            DataError: if a file is missing or damaged.
-        """
+        """Read the header; raise DataError if the file is missing or damaged."""
         from safetensors import SafetensorError, safe_open
 
-        self.folder = folder
-        self.forms: dict[str, str] = {}
-        self._files: dict[str, Any] = {}
-        index = folder / INDEX
-        names = read_json(index, _Index).weight_map.values() if index.exists() else (WEIGHTS,)
-        for name in sorted({*names}):
-            if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
-                raise DataError(f"{index} names {name!r}; need files of this folder; copy it again")
-            path, advice = folder / name, "need a whole file of safetensors; copy it again"
-            if not path.is_file():
-                what = "not a file" if path.exists() else "no such file"
-                raise DataError(f"{path}: {what}; need the weights; copy the folder again")
-            with translate_read_errors(path, advice, SafetensorError):
-                file = safe_open(path, framework="np")
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-                self.forms |= {name: form_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
-            self._files |= dict.fromkeys(slices, file)
+        self.folder, path = folder, folder / WEIGHTS
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; need the weights; copy the folder again")
+        with translate_read_errors(path, "need a whole file of safetensors; copy it again", SafetensorError):
+            self._file = file = safe_open(path, framework="np")
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            self.forms = {name: form_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
 
     def read(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield tensors by name, after the forms of all of them are compared with those that they may have.
+        """Yield tensors by name; raise DataError unless they have exactly these names and forms, and are finite.
 
-        Raises:
-            DataError: if one is missing, not wanted, of another form, or holds NaN or infinity.
+        All forms are compared before any tensor is read.
         """
         folder = self.folder
         for name in sorted({*wanted} | {*self.forms}):
@@ -289,13 +262,13 @@ class Tensors:
                 needs = f"need {' or '.join(need)}" if need else "the model has no such parameter"
                 raise DataError(f"{folder}: parameter {name} {what}; {needs}; name the model's own recipe")
         for name in wanted:
-            x = self._files[name].get_tensor(name)
+            x = self._file.get_tensor(name)
             if not np.isfinite(x.astype(np.float32, copy=False)).all():
                 raise DataError(f"{folder}: {name} holds NaN or infinity; need finite weights; copy it again")
             yield name, x
 
 
 def read_json(path: Path, kind: type[_T]) -> _T:
-    """Read a file of JSON; raise DataError if it is missing or has another form."""
+    """Read a JSON file; raise DataError if it is missing or malformed."""
     with translate_read_errors(path, "copy or export the folder again"):
         return msgspec.json.decode(read_regular(path), type=kind)

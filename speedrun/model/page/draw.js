@@ -1,7 +1,7 @@
 /**
- * Draws tokens as `speedrun sample` does: the largest of z / temperature - log(-log u), with JAX's uniform numbers.
+ * Draws tokens as `speedrun sample` does: the largest z / temperature - log(-log u), with the uniform numbers of JAX.
  *
- * Threefry: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; the use of its words is JAX's.
+ * Threefry: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011, used as in JAX.
  */
 const ROTATIONS = [[13, 15, 26, 6], [17, 29, 16, 24]];
 const TINY = 2 ** -126;
@@ -23,7 +23,7 @@ export function threefry([k0, k1], [x0, x1]) {
   return [x0, x1];
 }
 
-/** As `jax.random.fold_in`: the key of one part of what a key is for. */
+/** As `jax.random.fold_in`. */
 export const foldIn = (key, number) => threefry(key, [0, number >>> 0]);
 
 /** As `jax.random.uniform(key, (size,), minval=tiny)`, float32. */
@@ -37,7 +37,7 @@ export function uniforms(key, size) {
   });
 }
 
-/** CRC-32 of the ids as 32-bit words: the number of the random stream of a prompt. */
+/** The random stream of a prompt: CRC-32 of its ids as 32-bit words. */
 export function stream(ids) {
   let crc = ~0;
   for (const byte of new Uint8Array(Int32Array.from(ids).buffer)) {
@@ -50,7 +50,7 @@ export function stream(ids) {
 /** The key of the token at a position. */
 export const keyAt = (seed, prompt, position) => foldIn(foldIn([0, seed], stream(prompt)), position);
 
-/** Ids by falling logit; equal ones by number. */
+/** Ids by decreasing logit, then by number. */
 export const ranked = (logits) => Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a] || a - b);
 
 export function argmax(xs) {
@@ -66,7 +66,7 @@ export function softmax(logits, temperature = 1) {
   return weights.map((x) => x / total);
 }
 
-/** Draw an id. `topK` 0: of all. */
+/** Draw an id from the `topK` most probable ones; 0: from all. */
 export function drawn(logits, key, { temperature, topK }) {
   if (!(temperature > 0)) return argmax(logits);
   const u = uniforms(key, logits.length);

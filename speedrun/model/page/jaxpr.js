@@ -1,8 +1,8 @@
 /**
- * Evaluates programs that `speedrun export --to web` wrote: a jaxpr, rewritten in the operations below.
+ * Evaluates programs of `page_program.py`: jaxprs, rewritten in the operations below.
  *
- * jax-js counts references: a function uses up its arguments, and `x.ref` is one more reference. So each use of a
- * value but the last takes `.ref`. That is counted here, once, for all operations.
+ * jax-js counts references: a function consumes its arguments, and `x.ref` adds a reference. So each use of a value but
+ * the last takes `.ref`.
  */
 import { jit, lax, nn, numpy as np } from "./jax-js/index.js";
 
@@ -25,7 +25,7 @@ const REDUCTIONS = {
 };
 const each = (table, adapted) => Object.fromEntries(Object.entries(table).map(([name, one]) => [name, adapted(one)]));
 
-/** The result of combining each entry with those before it, by steps of 1, 2, 4, ... */
+/** Combine each entry with all before it, in steps of 1, 2, 4, ... */
 function running(x, axis, combine) {
   const length = x.shape[axis];
   const part = (from, to) => x.shape.map((n, i) => (i === axis ? [from, to] : [0, n]));
@@ -38,7 +38,7 @@ function running(x, axis, combine) {
   return x;
 }
 
-/** All operations: (operands, what else they take, [dtype, shape] of the output). */
+/** Operations: (operands, parameters, [dtype, shape] of the output). */
 const OPERATIONS = {
   ...each(UNARY, (one) => ([x]) => one(x)),
   ...each(BINARY, (one) => ([x, y]) => one(x, y)),
@@ -69,7 +69,7 @@ const OPERATIONS = {
   transpose: ([x], { permutation }) => x.transpose(permutation),
 };
 
-/** Rows as a product: its gradient needs no scatter, which jax-js 0.1.25 lacks in compiled functions. */
+/** `rows` as a product, whose gradient needs no scatter: jax-js 0.1.25 cannot compile scatters. */
 export const rowsByProduct = ([table, indices], _, [, shape]) => {
   const places = np.arange(0, table.shape[0], 1, { dtype: "int32" });
   const chosen = np.equal(indices.astype("int32").reshape([-1, 1]), places.reshape([1, -1])).astype("float32");
@@ -83,7 +83,7 @@ function literal({ value, dtype }) {
   return np.array(number, { dtype, shape: [] });
 }
 
-/** How often each value is used, as operand or output. */
+/** Count the uses of each value. */
 function uses(program) {
   const counts = new Map();
   const count = (x) => typeof x === "number" && counts.set(x, (counts.get(x) ?? 0) + 1);
@@ -92,10 +92,7 @@ function uses(program) {
   return counts;
 }
 
-/**
- * Evaluate a program. `given` maps the numbers of inputs and constants to arrays, which are used up. `others` are
- * operations to use in place of those above.
- */
+/** Evaluate a program on inputs and constants by number, which it consumes; `others` replace operations. */
 function evaluate(program, given, others = {}) {
   const left = uses(program);
   const values = new Map();
@@ -115,14 +112,14 @@ function evaluate(program, given, others = {}) {
   return program.outputs.map(read);
 }
 
-/** A function of lists of inputs and constants, which uses them up. */
+/** A function of lists of inputs and constants, which it consumes. */
 export function runner(program, others) {
   const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
   return (inputs, constants = []) =>
     evaluate(program, [...inputs, ...constants].map((x, i) => [numbers[i], x]), others);
 }
 
-/** Compile a program: a function of its inputs, which uses them up, and of constants by name, which it keeps. */
+/** Compile a program with constants by name: a function that consumes its inputs, and keeps the constants. */
 export function compiled(program, constants) {
   const run = jit(runner(program)), names = Object.values(program.constants);
   return (...inputs) => run(inputs, names.map((name) => constants.get(name).ref));

@@ -1,4 +1,4 @@
-/** A model of the folder: its files, checked, and its programs, compiled. */
+/** Loads a model: reads its files, and compiles its programs. */
 import { defaultDevice, init, numpy as np } from "./jax-js/index.js";
 import * as draw from "./draw.js";
 import { compiled, knows } from "./jaxpr.js";
@@ -6,8 +6,7 @@ import { parse, Unusable } from "./safetensors.js";
 import { Tokenizer } from "./tokenizer.js";
 
 const FORMAT = "speedrun.web/1";
-/** How many of the most probable tokens are kept of each position. */
-const NUM_TOP = 10;
+const NUM_TOP = 10; // candidates of a token
 
 export const $ = (id) => document.getElementById(id);
 
@@ -21,21 +20,18 @@ export function made(tag, properties, ...children) {
 /** Waits until the browser has drawn. */
 export const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
 
-/** Tell the reader of the page what went wrong. */
+/** Show an error. */
 export function fail(error, status = $("status").textContent) {
   if (!(error instanceof Unusable)) console.error(error);
   $("status").textContent = status;
   $("error").textContent = error instanceof Unusable ? error.message
     : error instanceof RangeError ? "The memory of this page is full. Close other pages, or choose a smaller model."
-    : `Something failed that should not: ${error.message ?? error}.`;
+    : `Unexpected error: ${error.message ?? error}.`;
   $("error").hidden = false;
 }
 
-/** Start jax-js: the names of what it can compute on, the first of which is chosen. */
+/** Start jax-js; return the names of its backends. */
 export async function start() {
-  if (typeof WebAssembly === "undefined") {
-    throw new Unusable("This browser has no WebAssembly, or forbids it. Use another, or allow it for this page.");
-  }
   const found = await init("wasm", "webgpu"); // never WebGL, which takes minutes
   defaultDevice("wasm");
   return found.includes("webgpu") ? ["wasm", "webgpu"] : ["wasm"];
@@ -55,29 +51,17 @@ export async function read(url, as) {
 
 export const array = ({ dtype, shape, data }) => np.array(data, { dtype, shape });
 
-/**
- * Read a file of facts, and one of arrays. Refuses another format, what the interpreter does not know in the programs of
- * the facts, and arrays that are not those of the programs.
- */
+/** Read a file of facts and one of arrays. Refuses other formats, and programs with unknown operations. */
 export async function opened(folder, name, arrays, format, programs) {
   const [facts, raw] = await Promise.all([read(`${folder}/${name}`, "json"), read(`${folder}/${arrays}`, "arrayBuffer")]);
   if (facts.format !== format) {
-    throw new Unusable(`${folder}/${name} has the format ${facts.format}; this page reads ${format}. Make it again.`);
+    throw new Unusable(`${folder}/${name} has the format ${facts.format}; this page reads ${format}. Export it again.`);
   }
-  const known = parse(raw, `${folder}/${arrays}`);
   for (const program of programs(facts)) {
     const unknown = program.equations.find(([name]) => !knows(name));
-    if (unknown) throw new Unusable(`${folder}: this page does not know ${unknown[0]}. Make it again.`);
-    for (const [number, name] of Object.entries(program.constants)) {
-      const [dtype, shape] = program.values[number];
-      const got = known.get(name);
-      if (got?.dtype !== dtype || String(got.shape) !== String(shape)) {
-        const what = got ? `${got.dtype}[${got.shape}]` : "missing";
-        throw new Unusable(`${folder}: ${name} is ${what}; the model needs ${dtype}[${shape}]. Make it again.`);
-      }
-    }
+    if (unknown) throw new Unusable(`${folder}: this page has no operation ${unknown[0]}. Export it again.`);
   }
-  return [facts, known];
+  return [facts, parse(raw, `${folder}/${arrays}`)];
 }
 
 export class Model {
@@ -100,14 +84,14 @@ export class Model {
     return model;
   }
 
-  /** Ids of a prompt after the token that opens a document; numbers if the ids stand for no text. */
+  /** Ids of a prompt after the token that opens a document. If the track has no text, the prompt lists ids. */
   encode(prompt) {
     const { document_token: opens, vocab_size: size } = this.facts;
     if (this.tokenizer) return [opens, ...this.tokenizer.encode(prompt)];
     const words = prompt.split(/[\s,]+/).filter(Boolean);
     const wrong = words.find((word) => !/^\d+$/.test(word) || Number(word) >= size);
     if (wrong !== undefined) {
-      throw new Unusable(`“${wrong}” is no id of ${this.facts.track}, which has 0 to ${size - 1} and no text. Write ids: 1, 2, 3.`);
+      throw new Unusable(`“${wrong}” is no id of ${this.facts.track}, which has 0 to ${size - 1} and no text. Write ids, such as 1, 2, 3.`);
     }
     return words.length ? words.map(Number) : [opens];
   }
@@ -121,10 +105,9 @@ export class Model {
   async predict(ids, from = 0) {
     const lengths = this.facts.states.map((program) => program.values[program.inputs[0]][1][1]);
     const which = lengths.findIndex((length) => length >= ids.length);
-    if (which < 0) throw new Unusable(`${ids.length} tokens; the model reads up to ${this.facts.num_positions}. Shorten the prompt.`);
     const padded = new Int32Array(lengths[which]);
     padded.set(ids);
-    defaultDevice(this.device); // another model may have set another one
+    defaultDevice(this.device);
     const [out] = this.states[which](np.array(padded, { shape: [1, padded.length] }));
     const width = out.shape[1];
     const states = await out.data();
@@ -143,12 +126,12 @@ export class Model {
   }
 
   /**
-   * Continue a prompt of ids: yields {id, p, top, isPrompt} for each token, the prompt's first. `p` is the token's
-   * probability at temperature 1, and `top` the most probable ones, [[id, p], ...]; the first token has neither.
+   * Continue a prompt of ids: yields {id, p, top, isPrompt} for each token, including the prompt. `p` is the probability
+   * at temperature 1, and `top` has the most probable tokens, [[id, p], ...]; the first token has neither.
    */
   async *continued(prompt, how, numTokens) {
     if (prompt.length >= this.facts.num_positions) {
-      throw new Unusable(`The prompt has ${prompt.length} tokens; the model reads up to ${this.facts.num_positions}, with what it writes. Shorten the prompt.`);
+      throw new Unusable(`The prompt has ${prompt.length} tokens; the model reads up to ${this.facts.num_positions}, including its own. Shorten the prompt.`);
     }
     const ids = [...prompt];
     const logits = await this.predict(ids);

@@ -1,4 +1,4 @@
-/** The page: reads the form, lets one or two models write, and shows how probable each token was. */
+/** Lets one or two models write, and shows the probability of each token. */
 import { $, drawn, fail, made, Model, read, start } from "./model.js";
 
 const NONE = "";
@@ -16,7 +16,7 @@ async function model(name, device) {
   return loaded.get(key);
 }
 
-/** One model's text, and the alternatives of the token that is chosen. */
+/** The text of a model, and the candidates of the selected token. */
 class Column {
   constructor(model, label) {
     const { facts } = model;
@@ -27,7 +27,7 @@ class Column {
     this.text.addEventListener("keydown", (event) => this.#move(event));
     $("columns").append(root);
     this.tokens = [];
-    this.follows = true; // shows the newest token until another is chosen
+    this.follows = true; // until the reader selects a token
   }
 
   add(token, text) {
@@ -81,13 +81,13 @@ async function write(name, device, how, numTokens) {
     ids.push(token.id);
     column ??= new Column(one, name);
     const isFirst = ids.length === 1 && one.facts.has_text && token.id === one.facts.document_token;
-    // A character may take several tokens: it is shown with the last of them.
+    // A character of several tokens appears with the last one.
     const all = one.decode(ids).join("").replace(/\ufffd$/u, "");
     column.add(token, isFirst ? "▸ " : all.slice(shown.length));
     shown = all.startsWith(shown) ? all : shown;
     if (!token.isPrompt) {
       number += 1;
-      if (number === 1) began = performance.now(); // the first is with the compilation
+      if (number === 1) began = performance.now(); // without the first, which compiles
       else column.speed.textContent = `${number} tokens, ${((performance.now() - began) / (number - 1)).toFixed(0)} ms each, on ${device}`;
       await drawn();
     }
@@ -136,7 +136,7 @@ async function begin() {
   $("beside").hidden = names.length < 2;
   $("backend").replaceChildren(...backends.map((name) => new Option(name)));
   $("backend-label").hidden = backends.length < 2;
-  $("prompt-label").textContent = facts.has_text ? "Prompt" : `Prompt: ids from 0 to ${facts.vocab_size - 1}, for they stand for no text`;
+  $("prompt-label").textContent = facts.has_text ? "Prompt" : `Prompt: ids from 0 to ${facts.vocab_size - 1}`;
   $("tokens").max = facts.num_positions;
   $("prompt").value = facts.has_text ? "Return the" : "0, 17, 4";
   $("status").textContent = `Ready, on ${backends[0]}.`;
@@ -145,4 +145,4 @@ async function begin() {
 
 $("form").addEventListener("submit", submit);
 $("stop").addEventListener("click", () => (stopped = true));
-begin().catch((error) => fail(error, "Nothing can be computed."));
+begin().catch((error) => fail(error, "Cannot compute."));

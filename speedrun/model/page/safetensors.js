@@ -1,21 +1,17 @@
-/** Reads safetensors: 8 bytes with the length of a header in JSON, the header, and the raw bytes of all arrays. */
+/** Reads safetensors: 8 bytes with the length of the header, the header in JSON, and the bytes of all arrays. */
 
-const ARRAYS = { F32: Float32Array, F16: Float16Array, I32: Int32Array, U32: Uint32Array, BOOL: Uint8Array };
-const TYPES = { F32: "float32", F16: "float32", I32: "int32", U32: "uint32", BOOL: "bool" };
+const ARRAYS = { F32: Float32Array, I32: Int32Array, U32: Uint32Array, BOOL: Uint8Array };
+const TYPES = { F32: "float32", I32: "int32", U32: "uint32", BOOL: "bool" };
 
-/** A file or setting that cannot be used; the message is for the reader of the page. */
+/** A file or setting that the page cannot use; the page shows the message. */
 export class Unusable extends Error {}
 
 function values(type, bytes) {
   const found = new ARRAYS[type](bytes.slice().buffer); // a copy, which is aligned
-  if (type === "F16") return Float32Array.from(found);
   return type === "BOOL" ? Int32Array.from(found) : found;
 }
 
-/**
- * Read all arrays of a file: a map from names to {dtype, shape, data}. Throws `Unusable` with the file's name if the
- * header or an offset is not inside the file, a size is not that of its shape, or a number is not finite.
- */
+/** Read a file as a map from names to {dtype, shape, data}. Throws `Unusable` if it is damaged or not finite. */
 export function parse(buffer, file) {
   const refuse = (why) => {
     throw new Unusable(`${file}: ${why}. Export the model again.`);

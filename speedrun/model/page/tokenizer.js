@@ -1,6 +1,6 @@
-/** Byte-level BPE: text to ids and back. The rule that splits text into words is GPT-2's. */
+/** Byte-level BPE: text to ids and back. It splits text into words as GPT-2 does. */
 
-// \s of JavaScript is another set than White_Space, which other implementations use.
+// \s of JavaScript differs from White_Space, which other implementations use.
 const WORDS = new RegExp(
   "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\p{White_Space}\\p{L}\\p{N}]+" +
     "|\\p{White_Space}+(?!\\P{White_Space})|\\p{White_Space}+",
@@ -11,7 +11,7 @@ const UTF8 = new TextEncoder();
 const bytesOf = (base64) => Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
 
 export class Tokenizer {
-  /** `tokens`: the bytes of each id in base64; `merges`: [left, right, merged], the first to be applied first. */
+  /** `tokens`: the bytes of each id in base64; `merges`: [left, right, merged] in order. */
   constructor({ tokens, merges }) {
     this.bytes = tokens.map(bytesOf);
     this.single = new Map();
@@ -37,13 +37,13 @@ export class Tokenizer {
     }
   }
 
-  /** The text of each id; a character whose bytes are spread over several ids is with the last of them. */
+  /** The text of each id. A character of several ids is with the last one. */
   decode(ids) {
     const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
     const texts = ids.map((id, i) =>
       decoder.decode(this.bytes[id] ?? new Uint8Array(), { stream: i + 1 < ids.length }),
     );
-    // A model may write what turns the direction of a text, or hides it.
+    // A model may write characters that hide text or change its direction.
     return texts.map((text) => text.replace(/[^\P{C}\n\t]|[^\P{Z} ]/gu, "\ufffd"));
   }
 }

@@ -1,16 +1,13 @@
-/** The page: starts and stops the training, and draws its losses over those of JAX. */
+/** Starts and stops the training, and draws its losses over those of JAX. */
 import { Chart } from "./chart.js";
 import { $, drawn, fail, made, read, start } from "./model.js";
 import { Trainer } from "./training.js";
 
 const chart = new Chart($("chart"), "Training loss at each step, of JAX and of this page", (x) => chart.setCursor(x));
-const raised = (digits) => digits.replace(/[-\d]/g, (one) => (one === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[one]));
-const relative = (x) => (x ? x.toExponential(1).replace(/e\+?(.*)/, (_, power) => ` × 10${raised(power)}`) : "0");
-const median = (xs) => xs.toSorted((a, b) => a - b)[xs.length >> 1];
+const relative = (x) => x.toExponential(1);
 
 let trainer;
-let losses = []; // of this page
-let times = [];
+let losses = [];
 let isRunning = false;
 let isCompared = false;
 
@@ -24,15 +21,13 @@ function draw() {
 }
 
 function show() {
-  const { losses: jax, nudged, num_steps: numSteps } = trainer.facts;
-  const worst = (others) => Math.max(...losses.map((_, i) => Math.abs(others[i] - jax[i]) / jax[i]));
+  const { losses: jax, num_steps: numSteps } = trainer.facts;
+  const worst = Math.max(...losses.map((loss, i) => Math.abs(loss - jax[i]) / jax[i]));
   const last = losses.length - 1;
   $("step").textContent = `${losses.length} of ${numSteps}`;
   $("here").textContent = losses[last]?.toFixed(4) ?? "–";
   $("there").textContent = losses.length ? jax[last].toFixed(4) : "–";
-  $("largest").textContent = losses.length ? relative(worst(losses)) : "–";
-  $("nudged").textContent = losses.length ? relative(worst(nudged)) : "–";
-  $("speed").textContent = times.length ? `${median(times).toFixed(0)} ms` : "–";
+  $("largest").textContent = losses.length ? relative(worst) : "–";
   $("start").textContent = losses.length ? "Go on" : "Start";
   $("start").disabled = isRunning || losses.length === numSteps;
   $("stop").disabled = !isRunning;
@@ -58,20 +53,18 @@ async function run() {
   show();
   try {
     if (!isCompared) {
-      $("status").textContent = "Compiles, and compares one step with JAX.";
+      $("status").textContent = "Compiling, and comparing a step with JAX.";
       await drawn();
       await compare();
       isCompared = true;
     }
-    $("status").textContent = "Trains.";
+    $("status").textContent = "Training.";
     while (isRunning && losses.length < trainer.facts.num_steps) {
-      const began = performance.now();
       losses.push(await trainer.next());
-      times.push(performance.now() - began);
       show();
       await drawn();
     }
-    $("status").textContent = losses.length < trainer.facts.num_steps ? "Stopped." : "All steps are done.";
+    $("status").textContent = losses.length < trainer.facts.num_steps ? "Stopped." : "Finished.";
   } catch (error) {
     fail(error, "Stopped.");
   }
@@ -81,7 +74,7 @@ async function run() {
 
 function reset() {
   trainer.reset();
-  [losses, times] = [[], []];
+  losses = [];
   $("status").textContent = "Ready.";
   show();
 }
@@ -91,12 +84,12 @@ async function begin() {
   $("models").hidden = !(await read("models.json", "json")).length;
   trainer = await Trainer.load("training");
   const { recipe, track, num_params: numParams, num_sequences: B, seq_len: T, settings, checked_step: step } = trainer.facts;
-  $("what").textContent = `A model of ${numParams.toLocaleString("en")} parameters is trained here, by recipe ${recipe}, made `
-    + `tiny, on ${B} sequences of ${T} tokens a step of ${track}'s synthetic stream. Its losses are drawn over those of `
-    + "JAX, which has trained on the same tokens, from the same numbers, with the training step of speedrun run.";
-  $("compared").textContent = `Step ${step}, from where JAX was`;
+  $("what").textContent = `This page trains a model of ${numParams.toLocaleString("en")} parameters with recipe ${recipe}, made tiny, `
+    + `on ${B} sequences of ${T} tokens a step from the synthetic stream of ${track}. It draws the losses over those of `
+    + "JAX, which has trained on the same tokens from the same parameters, with the training step of speedrun run.";
+  $("compared").textContent = `Step ${step}, from JAX's state`;
   const changed = Object.entries(settings).map(([key, value]) => `${key}=${value}`);
-  $("settings").textContent = changed.length ? `Recipe ${recipe} with ${changed.join(", ")}.` : `Recipe ${recipe} as it is.`;
+  $("settings").textContent = changed.length ? `Recipe ${recipe} with ${changed.join(", ")}.` : `Recipe ${recipe} without changes.`;
   $("status").textContent = "Ready.";
   show();
 }
@@ -104,4 +97,4 @@ async function begin() {
 $("start").addEventListener("click", run);
 $("stop").addEventListener("click", () => (isRunning = false));
 $("reset").addEventListener("click", reset);
-begin().catch((error) => fail(error, "Nothing can be computed."));
+begin().catch((error) => fail(error, "Cannot compute."));

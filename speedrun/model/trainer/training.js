@@ -1,8 +1,4 @@
-/**
- * Trains the preset that `speedrun play --recipe` wrote, step by step.
- *
- * The loss is the recipe's, from its jaxpr; jax-js differentiates it. The update is that of the recipe's optimiser.
- */
+/** Trains the preset of `speedrun play --recipe`. jax-js differentiates the recipe's loss; the optimiser is the recipe's. */
 import { jit, numpy as np, valueAndGrad } from "./jax-js/index.js";
 import { rowsByProduct, runner } from "./jaxpr.js";
 import { array, opened } from "./model.js";
@@ -10,7 +6,7 @@ import { array, opened } from "./model.js";
 const FORMAT = "speedrun.web.training/1";
 const norm = (xs) => Math.sqrt(xs.reduce((sum, x) => sum + x * x, 0));
 
-/** The norm of the difference, over the norm of what is expected; 0 if both are zero. */
+/** The norm of the difference, relative to the norm of the expected value. */
 export function difference(found, expected) {
   const size = norm(expected);
   const off = norm(found.map((x, i) => x - expected[i]));
@@ -18,8 +14,8 @@ export function difference(found, expected) {
 }
 
 /**
- * Split a program in what depends on its first inputs, and what does not, which is not differentiated: masks,
- * positions. The outputs of the latter are further inputs of the former.
+ * Split a program into the part that does not depend on its first inputs, and is not differentiated, and the rest. Outputs
+ * of the former are further inputs of the latter.
  */
 function split(program, numInputs) {
   const dependent = new Set(program.inputs.slice(0, numInputs));
@@ -59,20 +55,19 @@ export class Trainer {
     this.reset();
   }
 
-  /** Begin anew. */
   reset() {
     this.step = 0;
     this.#put("first");
   }
 
-  /** Take the parameters and the state of the optimiser as JAX had them. */
+  /** Set parameters and optimiser state to those of JAX. */
   #put(when) {
     for (const one of [...(this.params ?? []), ...(this.state ?? [])]) one.dispose();
     this.params = this.facts.params.map((name) => array(this.arrays.get(`${when}.params.${name}`)));
     this.state = Array.from({ length: this.facts.num_state }, (_, i) => array(this.arrays.get(`${when}.state.${i}`)));
   }
 
-  /** Loss and gradients of a step's batch, with its scheduled inputs for the update. */
+  /** Return loss and gradients of a batch, and the scheduled inputs for the update. */
   #differentiate(step) {
     const { num_sequences: B, seq_len: T, schedule } = this.facts;
     const stream = this.arrays.get("tokens").data;
@@ -97,10 +92,7 @@ export class Trainer {
     return value;
   }
 
-  /**
-   * Begin a step where JAX began it, and compare: the relative difference of the loss, and the largest of the gradients
-   * and of the changes that the update makes, each of a parameter's norm. Begins anew afterwards.
-   */
+  /** Take a step from JAX's state; return relative differences of the loss, and of each gradient and update. Resets. */
   async compare() {
     const { checked_step: step, losses, params: names } = this.facts;
     const jax = (kind, name) => this.arrays.get(`${kind}.${name}`).data;

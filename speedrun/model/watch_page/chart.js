@@ -1,4 +1,4 @@
-/** A chart on two canvases: curves below, crosshair above. Long curves cost a minimum and a maximum for each pixel. */
+/** A chart on two canvases: curves below, the crosshair above. */
 
 import { make, swatch } from "./text.js";
 
@@ -7,8 +7,9 @@ const STEPS = [1, 2, 5, 10];
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Values at round distances inside a range. */
-export function ticks(low, high, most) {
+/** Round values in a range, about `apart` pixels from each other. */
+function ticks(low, high, pixels, apart) {
+  const most = Math.max(3, Math.floor(pixels / apart));
   const rough = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * STEPS.find((factor) => power * factor >= rough * 0.999);
@@ -18,19 +19,7 @@ export function ticks(low, high, most) {
   return found;
 }
 
-/** 1, 2 and 5 of each decade; round distances where the range is shorter than one. */
-export function logTicks(low, high, most) {
-  if (high / low < 10) return ticks(low, high, most);
-  const found = [];
-  for (let power = Math.floor(Math.log10(low)); power < 309 && 10 ** power <= high; power++)
-    for (const factor of [1, 2, 5]) {
-      const value = factor * 10 ** power;
-      if (value >= low * 0.999 && value <= high * 1.001) found.push(value);
-    }
-  return found.length > 2 * most ? found.filter((value) => /^1e/.test(value.toExponential())) : found;
-}
-
-/** The index of the value nearest to x in rising values. */
+/** Index of the value nearest to x; the values are sorted. */
 export function nearest(values, x) {
   let low = 0, high = values.length - 1;
   while (high - low > 1) {
@@ -41,7 +30,7 @@ export function nearest(values, x) {
   return high < 0 ? -1 : Math.abs(values[low] - x) <= Math.abs(values[high] - x) ? low : high;
 }
 
-/** The pen of a canvas, which gets the size of an element and is empty. */
+/** Clear a canvas, resize it to an element, and return its pen. */
 function penOf(canvas, { clientWidth: width, clientHeight: height }) {
   const ratio = window.devicePixelRatio || 1;
   const [columns, rows] = [width, height].map((size) => Math.round(size * ratio));
@@ -52,10 +41,11 @@ function penOf(canvas, { clientWidth: width, clientHeight: height }) {
   return { pen, width, height };
 }
 
-/** Begin a path through points. */
-function path(pen, ...points) {
+function rule(pen, from, to) {
   pen.beginPath();
-  points.forEach(([x, y]) => pen.lineTo(x, y)); // the first one starts there
+  pen.moveTo(...from);
+  pen.lineTo(...to);
+  pen.stroke();
 }
 
 function dot(pen, x, y) {
@@ -64,14 +54,13 @@ function dot(pen, x, y) {
   pen.fill();
 }
 
-/** From values to pixels, and back. */
-function scale(low, high, from, to, isLog = false) {
-  const [f, inverse] = isLog ? [Math.log, Math.exp] : [Number, Number];
-  const a = f(low), b = (to - from) / (f(high) - a || 1);
-  return { to: (v) => from + (f(v) - a) * b, back: (p) => inverse(a + (p - from) / b) };
+/** Converts values to pixels, and back. */
+function scale(low, high, from, to) {
+  const factor = (to - from) / (high - low || 1);
+  return { to: (value) => from + (value - low) * factor, back: (pixel) => low + (pixel - from) / factor };
 }
 
-/** A curve through finite points. */
+/** Draw a curve. */
 function line(pen, one, toX, toY) {
   pen.strokeStyle = colour(one.colour);
   pen.globalAlpha = one.alpha ?? 1;
@@ -79,41 +68,14 @@ function line(pen, one, toX, toY) {
   pen.lineJoin = "round";
   pen.setLineDash(one.dash ?? []);
   pen.beginPath();
-  let column = null, isDown = false;
-  const flush = () => {
-    if (!column) return;
-    const { px, first, low, high, last } = column;
-    for (const py of low === high ? [first] : [first, low, high, last]) {
-      if (isDown) pen.lineTo(px, py);
-      else pen.moveTo(px, py);
-      isDown = true;
-    }
-    column = null;
-  };
-  for (let i = 0; i < one.x.length; i++) {
-    const px = toX.to(one.x[i]), py = toY.to(one.y[i]);
-    if (!Number.isFinite(px) || !Number.isFinite(py)) {
-      flush();
-      isDown = isDown && !Number.isNaN(one.y[i]);
-      continue;
-    }
-    if (column && Math.abs(px - column.px) < 0.5) {
-      column.low = Math.max(column.low, py);
-      column.high = Math.min(column.high, py);
-      column.last = py;
-    } else {
-      flush();
-      column = { px, first: py, low: py, high: py, last: py };
-    }
-  }
-  flush();
+  one.x.forEach((x, at) => pen.lineTo(toX.to(x), toY.to(one.y[at]))); // a canvas skips points that are not finite
   pen.stroke();
   pen.setLineDash([]);
   pen.globalAlpha = 1;
 }
 
 export class Chart {
-  /** `label`: what it shows; `onCursor(x)` is called where the reader points, with null when they leave. */
+  /** `onCursor(x)` is called where the reader points, and with null when they leave. */
   constructor(host, label, onCursor) {
     Object.assign(this, { host, onCursor, below: make("canvas"), above: make("canvas"), model: null, cursor: null });
     this.readout = make("ul", "readout");
@@ -129,7 +91,6 @@ export class Chart {
     host.addEventListener("keydown", (event) => this.key(event));
   }
 
-  /** Draw a model of `panels.js`. */
   show(model) {
     this.model = model;
     this.draw();
@@ -144,15 +105,14 @@ export class Chart {
     const [x0, x1, y0, y1] = this.range();
     if (!(x1 > x0)) {
       pen.fillStyle = colour("--grey");
-      pen.fillText(model.empty, LEFT, height / 2);
+      pen.fillText("no steps yet", LEFT, height / 2);
       this.toX = null;
       return;
     }
-    this.choose = (low, high, pixels, apart) => (model.isLog ? logTicks : ticks)(low, high, Math.max(3, Math.floor(pixels / apart)));
-    const marks = this.choose(y0, y1, box.bottom - box.top, 44).map((value) => [value, model.y.format(value)]);
+    const marks = ticks(y0, y1, box.bottom - box.top, 44).map((value) => [value, model.y.format(value)]);
     box.left = Math.max(LEFT, ...marks.map(([, words]) => pen.measureText(words).width + 12)); // no label is cut
-    this.toX = scale(x0, x1, box.left, box.right, model.isLog);
-    this.toY = scale(y0, y1, box.bottom, box.top, model.isLog);
+    this.toX = scale(x0, x1, box.left, box.right);
+    this.toY = scale(y0, y1, box.bottom, box.top);
     this.axes(pen, x0, x1, marks);
     pen.save();
     pen.beginPath();
@@ -168,24 +128,20 @@ export class Chart {
   }
 
   range() {
-    let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
-    const { isLog, series, target, x, y } = this.model;
+    let x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
+    const { series, target, x, y } = this.model;
     for (const one of series)
       for (let i = 0; i < one.x.length; i++) {
-        if (!Number.isFinite(one.y[i]) || (isLog && !(one.x[i] > 0 && one.y[i] > 0))) continue;
-        if (one.x[i] < x0) x0 = one.x[i];
-        if (one.x[i] > x1) x1 = one.x[i];
-        if (one.y[i] < y0) y0 = one.y[i];
-        if (one.y[i] > y1) y1 = one.y[i];
+        if (!Number.isFinite(one.y[i])) continue;
+        x1 = Math.max(x1, one.x[i]);
+        y0 = Math.min(y0, one.y[i]);
+        y1 = Math.max(y1, one.y[i]);
       }
-    if (!isLog) x0 = Math.min(x0, 0);
     this.last = x1 = Math.max(x1, x.last ?? x1);
     if (Number.isFinite(target)) [y0, y1] = [Math.min(y0, target), Math.max(y1, target)];
-    if (y.low !== undefined && !isLog) y0 = y.low;
-    if (y.high !== undefined) y1 = Math.min(y1, y.high);
-    const room = isLog ? 0 : (y1 - y0) * 0.05 || 0.5;
-    if (isLog) [y0, y1] = [y0 / 1.02, y1 * 1.02];
-    return [x0, x1, y.low === undefined && !isLog ? y0 - room : y0, isLog ? y1 : y1 + room];
+    y1 = Math.min(y1, y.high ?? y1);
+    const room = (y1 - (y.low ?? y0)) * 0.05 || 0.5;
+    return [0, x1, y.low ?? y0 - room, y1 + room];
   }
 
   axes(pen, x0, x1, marks) {
@@ -197,14 +153,13 @@ export class Chart {
     pen.textBaseline = "middle";
     for (const [value, words] of marks) {
       const at = Math.round(this.toY.to(value)) + 0.5;
-      path(pen, [box.left, at], [box.right, at]);
-      pen.stroke();
+      rule(pen, [box.left, at], [box.right, at]);
       pen.fillText(words, box.left - 8, at);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
     let free = -Infinity;
-    for (const value of this.choose(x0, x1, box.right - box.left, 80)) {
+    for (const value of ticks(x0, x1, box.right - box.left, 80)) {
       const at = this.toX.to(value), words = model.x.format(value);
       const half = pen.measureText(words).width / 2;
       if (at - half < free || at + half > box.right + RIGHT) continue;
@@ -222,8 +177,7 @@ export class Chart {
     pen.strokeStyle = pen.fillStyle = colour("--target");
     pen.lineWidth = 1;
     pen.setLineDash([5, 3]);
-    path(pen, [this.box.left, at], [this.box.right, at]);
-    pen.stroke();
+    rule(pen, [this.box.left, at], [this.box.right, at]);
     pen.setLineDash([]);
     pen.textAlign = "left";
     pen.textBaseline = "bottom";
@@ -242,16 +196,13 @@ export class Chart {
     }
   }
 
-  /** One dot for each step. What is above the range is a triangle at the top. */
+  /** One dot for each step; those above the range are at its top. */
   strip(pen, one) {
-    const top = this.model.y.high, [usual, slow] = [one.colour, "--target"].map(colour);
+    const [usual, slow] = [one.colour, "--target"].map(colour);
     one.y.forEach((value, at) => {
       const isOut = value > one.outlier, size = isOut ? 4 : 2, px = Math.round(this.toX.to(one.x[at]));
       pen.fillStyle = isOut ? slow : usual;
-      pen.fillRect(px - size / 2, this.toY.to(Math.min(value, top)) - size / 2, size, size);
-      if (value <= top) return;
-      path(pen, [px - 4, this.box.top + 4], [px + 4, this.box.top + 4], [px, this.box.top - 3]);
-      pen.fill();
+      pen.fillRect(px - size / 2, this.toY.to(Math.min(value, this.model.y.high)) - size / 2, size, size);
     });
   }
 
@@ -281,13 +232,12 @@ export class Chart {
     const lead = this.model?.lead;
     this.readout.hidden = this.cursor === null || !this.toX || !lead?.x.length;
     if (this.readout.hidden) return;
-    const told = [lead, ...this.model.series.filter((one) => one.say && one !== lead && one.x.length)];
+    const read = [lead, ...this.model.series.filter((one) => one.say && one !== lead && one.x.length)];
     const at = this.toX.to(lead.x[nearest(lead.x, this.cursor)]), middle = Math.round(at) + 0.5;
     pen.strokeStyle = colour("--grey");
     pen.lineWidth = 1;
-    path(pen, [middle, this.box.top], [middle, this.box.bottom]);
-    pen.stroke();
-    const rows = told.map((one) => {
+    rule(pen, [middle, this.box.top], [middle, this.box.bottom]);
+    const rows = read.map((one) => {
       const index = nearest(one.x, this.cursor);
       pen.fillStyle = colour(one.colour);
       dot(pen, this.toX.to(one.x[index]), this.toY.to(Math.min(one.y[index], this.model.y.high ?? Infinity)));

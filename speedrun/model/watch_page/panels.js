@@ -1,10 +1,10 @@
-/** What the page says of runs: the model of each chart, tiles, events, schedule, samples and settings. */
+/** Content of the page: charts, tiles, events, schedule, samples and settings. */
 
 import { sparkline } from "./chart.js";
 import * as fit from "./fit.js";
 import { bytes, loss, make, ms, seconds, short, swatch, whole } from "./text.js";
 
-/** By the number of a run: no two neighbours share colour and dash. */
+/** Colour and dash of a run by its number: no two neighbours share either. */
 const DASHES = [[], [7, 4], [2, 3], [11, 3, 2, 3], [5, 5], [14, 4]];
 export const lookOf = (number) => ({ colour: `--c${number % 6}`, dash: DASHES[(number + Math.floor(number / 6)) % 6] });
 
@@ -13,7 +13,7 @@ const GHOST = { colour: "--grey", dash: [4, 3] };
 const time = (s) => (s < 10 && s % 1 ? `${+s.toPrecision(3)} s` : s < 600 ? `${+s.toFixed(1)} s` : `${+(s / 60).toFixed(1)} min`);
 const axisOf = (axis) => (axis === "time" ? { label: "training time", format: time } : { label: "tokens", format: short });
 
-/** Training losses, their means and the validations of all runs that are shown, the ghost and the target. */
+/** The chart of losses: training losses, their means and validations of all shown runs, ghost and target. */
 export function lossModel(runs, focus, view, rules) {
   const series = [], ghost = rules?.ghost;
   if (ghost) {
@@ -36,24 +36,18 @@ export function lossModel(runs, focus, view, rules) {
     };
     series.push(lead, { kind: "points", x: run.vals.map((val) => val[view.axis]), y: run.vals.map((val) => val.loss), ...look });
   }
-  return { series, lead, target: rules?.target, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => (Math.abs(v) < 1e4 ? `${+v.toFixed(3)}` : short(v)) }, empty: "no steps yet" };
+  return { series, lead, target: rules?.target, x: axisOf(view.axis), y: { format: (v) => (Math.abs(v) < 1e4 ? `${+v.toFixed(3)}` : short(v)) } };
 }
 
-/** The time of each step, on an axis that ends where that of the losses does. */
+/** The chart of step times; its axis ends where that of the losses does. */
 export function stepModel(run, view, last) {
   const middle = fit.median(run.ms);
   const lead = {
     kind: "strip", x: run[view.axis], y: run.ms, colour: lookOf(run.number).colour, outlier: 1.5 * middle,
     say: (at) => `step ${whole(run.steps[at] + 1)} · ${ms(run.ms[at])}`,
   };
-  const high = Math.max(4 * middle, 1.2 * fit.median(run.ms, 0.99)); // what is above becomes a triangle
-  return { series: [lead], lead, isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => (v < 1000 ? `${short(v)} ms` : time(v / 1000)) }, empty: "no steps yet" };
-}
-
-export function stepNote(run) {
-  if (!run.ms.length) return "";
-  const middle = fit.median(run.ms), slow = run.ms.filter((value) => value > 1.5 * middle).length;
-  return `median ${ms(middle)}, 95 % below ${ms(fit.median(run.ms, 0.95))}, largest ${ms(fit.median(run.ms, 1))}; ${whole(slow)} above 1.5 medians, in red`;
+  const high = Math.max(4 * middle, 1.2 * fit.median(run.ms, 0.99));
+  return { series: [lead], lead, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => (v < 1000 ? `${short(v)} ms` : time(v / 1000)) } };
 }
 
 export function keyOf(runs, focus, rules) {
@@ -97,22 +91,15 @@ function left(run) {
 }
 
 function target(run, rules) {
-  const found = fit.arrival(run, rules?.target ?? NaN);
   const name = `target ${rules?.target ?? ""}`;
-  if (found.reached) return tile(name, `reached`, `loss ${loss(found.reached.loss)} after ${seconds(found.reached.time)}`);
-  if (found.atTarget) return tile(name, "at the target", "by training losses; the next validation decides");
-  if (found.none) return tile(name, run.end ? "missed" : "no estimate", found.none);
-  const when = `${seconds(found.low)} to ${seconds(found.high)} (95 %)`;
-  if (found.late) return tile(name, "after the end", `${when}, if losses go on as in the last quarter; a falling rate helps`);
-  return tile(name, `at ${seconds(found.time)}`, `${when}; linear in log tokens over the last quarter`);
+  const reached = run.vals.find((val) => val.loss <= (rules?.target ?? NaN));
+  if (reached) return tile(name, "reached", `loss ${loss(reached.loss)} after ${seconds(reached.time)}`);
+  return tile(name, run.end ? "missed" : "–");
 }
 
-export function summary(run, rules) {
+export function summary(run) {
   if (!run.last) return "Waiting for the first line of the log.";
   const parts = [`${run.start?.recipe ?? "A recipe"} on ${run.start?.track ?? "a track"}, seed ${run.start?.seed ?? "?"}.`];
-  if (run.steps.length) parts.push(`${whole(run.done)} of ${whole(run.numSteps)} steps in ${seconds(run.end?.train_time_s ?? run.time.at(-1))}.`);
-  const val = run.vals.at(-1);
-  if (val) parts.push(`Validation loss ${loss(val.loss)}${Number.isFinite(rules?.target) ? `, target ${rules.target}` : ""}.`);
   if (run.status === "running") parts.push(`Now: ${run.phase}.`);
   if (run.error) parts.push(`${run.error.kind}: ${run.error.message}`);
   return parts.join(" ");
@@ -123,7 +110,7 @@ export function events(run) {
     make("li", level, make("span", "quiet", utc.slice(11, 19)), make("b", "", kind), make("span", "text", said)));
 }
 
-/** Small curves of what the schedule gives to each step. */
+/** A small curve of each scheduled input. */
 export function inputs(host, run) {
   const rows = [...run.inputs].slice(0, 24).map(([name, { at, value }]) => {
     const item = make("li", "", make("div", "what", make("span", "quiet", name), make("span", "", String(+value.at(-1).toPrecision(4)))), make("canvas"));
@@ -134,7 +121,7 @@ export function inputs(host, run) {
   [...run.inputs.values()].slice(0, 24).forEach(({ at, value }, number) => sparkline(host.children[number].lastElementChild, at, value));
 }
 
-/** The newest texts of a file of samples; lines of another form are left out. */
+/** The texts of the newest step. */
 export function samples(texts) {
   const steps = texts.map((one) => one.step), newest = steps.length ? Math.max(...steps) : 0;
   const shown = texts.filter((one) => one.step === newest).slice(-8);
@@ -144,9 +131,8 @@ export function samples(texts) {
 const rows = (pairs) => pairs.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]);
 
 export function about(run) {
-  const { start, preflight, data, plan } = run;
+  const { preflight, data, plan } = run;
   const pairs = [["record", run.file.record], ["run", run.file.run]];
-  if (start) pairs.push(["track", start.track], ["recipe", start.recipe], ["seed", String(start.seed)], ["steps", whole(start.num_steps)]);
   if (preflight) {
     pairs.push(["devices", `${preflight.num_devices} × ${preflight.device_kind}${preflight.num_processes > 1 ? `, ${preflight.num_processes} processes` : ""}`]);
     pairs.push(["software", Object.entries(preflight.software ?? {}).map(([name, version]) => `${name} ${version}`).join(", ")]);
@@ -157,7 +143,7 @@ export function about(run) {
   return rows(pairs);
 }
 
-/** The config as names with dots. */
+/** The config by dotted name. */
 export function config(run) {
   const pairs = [];
   const walk = (value, name) => {

@@ -1,11 +1,11 @@
-/** One run, from the lines of its log. The server has checked their form; a line that has another is null, and counted. */
+/** A run, from the lines of its log. The server validates them, and sends null for an invalid one. */
 
 import * as text from "./text.js";
 
 const LOUD = { warning: "odd", error: "bad" };
 const KEPT = 400; // events that are shown
 
-/** As what some events are kept, the phases that some begin, and kind and text of those that are shown. */
+/** The field that keeps an event, the phase that it begins, and its title and text. */
 const FIELDS = { run_start: "start", preflight: "preflight", data: "data", plan: "plan", error: "error", run_end: "end" };
 const PHASES = {
   run_start: "checking the machine", preflight: "compiling", compile: "compiling", warmup_start: "warming up",
@@ -24,7 +24,7 @@ const SAID = {
   clock_pause: (event) => ["clock", `paused at ${text.seconds(event.train_time_s)}: ${event.reason}`],
   val: ({ step, loss, seconds }) => ["validation", `step ${text.whole(step)}: loss ${text.loss(loss)}, in ${text.seconds(seconds)} with the clock stopped`],
   clock_stop: (event) => ["clock", `stopped at ${text.seconds(event.train_time_s)}`],
-  checkpoint: (event) => ["checkpoint", `before step ${text.whole(event.step)}; held up for ${text.seconds(event.seconds)}`],
+  checkpoint: (event) => ["checkpoint", `before step ${text.whole(event.step)}; took ${text.seconds(event.seconds)}`],
   warning: (event) => ["warning", event.message],
   error: (event) => ["error", `${event.kind}: ${event.message}`],
   run_end: (event) => ["end", `${event.status}; training ${text.seconds(event.train_time_s)}, in all ${text.seconds(event.cold_wall_s)}`],
@@ -40,7 +40,6 @@ export class Run {
     Object.assign(this, { start: null, preflight: null, data: null, plan: null, end: null, error: null });
     Object.assign(this, { steps: [], time: [], loss: [], tokens: [], ms: [], vals: [], events: [], inputs: new Map() });
     Object.assign(this, { unread: 0, last: null, phase: "waiting for the first line", before: 0, origin: 0 });
-    this.version = (this.version ?? 0) + 1;
   }
 
   get name() {
@@ -51,23 +50,22 @@ export class Run {
     return this.start?.num_steps ?? 0;
   }
 
-  /** Steps that are finished, counted from the beginning of the training, also of a run that was resumed. */
+  /** Finished steps, including those before a resumption. */
   get done() {
     return this.steps.length ? this.steps.at(-1) + 1 : 0;
   }
 
   read(lines, anew) {
     if (anew) {
-      const isOther = this.first && this.first !== lines[0]; // else the page was connected again
+      const isOther = this.first && this.first !== lines[0]; // or the page reconnected
       this.clear();
       this.first = lines[0];
-      if (isOther) this.note("", "log", "another log is in its place");
+      if (isOther) this.note("", "log", "another log replaced it");
     }
     for (const raw of lines) {
       if (raw === null) this.unread += 1;
       else this.take(JSON.parse(raw));
     }
-    this.version += 1;
   }
 
   note(utc, kind, said) {

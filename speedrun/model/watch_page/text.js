@@ -1,4 +1,4 @@
-/** Numbers and times as text, and elements whose content is text only: names and log lines are never markup. */
+/** Formats numbers and times, and makes elements. Their content is text: names and log lines are never markup. */
 
 const LONG = new Intl.NumberFormat("en-US");
 
@@ -38,7 +38,7 @@ export function make(tag, name = "", ...children) {
   return element;
 }
 
-/** Replace the children of a list only where they changed, so that focus and scrolling stay. */
+/** Replace only those children that changed: the others keep focus and scroll position. */
 export function fill(host, children) {
   children.forEach((child, at) => {
     const old = host.children[at];

@@ -1,19 +1,19 @@
-/** The page: takes the feed, keeps the runs, and draws what changed. */
+/** Reads the feed, keeps the runs, and redraws what changed. */
 
 import { Chart } from "./chart.js";
 import * as panels from "./panels.js";
 import { Run } from "./run.js";
-import { fill, make, seconds, swatch, whole } from "./text.js";
+import { fill, make, seconds, swatch } from "./text.js";
 
-const SILENT_S = 30, BUSY_S = 600; // since the last line: while a run trains, and while it compiles or validates
-const DEAD_MS = 15000; // without a beat of the server
+const SILENT_S = 30, BUSY_S = 600; // without a line, in training and in other phases
+const DEAD_MS = 15000; // without a beat
 const DRAW_MS = 250;
 
 const $ = (id) => document.getElementById(id);
 const runs = new Map(), texts = new Map(), rules = new Map(), hidden = new Set();
-const view = { axis: "time", scale: "linear", focus: null };
+const view = { axis: "time", focus: null };
 const feed = { isOn: false, tries: 0, heard: 0, ahead: 0, folders: [], ended: false, source: null };
-let drawn = "", isDue = true, announced = "";
+let isDue = true;
 
 const charts = ["loss", "steps"].map((id) => new Chart($(id), id === "loss" ? "Loss" : "Time of each step", point));
 function point(x) {
@@ -67,7 +67,7 @@ function readSamples(file, lines, anew) {
   file.list = all.slice(-64); // older checkpoints may be sampled last
 }
 
-/** The target and the ghost of a track; null while they are on their way. */
+/** The target and the ghost of a track; null until they arrive. */
 function rulesOf(run) {
   const track = run?.start?.track;
   if (typeof track !== "string") return null;
@@ -84,7 +84,7 @@ function rulesOf(run) {
   return rules.get(track);
 }
 
-/* ---- what is said */
+/* ---- drawing */
 
 const quietFor = (run) => (run.last ? (Date.now() + feed.ahead - Date.parse(run.last)) / 1000 : 0);
 
@@ -97,13 +97,18 @@ function statusOf(run) {
 
 function trouble(run) {
   const said = [];
-  if (feed.ended && !feed.isOn) said.push("The server has ended, with its run or by hand. What it sent is kept here.");
-  else if (!feed.isOn && feed.heard) said.push("The server is gone. What it sent is kept here; trying again.");
+  if (feed.ended && !feed.isOn) said.push("The server has ended. This page keeps what it got.");
+  else if (!feed.isOn && feed.heard) said.push("The server does not answer; trying again. This page keeps what it got.");
   for (const folder of feed.folders) if (!folder.exists) said.push(`Waiting for ${folder.name}: it does not exist yet.`);
   if (feed.isOn && !runs.size && feed.folders.every((folder) => folder.exists)) said.push("Waiting for the first run.");
   for (const one of runs.values()) if (one.file.problem) said.push(`${one.file.run}: ${one.file.problem}`);
   for (const problem of rulesOf(run)?.problems ?? []) said.push(problem);
   return said.join(" ");
+}
+
+/** A screen reader reads what is set, so set only what changed. */
+function say(id, words) {
+  if ($(id).textContent !== words) $(id).textContent = words;
 }
 
 function drawHead(run) {
@@ -112,18 +117,10 @@ function drawHead(run) {
   $("status").className = `chip ${name}`;
   $("title").textContent = run ? run.name : "speedrun watch";
   document.title = run ? `${run.name} · ${status.startsWith("silent") ? "silent" : status}` : "speedrun watch";
-  const line = run ? panels.summary(run, rulesOf(run)) : "";
-  $("summary").textContent = line;
-  const isWaiting = run?.status === "running" && feed.isOn;
-  $("silence").textContent = isWaiting ? `last line ${seconds(Math.max(0, Math.floor(quietFor(run)))).replace(".00", "").replace(".0", "")} ago` : "";
+  say("summary", run ? panels.summary(run) : "");
   const bad = trouble(run);
-  if ($("trouble").textContent !== bad) $("trouble").textContent = bad;
+  say("trouble", bad);
   $("trouble").hidden = !bad;
-  const news = `${status.replace(/ for .*/, "")}|${run?.vals.length}`; // only what is worth an interruption
-  if (news !== announced) {
-    $("announce").textContent = `${status}. ${line}`;
-    announced = news;
-  }
 }
 
 function drawLegend() {
@@ -147,8 +144,7 @@ function drawDetails(run) {
   charts[0].show(panels.lossModel(shown, run, view, known));
   charts[1].show(panels.stepModel(run, view, charts[0].last));
   $("loss").setAttribute("aria-label", `Loss against ${view.axis}. ${$("summary").textContent} Arrow keys read single steps.`);
-  $("step-note").textContent = panels.stepNote(run);
-  $("steps").setAttribute("aria-label", `Time of each step: ${panels.stepNote(run)}. Arrow keys read single steps.`);
+  $("steps").setAttribute("aria-label", "Time of each step. Arrow keys read single steps.");
   fill($("key"), panels.keyOf(shown, run, known));
   fill($("tiles"), panels.tiles(run, known));
   fill($("events"), panels.events(run));
@@ -156,19 +152,17 @@ function drawDetails(run) {
   if ($("config-details").open) fill($("config"), panels.config(run));
   $("schedule").hidden = !run.inputs.size;
   panels.inputs($("inputs"), run);
-  const told = [...texts.values()].find((one) => one.record === run.file.record_key)?.list ?? [];
-  $("samples").hidden = !told.length;
-  fill($("texts"), panels.samples(told));
-  $("unread").textContent = run.unread ? `${whole(run.unread)} ${run.unread === 1 ? "line" : "lines"} could not be read` : "";
+  const all = [...texts.values()].find((one) => one.record === run.file.record_key)?.list ?? [];
+  $("samples").hidden = !all.length;
+  fill($("texts"), panels.samples(all));
+  $("unread").textContent = run.unread ? `${run.unread} invalid lines` : "";
 }
 
 function draw() {
   const run = runs.get(view.focus);
   drawHead(run);
-  const state = JSON.stringify([view, [...hidden], [...runs.values()].map((one) => one.version), rulesOf(run) !== null]);
-  if (!isDue && state === drawn) return;
+  if (!isDue) return;
   isDue = false;
-  drawn = state;
   drawLegend();
   if (run) drawDetails(run);
 }
@@ -178,7 +172,7 @@ function drawAnew() {
   draw();
 }
 
-/* ---- what the reader does */
+/* ---- controls */
 
 function choose(name, value) {
   view[name] = value;
@@ -187,7 +181,7 @@ function choose(name, value) {
 }
 
 document.addEventListener("change", ({ target }) => {
-  if (target.name === "axis" || target.name === "scale") choose(target.name, target.value);
+  if (target.name === "axis") choose("axis", target.value);
   if (target.dataset.focus) choose("focus", target.dataset.focus);
   if (target.dataset.show) {
     if (target.checked) hidden.delete(target.dataset.show);
