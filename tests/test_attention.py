@@ -288,9 +288,9 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
         (CALL._replace(platform="rocm"), "banded", "not triton: this is a rocm 9.0; the"),
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
-        (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
-        (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "nothing to skip"),
-        (CPU._replace(shape_BTHK=(2, 257, 2, 16), window_tokens=256), "banded", "windows of at most 256"),
+        (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "too little to skip"),
+        (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "too little to skip"),
+        (CPU._replace(shape_BTHK=(2, 256, 2, 16), window_tokens=128), "banded", "windows of at most 128"),
         (CPU._replace(window_tokens=999 * 128), "banded", "not definition: its scores take 54 GiB"),
     ],
 )

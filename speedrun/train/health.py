@@ -26,7 +26,12 @@ def matmul_gflops(mesh: Mesh) -> float:
     Numbers are random, in float32 on CPU and bfloat16 elsewhere: a GPU multiplies constants with less power, and so at
     a higher clock.
     """
-    x_NMM = random_matrices(mesh)
+    size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
+
+    def make(key: jax.Array) -> jax.Array:  # powers neither grow nor vanish
+        return jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5
+
+    x_NMM = jax.jit(make, out_shardings=NamedSharding(mesh, P(mesh.axis_names)))(jax.random.key(0))
     flops = _MULTIPLICATIONS * mesh.size * 2 * x_NMM.shape[-1] ** 3
     return flops / best_s(lambda: _chain(x_NMM, x_NMM.sharding)) / 1e9
 
@@ -46,17 +51,6 @@ def _chain(x_NMM: jax.Array, placing: NamedSharding) -> jax.Array:
     for _ in range(_MULTIPLICATIONS):
         y_NMM = y_NMM @ x_NMM
     return jax.lax.with_sharding_constraint(y_NMM, placing)
-
-
-def random_matrices(mesh: Mesh) -> jax.Array:
-    """Return a matrix for each device, [N, M, M], whose powers neither grow nor vanish."""
-    size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
-    placing = NamedSharding(mesh, P(mesh.axis_names))
-
-    def make(key: jax.Array) -> jax.Array:
-        return jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5
-
-    return jax.jit(make, out_shardings=placing)(jax.random.key(0))
 
 
 def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:

@@ -2,14 +2,16 @@
 
 Each tile of queries is multiplied with its own keys and those of the preceding tiles inside its window.
 
-Legend: B batch, T time (queries), S time (keys a tile can reach), H heads, K head width, N tiles, C tokens of a tile.
+Legend: B batch, H heads, R both, T time (queries), S time (keys a tile can reach), K head width, N tiles, C its tokens.
 """
 
 import jax
 import jax.numpy as jnp
 
-#: Products of smaller tiles do not fill a core or a GPU.
-SMALLEST_TILE_TOKENS = 128
+#: Smaller tiles copy each key more often than they save products.
+SMALLEST_TILE_TOKENS = 16
+#: Of scores that exist at once. With more, tiles take turns, and the backward pass recomputes their scores.
+MOST_SCORE_BYTES = 2**26
 
 
 def attention(
@@ -24,46 +26,51 @@ def attention(
 ) -> jax.Array:
     """Compute `attention.attention` for windows of at most `window_tokens`; a token that sees more gets NaN.
 
-    Work is T (window + tile). Scores exist for one tile at a time, and the backward pass recomputes them. By default a
-    tile is half a window: smaller tiles copy keys more often, larger ones waste products.
+    Work is T (window + tile). A tile is half a window by default: smaller ones copy keys, larger ones waste products.
     """
-    num_tokens, bound = q_BTHK.shape[1], min(window_tokens, q_BTHK.shape[1])
+    num_tokens, num_heads = q_BTHK.shape[1:3]
+    bound = min(window_tokens, num_tokens)
     tile = tile_tokens or min(num_tokens, max(SMALLEST_TILE_TOKENS, -(-bound // 2)))
     num_tiles, num_before = -(-num_tokens // tile), -(-(bound - 1) // tile)
 
     def attend(
-        q_BCHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, first_BC: jax.Array, index: jax.Array
+        q_RCK: jax.Array, k_RSK: jax.Array, v_RSK: jax.Array, first_RC: jax.Array, index: jax.Array
     ) -> jax.Array:
         t_C = index * tile + jnp.arange(tile)
         s_S = (index - num_before) * tile + jnp.arange((num_before + 1) * tile)
-        seen_BCS = (s_S[None, None, :] <= t_C[None, :, None]) & (s_S[None, None, :] >= first_BC[:, :, None])
-        scores_BHCS = jnp.einsum("bthk,bshk->bhts", q_BCHK, k_BSHK, preferred_element_type=jnp.float32)
-        scores_BHCS *= scale
-        weights_BHCS = jax.nn.softmax(jnp.where(seen_BCS[:, None], scores_BHCS, -jnp.inf), axis=-1)
-        o_BCHK = jnp.einsum("bhts,bshk->bthk", weights_BHCS.astype(v_BSHK.dtype), v_BSHK)
-        beyond_BC = first_BC < jnp.maximum(s_S[:1], 0)[None]
-        return jnp.where(beyond_BC[:, :, None, None], jnp.nan, o_BCHK)
+        seen_RCS = (s_S[None, None, :] <= t_C[None, :, None]) & (s_S[None, None, :] >= first_RC[:, :, None])
+        scores_RCS = jnp.einsum("rck,rsk->rcs", q_RCK, k_RSK, preferred_element_type=jnp.float32) * scale
+        weights_RCS = jax.nn.softmax(jnp.where(seen_RCS, scores_RCS, -jnp.inf), axis=-1)
+        o_RCK = jnp.einsum("rcs,rsk->rck", weights_RCS.astype(v_RSK.dtype), v_RSK)
+        beyond_RC = first_RC < jnp.maximum(s_S[:1], 0)[None]
+        return jnp.where(beyond_RC[:, :, None], jnp.nan, o_RCK)
 
     rest = num_tiles * tile - num_tokens
     padding_BT = jnp.broadcast_to(jnp.arange(num_tokens, num_tokens + rest)[None], (len(q_BTHK), rest))
     first_BT = jnp.concatenate([first_BT, padding_BT], axis=1)  # padded queries see themselves
-    o_NBCHK = jax.lax.map(
-        lambda tiles: jax.checkpoint(attend)(*tiles),
-        (
-            tiles(padded(q_BTHK, 0, rest), tile),
-            with_tiles_before(padded(k_BTHK, num_before * tile, rest), tile, num_before),
-            with_tiles_before(padded(v_BTHK, num_before * tile, rest), tile, num_before),
-            tiles(first_BT, tile),
-            jnp.arange(num_tiles),
-        ),
+    # One row a head: XLA multiplies whole tiles without copying them first.
+    q_RTK, k_RTK, v_RTK = (
+        x.swapaxes(1, 2).reshape(-1, num_tokens, x.shape[-1]) for x in (q_BTHK, k_BTHK, v_BTHK)
     )
-    o_BTHK = jnp.moveaxis(o_NBCHK, 0, 1).reshape(len(q_BTHK), num_tiles * tile, *v_BTHK.shape[2:])
-    return o_BTHK[:, :num_tokens]
+    inputs = (
+        tiles(padded(q_RTK, 0, rest), tile),
+        with_tiles_before(padded(k_RTK, num_before * tile, rest), tile, num_before),
+        with_tiles_before(padded(v_RTK, num_before * tile, rest), tile, num_before),
+        tiles(jnp.repeat(first_BT, num_heads, axis=0), tile),
+        jnp.arange(num_tiles),
+    )
+    at_once = MOST_SCORE_BYTES // (4 * len(q_RTK) * tile * (num_before + 1) * tile)
+    if at_once >= num_tiles:
+        o_NRCK = jax.vmap(attend)(*inputs)
+    else:
+        o_NRCK = jax.lax.map(lambda each: jax.checkpoint(attend)(*each), inputs, batch_size=max(1, at_once))
+    o_RTK = jnp.moveaxis(o_NRCK, 0, 1).reshape(len(q_RTK), num_tiles * tile, -1)[:, :num_tokens]
+    return o_RTK.reshape(-1, num_heads, *o_RTK.shape[1:]).swapaxes(1, 2)
 
 
-def padded(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
+def padded(x_BT: jax.Array, before: int, after: int) -> jax.Array:
     """Pad the time axis with zeros."""
-    return jnp.pad(x_BTHK, ((0, 0), (before, after), (0, 0), (0, 0)))
+    return jnp.pad(x_BT, ((0, 0), (before, after), *((0, 0),) * (x_BT.ndim - 2)))
 
 
 def tiles(x_BT: jax.Array, tile: int) -> jax.Array:

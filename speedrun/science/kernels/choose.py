@@ -23,8 +23,6 @@ from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap,
 from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
-#: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
-SHORT_TOKENS = 256
 #: Limit for the scores of the definition; its backward pass keeps about three such arrays.
 MOST_SCORE_BYTES = 4 * 2**30
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
@@ -171,11 +169,11 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     if call.platform != "cpu":
         order = ["triton", "banded", "definition"]
         why = f"first of {', '.join(order)} that can run here"
-    elif tokens > SHORT_TOKENS and call.window_tokens < tokens:
+    elif call.window_tokens <= tokens // 2:
         order, why = ["banded"], f"{tokens:,} tokens, windows of at most {call.window_tokens:,}"
     else:
         order = ["definition", "banded"]
-        why = f"{tokens:,} tokens, windows of up to {call.window_tokens:,}: nothing to skip"
+        why = f"{tokens:,} tokens, windows of up to {call.window_tokens:,}: too little to skip"
     return _choose("attention", ATTENTION, wanted, order, why, call)
 
 
