@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +20,10 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+import test_checkpoint
 from small_run import SMALL, events, log_of, runs_of
 from test_checkpoint import kept, steps
+from typed import invoke, speedrun
 
 from speedrun import recipes
 from speedrun.base import faults, provenance, runlog
@@ -124,9 +125,6 @@ def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
     return new
 
 
-# --- killed ----------------------------------------------------------------------------------------------------
-
-
 def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, unbroken, tmp_path):
     """Also in the record, and in an archive of it."""
     out = tmp_path / "out"
@@ -165,10 +163,7 @@ def test_killed_between_saves(config, unbroken, tmp_path):
     ],
 )
 def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
-    """Before a save, right after it was handed over, in the middle of what happens in the background, and before all.
-
-    Without a checkpoint the run starts over in its folder.
-    """
+    """Without a checkpoint the run starts over in its folder."""
     out, is_early = tmp_path / "out", fault in ("compile@2=kill", "clock=kill", "evaluation@3=kill")
     assert ended(at(config, out), fault if is_early else f"step@8=sleep:1,{fault}")[0] == -signal.SIGKILL
     assert kept(out) in ([[]] if is_early else [[5], [5, 10], [5, 10, 12]])
@@ -180,15 +175,12 @@ def test_killed_between_a_shard_and_the_manifest(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"{i} words " * 50}) + "\n" for i in range(200)))
 
-    def prep(name: str, **env: str) -> int:
-        words = ["data", "prep", "--source", str(rows), "--tokenizer", "bytes", "--shard-tokens", "20000"]
-        argv = [sys.executable, "-m", "speedrun", *words, "--out", str(tmp_path / name)]
-        return subprocess.run(argv, env=os.environ | env, capture_output=True, check=False).returncode
-
-    assert prep("whole") == 0
-    assert prep("out", **{faults.VARIABLE: "shard@2=kill"}) == -signal.SIGKILL
+    words = ["data", "prep", "--source", rows, "--tokenizer", "bytes", "--shard-tokens", 20000, "--out"]
+    killed = speedrun(*words, tmp_path / "out", env=os.environ | {faults.VARIABLE: "shard@2=kill"})
+    assert killed.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "out").glob("*.bin"))) == 2
-    assert prep("out") == 0
+    for name in ("out", "whole"):
+        assert invoke(*words, tmp_path / name).exit_code == 0
     whole, again = ({p.name: p.read_bytes() for p in (tmp_path / d).iterdir()} for d in ("whole", "out"))
     assert whole == again
 
@@ -202,23 +194,15 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     tiny, real = sorted(tmp_path.glob("*.bin")), shards.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(shards, "open_track", lambda *args: real(*args)._replace(train=opened))
-    run.train(at(config, tmp_path / "first", checkpoint_every=1))
+    unbroken = at(config, tmp_path / "first", checkpoint_every=1)
+    run.train(unbroken)
     (first,) = runs_of(tmp_path / "first")
     whole = steps(tmp_path / "first", first.folder)
     read_from = [step.cursor[0] for step in events(tmp_path / "first", runlog.Step)]
     assert read_from == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     for after in (2, 3):
-        out = shutil.copytree(tmp_path / "first", tmp_path / f"{after}")
-        shutil.copytree(folder_of(tmp_path / "first"), folder_of(out))
-        for number in kept(out):
-            if number > after:
-                shutil.rmtree(folder_of(out) / str(number))
-        run.train(at(config, out, checkpoint_every=1, resume=True))
-        new = runs_of(out)[-1]
+        out, new = test_checkpoint.went_on(unbroken, tmp_path / f"{after}", after)
         assert (new.end.final_hash, steps(out, new.folder)) == (first.end.final_hash, whole[after:])
-
-
-# --- told to stop ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compile
@@ -245,9 +229,6 @@ def test_told_to_stop(config, unbroken, tmp_path, fault, code, left):
     assert (error.kind, end.status) == ("Terminated" if code == 75 else "KeyboardInterrupt", "aborted")
     if left:
         went_on(config, out, unbroken, since=left[-1])
-
-
-# --- standing still --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compile
@@ -343,9 +324,6 @@ def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_pa
     assert [line.event.message for line in chain_of(tmp_path / "log")] == ["one", "two", "three"]
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.compile
 def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoint(config, tmp_path):
     """The fourth sequence of step 8 makes a gradient infinite, on one of eight devices."""
@@ -371,9 +349,6 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
     assert kept(out) == [3, 6]
     end = chain_of(log_of(out))[-1].event
     assert end.status == "non-finite"
-
-
-# --- disks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compile
@@ -402,9 +377,6 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_p
     with pytest.raises(CheckpointError, match="free or choose another folder"):
         run.train(at(config, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-# --- caches, descriptors, other programs -------------------------------------------------------------------------
 
 
 @pytest.mark.compile

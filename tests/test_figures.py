@@ -48,7 +48,6 @@ def test_a_wrong_mark_is_refused():
 @pytest.mark.parametrize(
     "text",
     [
-        "history = [[1, 2024-05-28]]",
         "history = [[1, 2024-05-28, -1.0]]",
         "history = [[1, 2024-05-28, inf]]",
         'history = [[1, 2024-05-28, 45, "", "", "javascript:x"]]',

@@ -1,6 +1,5 @@
 """The synthetic stream against its entropy rate, and the corpus of Python's documentation: texts, order, shards."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,6 @@ from speedrun.data.synthetic import ONE, Source
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
 SOURCE = Source(**SMOKE.synthetic)
-SMALL = replace(SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1)
 
 
 def rows_CVV(source: Source) -> np.ndarray:
@@ -37,11 +35,7 @@ def entropy_nats(p: np.ndarray) -> np.ndarray:
 
 
 def entropy_rate_nats(source: Source) -> float:
-    """Exact conditional entropy of a token given all before it, averaged over the stream.
-
-    Lines are independent and equally long, so it is the entropy of an opener and of a line's words over the
-    tokens of a line; the chain's word distribution is carried forward column by column.
-    """
+    """Exact conditional entropy of a token given all before it: lines are independent and equally long."""
     rows = rows_CVV(source)
     row_entropy_CV = entropy_nats(rows)
     p_V = synthetic.zipf_weights_V(source) / ONE
@@ -58,30 +52,8 @@ def entropy_rate_nats(source: Source) -> float:
     return float((opener + (1 - (1 - end) * repeat) * words) / source.line_tokens)
 
 
-def code_length_nats(source: Source, tokens: np.ndarray) -> float:
-    """Mean -ln p of the tokens under the true conditional distribution: the loss of an ideal model."""
-    lines = tokens.reshape(-1, source.line_tokens).astype(np.int64)
-    end, repeat = source.end / ONE, source.repeat / ONE
-    rows = rows_CVV(source)
-    opener = -np.log(np.array([end, (1 - end) * (1 - repeat), (1 - end) * repeat]))[lines[:, 0]]
-    words = -np.log((synthetic.zipf_weights_V(source) / ONE)[lines[:, 1]])
-    for column in range(2, source.line_tokens):
-        first_L = synthetic._class_L(source, lines, column)
-        words += -np.log(rows[first_L, lines[:, column - 1], lines[:, column]])
-    words[lines[:, 0] == synthetic.REPEAT] = 0
-    return float((opener + words).sum() / tokens.size)
-
-
 def test_the_smoke_track_has_an_entropy_rate_of_three_nats():
     assert entropy_rate_nats(SOURCE) == pytest.approx(SMOKE.target.entropy_rate, abs=1e-8)
-
-
-@pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
-def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source):
-    tokens = synthetic.generate(source, 7, 400_000)
-    cost = code_length_nats(source, tokens)
-    # With six million tokens of independent lines, the sample mean is accurate to a few thousandths.
-    assert cost == pytest.approx(entropy_rate_nats(source), abs=0.006)
 
 
 def test_correct_shards_are_not_written_again(tmp_path):
@@ -99,8 +71,6 @@ def test_correct_shards_are_not_written_again(tmp_path):
     with pytest.raises(DataError, match="makes other bytes"):
         synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
 
-
-# --- Python's documentation -------------------------------------------------------------------------------
 
 LONG = "A sentence that is long enough to be worth reading, and so it is taken, as it stands here."
 

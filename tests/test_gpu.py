@@ -197,10 +197,3 @@ def test_a_kernel_agrees_with_its_definition(name):
     assert len(cases) >= 2
     for case, fast, definition, args, most in cases:
         assert not wrong(fast, definition, args, most), case
-
-
-@pytest.mark.parametrize("factor", [1.05, float("nan")])
-def test_a_wrong_kernel_is_found(factor):
-    x = jnp.arange(3.0)
-    assert not wrong(lambda x: {"y": 1.01 * x}, lambda x: {"y": x}, (x,), 0.02)
-    assert wrong(lambda x: {"y": factor * x}, lambda x: {"y": x}, (x,), 0.02)

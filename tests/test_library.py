@@ -64,20 +64,9 @@ def test_a_recipe_without_a_file_is_refused(changes):
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
 
 
-def test_an_unknown_name_is_told():
+def test_a_record_that_is_there_is_not_touched_and_an_unknown_name_is_told(tmp_path):
     with pytest.raises(AttributeError, match="it exports Record, load, run"):
         getattr(sr, "fit")  # noqa: B009 - no type checker lets the name pass
-
-
-def test_the_package_is_imported_without_what_it_may_need():
-    script = (
-        "import sys, speedrun; print(*sorted({'jax', 'numpy', 'click', 'speedrun.api'} & {*sys.modules}))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not done.stdout.split()
-
-
-def test_a_record_that_is_there_is_not_touched(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(UsageError, match="exists already; need a new folder"):
         sr.run(track="smoke-cpu", out=tmp_path / "mine")

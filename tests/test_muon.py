@@ -40,10 +40,7 @@ def test_newton_schulz_is_its_polynomial_on_the_singular_values(shape, size):
     got = orthogonalize(jnp.asarray(bank), steps=5, dtype="float32")
     want = np.stack([slow_orthogonalize(g) for g in bank])
     np.testing.assert_allclose(got, want, atol=2e-4)
-
-
-def test_zero_stays_zero():
-    assert not orthogonalize(jnp.zeros((2, 3, 5)), steps=5, dtype="float32").any()
+    assert not orthogonalize(0 * bank, steps=5, dtype="float32").any()
 
 
 def test_momentum_is_nesterov_and_each_matrix_has_its_factor():

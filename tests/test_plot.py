@@ -40,11 +40,6 @@ def test_every_colour_of_the_page_has_a_dark_one(row):
         assert not swaps.keys() & set(swaps.values())
 
 
-def test_a_folder_without_runs_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="no run"):
-        plot(tmp_path)
-
-
 @pytest.fixture
 def drawn(monkeypatch) -> dict[str, Figure]:
     """Return the figures that were written, by name."""
@@ -137,9 +132,8 @@ def test_the_pareto_front_holds_the_rows_that_are_not_dominated(row):
 
 def test_any_name_can_be_drawn_and_no_number_out_of_range(row):
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
-    assert (
-        len(pictures(Board((msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400),), ()))) == 1
-    )
+    odd = msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400)
+    assert len(pictures(Board((odd,), ()))) == 1
 
 
 def test_the_command_draws_all_kinds_of_several_records(record, tmp_path, drawn):
@@ -154,7 +148,9 @@ def test_the_command_draws_all_kinds_of_several_records(record, tmp_path, drawn)
 @pytest.mark.parametrize(
     ("kind", "field", "value"), [("steps", "train_time_s", 0.0), ("loss", "loss", 1.7e18)]
 )
-def test_impossible_numbers_are_an_error(forged, kind, field, value):
+def test_impossible_numbers_and_no_run_are_an_error(forged, kind, field, value):
+    with pytest.raises(UsageError, match="no run"):
+        plot(forged)
     hostile = forge(forged / "hostile", edit_log=change(Step, at=4, **{field: value}))
     with pytest.raises(UsageError, match="a time of at least 0" if value == 0 else "cannot be drawn"):
         plot(hostile, (kind,))

@@ -75,16 +75,7 @@ def launched(out: Path, data: Path, *more: str) -> list[subprocess.Popen[str]]:
 
 
 def together(words: list[str]) -> list[subprocess.Popen[str]]:
-    argv = [
-        "speedrun",
-        "run",
-        *words,
-        *QUICK,
-        "--coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--processes",
-        "2",
-    ]
+    argv = ["speedrun", "run", *words, *QUICK, f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
     return [started([*argv, "--process", str(i)]) for i in range(2)]
 
 
@@ -97,9 +88,6 @@ def wait_for_steps(running: list[subprocess.Popen[str]], out: Path, number: int)
 @pytest.fixture
 def config(tmp_path, smoke_data) -> RunConfig:
     return RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
-
-
-# --- the same run ------------------------------------------------------------------------------------------
 
 
 #: Python reads this file when it starts.
@@ -170,9 +158,6 @@ def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, m
     assert said.startswith("error: process 1 has the final state of hash 0000000000000000, process 0 has ")
     assert "replicas drifted apart" in said
     assert runs_of(config.out)[-1].outcome == "aborted"
-
-
-# --- rows 18, 21, 22, 23, 30 of the table of faults: signals and death -----------------------------------
 
 
 @pytest.mark.compile
@@ -275,9 +260,6 @@ def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(
     assert ["sitecustomize.py" in text for text in stood] == [False, True]
 
 
-# --- rows 26 to 29: meeting and agreeing -------------------------------------------------------------------
-
-
 def test_a_cluster_is_known_by_its_variables_and_nodes_by_the_machines_of_their_processes(monkeypatch):
     assert connect.num_nodes(["a 1"] * 4) == 1
     assert connect.num_nodes(["a 1", "a 1", "b 2", "b 2"]) == 2
@@ -331,10 +313,10 @@ def test_a_process_does_not_wait_for_ever_for_the_others(index, taken):
     assert stderr.count("\n") == 1
 
 
-def disagree(tmp_path: Path, first: RunConfig, second: RunConfig) -> str:
+def disagree(tmp_path: Path, first: RunConfig, second: RunConfig, exit_code: int = 2) -> str:
     """The error of process 0. The other one is silent, and nothing is written."""
     (code, _, said), (other_code, _, other_said) = ends(shared([first, second], tmp_path))
-    assert (code, other_code) == (2, 2), (said, other_said)
+    assert (code, other_code) == (exit_code, exit_code), (said, other_said)
     assert other_said == ""
     assert said.count("\n") == 1
     assert not first.out.exists()
@@ -370,7 +352,6 @@ def test_processes_with_other_data_are_refused(tmp_path, config, smoke_data, nam
         manifest = json.loads((other / "manifest.json").read_text())
         manifest["shards"]["smoke_train_000001.bin"]["sha256"] = "0" * 64
         (other / "manifest.json").write_text(json.dumps(manifest))
-    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
     said = disagree(tmp_path, config, msgspec.structs.replace(config, data=other))
     assert said.startswith(f"error: process 1 has {what} ")
 
@@ -378,7 +359,4 @@ def test_processes_with_other_data_are_refused(tmp_path, config, smoke_data, nam
 @pytest.mark.compile
 def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, config):
     nothing = msgspec.structs.replace(config, data=tmp_path / "nothing")
-    (code, _, said), (other_code, _, other_said) = ends(shared([config, nothing], tmp_path))
-    assert (code, other_code) == (3, 3)
-    assert said.startswith("error: process 1: ")
-    assert other_said == ""
+    assert disagree(tmp_path, config, nothing, 3).startswith("error: process 1: ")

@@ -25,21 +25,10 @@ def test_a_plain_jax_step_has_the_losses_of_ours(smoke_data, tmp_path):
     given = {name: start.pop(name) for name in [*start] if name != "settings"}
     given = {name: x + 0.1 * noise.standard_normal(x.shape, np.float32) for name, x in given.items()}
     np.savez(tmp_path / "start.npz", **start, **given)
-    words = [
-        "--shards",
-        smoke_data,
-        "--steps",
-        STEPS,
-        "--first-step",
-        100,
-        "--sequences",
-        2,
-        "--seq-len",
-        256,
-    ]
-    theirs = bench_step.run_rival(
-        [*map(str, [sys.executable, RIVAL, *words, "--start", tmp_path / "start.npz"])], STEPS
-    )
+    options = {"steps": STEPS, "first-step": 100, "sequences": 2, "seq-len": 256, "shards": smoke_data}
+    options["start"] = tmp_path / "start.npz"
+    words = [f"--{name}={value}" for name, value in options.items()]
+    theirs = bench_step.run_rival([sys.executable, str(RIVAL), *words], STEPS)
 
     program = Program(recipe, mesh.make_mesh(1), 1)
     state = program.init(jax.random.key(0))

@@ -5,10 +5,8 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
-import msgspec
 import pytest
 from typed import invoke
 
@@ -86,11 +84,6 @@ def test_only_files_below_a_folder_are_opened(tmp_path):
     assert file_below(tmp_path / "gone", "file") is None
 
 
-def served(tmp_path: Path) -> list[list[str]]:
-    (tmp_path / "models.json").write_text("[]")
-    return [["watch", str(tmp_path / "later"), "--port", "0"], ["play", str(tmp_path), "--port", "0"]]
-
-
 @pytest.mark.parametrize("number", signals.STOPS)
 def test_a_signal_ends_a_server_with_success(number, tmp_path, monkeypatch):
     """As soon as its address is printed; a second signal changes nothing."""
@@ -99,10 +92,11 @@ def test_a_signal_ends_a_server_with_success(number, tmp_path, monkeypatch):
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
 
+    (tmp_path / "models.json").write_text("[]")
     monkeypatch.setattr(click, "echo", printed)
     with signals.handled_by(lambda *_: pytest.fail("it is not handled")):
-        for words in served(tmp_path):
-            assert invoke(*words).exit_code == 0
+        for words in (["watch", tmp_path / "later"], ["play", tmp_path]):
+            assert invoke(*words, "--port", 0).exit_code == 0
 
 
 def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch):
@@ -117,16 +111,11 @@ def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "endless", "form", "gone"])
-def test_a_folder_that_cannot_be_played_is_one_line(kind, tmp_path):
-    at = tmp_path / "models.json"
-    makes = {
-        "pipe": lambda: os.mkfifo(at),
-        "endless": lambda: at.symlink_to("/dev/zero"),
-        "form": lambda: at.write_bytes(msgspec.json.encode({"a": 1})),
-        "gone": lambda: None,
-    }
-    makes[kind]()
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_text('{"a": 1}')]
+)
+def test_a_folder_that_cannot_be_played_is_one_line(make, tmp_path):
+    make(tmp_path / "models.json")
     found = invoke("play", tmp_path, "--port", "0")
     assert found.exit_code == 2
     (said,) = found.output.splitlines()

@@ -260,7 +260,7 @@ def test_state_is_born_as_it_lives_and_is_donated(on_eight):
 
 
 def test_starting_state_is_equal_on_any_number_of_devices_and_another_seed_is_another_run(tiny, on_eight):
-    meshes = [mesh.make_mesh(*shape) for shape in ((1,), (2,), (4,), (8,), (8, 2))]
+    meshes = [mesh.make_mesh(*shape) for shape in ((1,), (8,), (8, 2))]
     assert len({state_hash(Program(tiny, one).init(jax.random.key(3))) for one in meshes}) == 1
     program = on_eight[0]
     assert run(program, 3, seed=1)[1] != on_eight[2][:3]

@@ -159,9 +159,6 @@ def test_validation_reads_each_target_once_and_what_is_impossible_is_refused_ear
         validation_batches(shard, 11, 2, 3)
 
 
-# --- packing documents ------------------------------------------------------------------------------------
-
-
 @example(texts=[[0, 1, 0, 2]], shape=Shape(2, 1, 12), splits=1)  # the last document of a shard is needed
 @example(texts=[[0, 1, 0, 2, 0, 3, 0, 1]], shape=Shape(4, 1, 12), splits=2)  # neighbouring rows differ
 @settings(deadline=None, max_examples=60)
@@ -243,9 +240,6 @@ def test_golden_89_packs_the_batches_of_all_stages(folder, letter):
     assert [span.name for span in stream.ranges] == [f"{letter}0.bin", f"{letter}1.bin"]
 
 
-# --- reading ahead ----------------------------------------------------------------------------------------
-
-
 class Watched(TokenStream):
     """Counts the reads; each one waits for permission."""
 
@@ -306,9 +300,6 @@ def test_an_error_is_raised_with_its_batch(folder):
             with pytest.raises(DataError, match="has 8 tokens left"):
                 next(ahead)
         assert ahead.cursor == Cursor(0, 12)
-
-
-# --- benchmark --------------------------------------------------------------------------------------------
 
 
 def test_the_benchmark_of_a_loader_with_known_speed(folder, monkeypatch):

@@ -153,17 +153,13 @@ CAUSAL = {
     "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
     "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
     "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
-    "shift that keeps the first": lambda x: x * jnp.concatenate([x[:, :1], x[:, :-1]], axis=1),
     "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
-    "running maximum of integers": lambda x: x + jax.lax.cummax((x > 0).astype(jnp.int32), axis=1),
     "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
-    "loop over all": lambda x: x + jax.lax.associative_scan(jnp.add, x, axis=1),
     "loop": lambda x: (
         jnp.swapaxes(jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1)
         * x
     ),
     "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
-    "average of all before": lambda x: jnp.einsum("ts,bsd->btd", jnp.tril(jnp.ones((T, T))), x),
     "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
 }
 
@@ -186,9 +182,6 @@ def test_a_causal_function_has_the_rows_of_the_whole_or_is_noticed(name):
         np.testing.assert_allclose(found_TD, want_TD, rtol=1e-5, atol=1e-5)
 
 
-# --- drawing
-
-
 def test_draws_have_the_distribution_of_the_model():
     """By a chi-square test at 1e-4 (4 degrees of freedom: 23.5)."""
     z_V, num = jnp.array([1.0, 0.0, -1.0, 2.0, 0.5]), 20_000
@@ -204,7 +197,6 @@ def test_draws_have_the_distribution_of_the_model():
     ("how", "allowed"),
     [
         (Draw(temperature=0), {3}),
-        (Draw(top_k=1), {3}),
         (Draw(top_k=2), {3, 0}),
         (Draw(top_p=1e-6), {3}),
         (Draw(top_p=0.62), {3, 0}),  # probabilities of 0.56, 0.21, 0.12, 0.08, 0.03
@@ -216,9 +208,6 @@ def test_improbable_tokens_are_never_drawn(how, allowed):
     z_V = jnp.array([1.0, 0.0, -1.0, 2.0, 0.5])
     keys = jax.random.split(jax.random.key(0), 2_000)
     assert {*map(int, jax.vmap(lambda key: drawn(z_V, key, how))(keys))} == allowed
-
-
-# --- decoding
 
 
 @pytest.fixture(scope="module")
@@ -251,16 +240,14 @@ def definition(small: tuple[Recipe, Params, Inputs], prompt: np.ndarray, num_tok
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("where", ["in most texts", "after a 9 and a 5"])
-def test_a_model_that_mixes_is_refused(small, where):
+def test_a_model_that_mixes_after_some_tokens_is_refused(small):
     recipe, params, inputs = small
 
     def forward(params, tokens_BT, inputs, config, kernels):
         x_BTD = params["embed"][tokens_BT]
         is_odd = jnp.any((tokens_BT == 5) & (jnp.roll(tokens_BT, 1, axis=1) == 9))
         total = jnp.sum(jnp.where((tokens_BT > 0)[..., None], x_BTD, 0.0))
-        mixes = is_odd if "9" in where else tokens_BT.sum() > 99
-        return x_BTD + jnp.roll(jnp.cos(x_BTD + jnp.where(mixes, total, 0.0)), 1, axis=1)
+        return x_BTD + jnp.roll(jnp.cos(x_BTD + jnp.where(is_odd, total, 0.0)), 1, axis=1)
 
     decoder = decoder_of((dataclasses.replace(recipe, forward=forward), params, inputs))
     texts = decoder.start([np.array([0, 7, 9, 5, 11], np.int32)])
@@ -305,9 +292,6 @@ def test_ids_that_the_data_lacks_are_never_written(small):
     assert len({*found_PN.flat}) > 3
 
 
-# --- text
-
-
 def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_shown():
     spoken = weights.Words(track.load("docs-cpu"), Path())
     vars(spoken)["tokens"] = {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}
@@ -328,9 +312,6 @@ def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path):
     assert [*spoken.encode("")] == [spoken.track.data.document_token]
 
 
-# --- weights
-
-
 @pytest.fixture(scope="module")
 def run(trained, tmp_path_factory) -> Path:
     """A run with two checkpoints."""
@@ -343,9 +324,6 @@ def run(trained, tmp_path_factory) -> Path:
 
 
 sample = partial(invoke, "sample")
-
-
-# --- a model of text
 
 
 @pytest.fixture(scope="module")
@@ -376,9 +354,6 @@ def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
 def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
     """The negative log likelihood of each id but the first."""
     return -log_p_of(trained, ids)[np.arange(len(ids) - 1), ids[1:]]
-
-
-# --- lm-evaluation-harness
 
 
 @pytest.fixture
@@ -472,9 +447,6 @@ def test_a_file_that_is_not_hellaswag_is_refused(tmp_path, line):
         eval_tasks.read(tmp_path / "questions.jsonl", None)
 
 
-# --- commands
-
-
 def test_the_command_writes_the_same_text_again_and_so_does_an_export(run, monkeypatch, tmp_path):
     found = [sample(run, "--ids", "0,5", "--tokens", 20, "--samples", 2, "--json") for _ in range(2)]
     first, second = (json.loads(one.stdout)["samples"] for one in found)
@@ -511,8 +483,6 @@ def test_eval_prints_the_loss_of_the_run(run, smoke_data):
         ("sample RUN --prompt hello", 2),
         ("sample RUN --ids 1,x", 2),
         ("sample RUN --ids 256", 2),
-        ("sample RUN --ids -1", 2),
-        ("sample RUN --ids ,", 2),
         ("sample RUN --tokens 5000", 2),
         ("sample RUN --step 7", 2),
         ("sample RUN --recipe gpt2", 2),
@@ -576,9 +546,6 @@ def test_weights_that_are_no_numbers_are_refused(run, smoke_data, monkeypatch):
         weights.load(run, data=smoke_data)
 
 
-# --- samples while a run trains, and runs that start from given weights
-
-
 @pytest.fixture
 def growing(run: Path, smoke_data: Path, tmp_path: Path) -> samples.Request:
     shutil.copytree(folder_of(run), folder_of(tmp_path / "out"))
@@ -605,17 +572,14 @@ def test_each_checkpoint_writes_what_the_command_writes(growing):
         assert one["ids"] == ids
 
 
-def test_checkpoints_that_are_gone_are_named_and_old_samples_stay(growing):
+def test_checkpoints_that_are_gone_are_named_and_old_samples_stay_readable_or_not(growing):
     shutil.rmtree(folder_of(growing.record) / "6")
-    samples.path_of(growing.record).write_text('{"step": 3, "ids": [1]}\n')
+    path = samples.path_of(growing.record)
+    path.write_text('{"step": 3, "ids": [1]}\n')
     request = msgspec.structs.replace(growing, every=3)
     assert followed(request) == [6, 9]
     assert [*sampled(request)] == [3, 12]
     assert sampled(request)[3] == [1]
-
-
-def test_samples_that_cannot_be_read_are_not_overwritten(growing):
-    path = samples.path_of(growing.record)
     path.write_text("[1]\n")
     with pytest.raises(DataError, match="move it away"):
         followed(growing)

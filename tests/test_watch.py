@@ -70,9 +70,6 @@ def sample(step: int, text: str = "") -> str:
     return json.dumps({"step": step, "prompt": "", "text": text or f"text of step {step}"}) + "\n"
 
 
-# ---- the feed
-
-
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_each_line_comes_once_and_whole(tmp_path, is_copied):
     """However the log grows, and if rsync replaces it with copies."""
@@ -171,9 +168,6 @@ def test_only_samples_of_a_regular_file_are_shown(tmp_path):
     assert lines_of(parsed(Feed([tmp_path / "run"]).news())) == LINES
 
 
-# ---- the server and the command
-
-
 def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = rules(str(RECORD), "smoke-cpu@1")
@@ -237,9 +231,6 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         for words in (["x"], [], ["later", "--port", port]):
             done = invoke("watch", *words)
             assert (done.exit_code, len(done.output.splitlines())) == (2, 1)
-
-
-# ---- the page
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +94,6 @@ def hand(page: Page) -> Iterator[Page]:
         yield one
 
 
-# --- operations -------------------------------------------------------------------------------------------
-
 #: Arrays are text, since Playwright packs each number separately.
 EVALUATE = """
 async (sent) => {
@@ -160,10 +157,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "rows": (lambda x: jnp.asarray(X[0]).at[x].get(mode="promise_in_bounds"), np.array([[2, 0]], np.int32)),
     "select_n": (lambda x, y: jnp.where(x, 1.5, y), FLAGS, X),
     "slice": (lambda x: x[:, 1:3, 2], X),
-    "stack": (lambda x, y: jnp.stack([x, y], 1), X, X[::-1] * 2),
-    "softmax": (lambda x: jax.nn.softmax(x * 30, -1), X),
     "split": (lambda x: jnp.subtract(*jnp.split(x, 2, -1)), X),
-    "tile": (lambda x: jnp.tile(x, (2, 3, 1)), X),
     "transpose": (lambda x: x.transpose(2, 0, 1), X),
 }
 
@@ -222,8 +216,6 @@ def test_what_depends_on_no_token_is_computed_once():
     assert {"iota", "ge"} <= {equation[0] for equation in large["equations"]}
 
 
-# --- models -----------------------------------------------------------------------------------------------
-
 PREDICT = """
 async ([name, ids]) => {
   const one = await model.Model.load(`models/${name}`);
@@ -270,8 +262,6 @@ def test_the_page_writes_what_sample_writes(page, models):
             assert sum(p for _, p in token["top"]) <= 1 + 1e-6
 
 
-# --- tokenizer --------------------------------------------------------------------------------------------
-
 HARD = (
     "Return the array.",
     "  two  spaces\t\ttabs\n\n\nlines \r\n end  ",
@@ -316,9 +306,6 @@ def test_merges_are_recovered_from_ranks_and_other_tokenizers_refused():
         page_folder.described_tokenizer("spm.json", json.dumps(other).encode(), {0: b"a"})
 
 
-# --- files ------------------------------------------------------------------------------------------------
-
-
 def changed(**arrays: Any) -> Callable[[bytes], bytes]:
     def change(raw: bytes) -> bytes:
         old = safetensors.numpy.load(raw)
@@ -357,18 +344,11 @@ def test_only_exported_files_are_served(tmp_path):
 
     def body(path: str) -> bytes | None:
         reply = answer(path, {})
-        if reply is None:
-            return None
-        if isinstance(reply.body, FileIO):
-            with reply.body as file:
-                return file.read()
-        assert isinstance(reply.body, bytes)
-        return reply.body
+        return None if reply is None else b"".join(reply.body)
 
     assert body("/models.json") == b'["m","m (2)"]'
     assert (body("/models/m/model.json"), body("/models/m%20(2)/model.json")) == (b"a", b"b")
-    outside = ("/../secret", "/%2e%2e/secret", "/models/m/../../../../secret", "/models/other/x")
-    for path in (*outside, "/models", "/none", "/%00", f"/{'x' * 300}", "/models/m/..%2fm", "/models/%FF"):
+    for path in ("/../secret", "/%2e%2e/secret", "/models/other/x", "/models", "/none", "/models/%FF"):
         assert body(path) is None
     with pytest.raises(UsageError, match="need a folder that 'speedrun export RUN --to web' made"):
         page_server.answering([tmp_path])
@@ -383,9 +363,6 @@ def test_jax_js_is_what_was_published():
     assert b"MIT License" in files["LICENSE"]
     for name in {*re.findall(rb'"\./([\w.-]+\.js)"', b"".join(files.values()))}:
         assert name.decode() in files
-
-
-# --- the page ---------------------------------------------------------------------------------------------
 
 
 def test_the_page_writes_and_says_what_is_wrong(page, hand):
@@ -417,8 +394,6 @@ def test_the_page_writes_and_says_what_is_wrong(page, hand):
         assert said in hand.inner_text("#error")
 
 
-# --- the recipe -------------------------------------------------------------------------------------------
-
 COMPARE = """
 async (factor) => {
   const one = await training.Trainer.load("training");
@@ -438,7 +413,7 @@ async (numSteps) => {
 """
 
 
-def test_a_training_step_is_that_of_jax(page):
+def test_a_training_step_is_that_of_jax_and_so_are_losses(page):
     """At step 10. Muon's update amplifies the gradient's rounding."""
     found = page.evaluate(COMPARE, 1.0)
     packed = {"bank.64x128.0", "bank.64x64.0", "bank.64x64.1", "embed", "head", "scalars", "value_embed.0"}
@@ -449,9 +424,6 @@ def test_a_training_step_is_that_of_jax(page):
     found = page.evaluate(COMPARE, 1.01)  # a wrong learning rate is visible
     assert max(found["gradient"].values()) < 2e-5
     np.testing.assert_allclose(list(found["update"].values()), 0.01, rtol=0.01)
-
-
-def test_losses_of_a_recipe_follow_those_of_jax(page):
     losses, again, facts = page.evaluate(TRAIN, 10)
     expected = np.array(facts["losses"])[:10]
     np.testing.assert_allclose(losses[:2], expected[:2], rtol=5e-6)
