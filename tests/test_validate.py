@@ -101,18 +101,15 @@ def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     assert dataclasses.replace(report, strict=True).exit_code == 1
 
 
-@pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize(
-    ("before", "after", "edits", "problems"),
+    ("before", "after", "edits", "problems", "ranked"),
     [
-        (0.001, 0.0, [], {"V205", "V209"}),  # measured once, as in older runs
-        (0.001, 0.001, [], {"V205", "V209"}),
-        (0.001, 50.0, [], set()),
-        (50.0, 0.001, [], set()),
-        (50.0, 50.0, [long_pause(20)], {"V205"}),
-        (5.0, 50.0, [long_pause(20)], set()),
-        (50.0, 5.0, [long_pause(20)], set()),
-        (1e-9, 50.0, [long_pause(600)], {"V205"}),
+        (0.001, 0.0, [], {"V205", "V209"}, True),  # measured once, as in older runs
+        (0.001, 0.0, [], {"V205", "V209"}, False),
+        (0.001, 50.0, [], set(), True),
+        (50.0, 50.0, [long_pause(20)], {"V205"}, True),
+        (50.0, 5.0, [long_pause(20)], set(), True),
+        (1e-9, 50.0, [long_pause(600)], {"V205"}, True),
     ],
 )
 def test_a_machine_whose_load_changed_spoils_no_run(folder, before, after, edits, problems, ranked):
@@ -145,35 +142,28 @@ def test_checks_that_cannot_be_asked_say_so(folder):
 
 HOSTILE_JSON = [
     b"[" * 100_000,
-    b'{"a":' * 100_000,
     b"NaN",
     b"1e999",
-    b"9" * 10_000,
     b'"\xff\xfe"',
     b'"\\ud800"',
     b'"' + b"x" * 100_000 + b'"',
     b'"\\u001b[31m\\u202e"',
-    b"null",
-    b"",
 ]
 
 
 @pytest.mark.parametrize("value", HOSTILE_JSON, ids=range(len(HOSTILE_JSON)))
 @pytest.mark.parametrize(
-    ("path", "old"),
-    [*((LOG, b) for b in (b'"tiny"', b'{"width":8,"lr":0.02}', b'"tokens":1000')), ("batch.json", b'"tiny"')],
+    ("path", "old"), [(LOG, b'"tiny"'), (LOG, b'{"width":8,"lr":0.02}'), ("batch.json", b'"tiny"')]
 )
 def test_hostile_values_end_in_a_report(folder, path, old, value):
-    edited(path, old, (old.split(b":")[0] + b":" if old.startswith(b'"tokens') else b"") + value)(folder)
+    edited(path, old, value)(folder)
     report = validate(folder)
     assert report.exit_code == 1
     for result in report.results:
         assert all(message.isprintable() and len(message) < 1000 for message in result.messages)
 
 
-@pytest.mark.parametrize(
-    "text", ["\x1b]0;owned\x07", "\u202egnp.exe", "x" * 100_000, "a\nb", "| <b> [l](http://x)"]
-)
+@pytest.mark.parametrize("text", ["\x1b]0;owned\n\u202e", "x" * 100_000, "| <b> [l](http://x)"])
 def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
     build = configured({"name": text}, change(runlog.RunStart, recipe=text))
     build(folder)
@@ -183,14 +173,6 @@ def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
         assert line.isprintable()
         assert len(line) < 2000
         assert "<b>" not in line or line.startswith("speedrun") or line.startswith("    ")
-
-
-@pytest.mark.parametrize("stamp", ["yesterday", "2026-10-02T00:00:00", ""])
-@pytest.mark.parametrize("path", ["batch.json", LOG])
-def test_a_stamp_that_is_none_ends_in_a_report(folder, path, stamp):
-    old = b"2026-10-02T01:00:00.200001+00:00" if path == LOG else b"2026-10-02T00:00:00+00:00"
-    edited(path, old, stamp.encode())(folder)
-    assert "V001" in found(folder)
 
 
 def test_no_key_of_a_config_hides_another():
@@ -560,7 +542,6 @@ def attempts(text: str) -> list[Any]:
     ("runs", "left"),
     [
         ("af", "a"),
-        ("aa baf", "b"),  # resumed
         ("aa baa caf", "c"),  # twice from one checkpoint
         ("aa bf", "ab"),  # begun twice
         ("aa baf caf", "bc"),  # best of two
