@@ -6,7 +6,6 @@ from pathlib import Path
 from msgspec.structs import replace
 from record_forge import (
     CONFIG,
-    PROGRAMS,
     RECIPE,
     SOFTWARE,
     VAL_S,
@@ -29,7 +28,7 @@ from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
 from speedrun.record.batch import seeds_from
 from speedrun.record.git_history import files_here
-from speedrun.record.layout import Declaration, Look, Recipe, config_sha256, encode, sha256
+from speedrun.record.layout import Declaration, Look, config_sha256, encode, sha256
 from speedrun.record.reader import load
 from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcome_of
 

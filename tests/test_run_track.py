@@ -129,7 +129,7 @@ def test_the_same_command_goes_on_after_any_end(checkout, step, how, code):
     assert f"batch {begun} --title of two" in typed(checkout)
 
 
-@pytest.mark.parametrize("step", ["plan", "doctor", "data", "batch"])
+@pytest.mark.parametrize("step", ["doctor", "batch"])
 def test_only_a_batch_may_answer_no_and_it_is_told(checkout, step):
     (checkout / f"fault-{step}").write_text("exit 1")
     code, said = smoke(checkout)

@@ -72,7 +72,6 @@ def test_rate_and_momentum_are_the_published_ones(rung, falling, last, rising):
 
 
 def test_the_learning_rate_of_gpt2_is_that_of_the_log():
-    """The log prints six decimals."""
     logged = {0: 1e-6, 699: 6e-4, 700: 6e-4, 5000: 526e-6, 10130: 3e-4, 15000: 82e-6, 19559: 0.0}
     recipe = recipes.load("gpt2")
     assert recipe.optimizer.matrix_lr == recipe.optimizer.other_lr
@@ -300,9 +299,7 @@ def test_the_bound_of_a_scheduled_window_is_in_tokens():
     [
         ("modern", {"head_size": 255}, "head_size is 255; need at least vocab_size, 256"),
         ("shortcuts", {"logit_cap": 0.0}, "logit_cap is 0; need more than 0, at most 40"),
-        ("shortcuts", {"logit_cap": 41.0}, "logit_cap is 41; need more than 0, at most 40"),
         ("values", {"mixing": ("window",) * 3}, "mixing has 3 entries; need num_layers, 4"),
-        ("values", {"value_tables": (0,) * 5}, "value_tables has 5 entries; need num_layers, 4"),
         ("values", {"mixing": ("window", "half", "none", "none")}, "mixing is .*half.*; need tuple.Literal"),
         ("values", {"value_tables": (-2, 0, 0, 0)}, "number tables from 0, -1 for none"),
     ],

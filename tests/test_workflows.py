@@ -147,7 +147,7 @@ def test_a_changed_record_is_validated_again(clone):
 
 
 @pytest.mark.parametrize(
-    "form", ["link", "linked track", "linked records", "file", "empty", "name", "no log", "no commit"]
+    "form", ["link", "linked track", "linked records", "file", "name", "no log", "no commit"]
 )
 def test_what_is_no_record_is_refused(clone, form):
     place = clone / "records" / "smoke-cpu" / "new"
@@ -161,9 +161,6 @@ def test_what_is_no_record_is_refused(clone, form):
             (clone / "records").symlink_to("elsewhere")
         case "file":
             place.write_text("archive")
-        case "empty":
-            place.mkdir()
-            (place / "x").write_text("")
         case "no log":
             next(clone.glob("records/smoke-cpu/old/runs/*/metrics.jsonl")).unlink()
         case "name":
