@@ -35,15 +35,11 @@ from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcom
 Build = Callable[[Path], object]
 
 
-# --- edits of a log: the forger chains, hashes and assembles afterwards -------------------------------------
-
-
 def place_of(log: Moments, kind: type[runlog.Event], nth: int = 0) -> int:
     return [place for place, moment in enumerate(log) if isinstance(moment.event, kind)][nth]
 
 
 def went_on(log: Moments) -> Moments:
-    """A run that resumes another one after four steps."""
     start, fifth = place_of(log, runlog.ClockStart), place_of(log, runlog.ClockPause, 1)
     fourth = log[place_of(log, runlog.Step, 3)].event
     assert isinstance(fourth, runlog.Step)
@@ -75,7 +71,6 @@ def said_to_have_broken_off(log: Moments) -> Moments:
 
 
 def broken_off(log: Moments) -> Moments:
-    """A run that broke off after five steps."""
     place = place_of(log, runlog.Step, 5)
     return [*log[:place], log[place]._replace(event=runlog.Error("OSError", "no | space"))]
 
@@ -88,8 +83,6 @@ def pause_for_nothing(log: Moments) -> Moments:
 
 
 def inserted(event: runlog.Event, kind: type[runlog.Event], nth: int, ns: int) -> Edit:
-    """Insert an event `ns` before another one."""
-
     def edit(log: Moments) -> Moments:
         at = place_of(log, kind, nth)
         return [*log[:at], log[at]._replace(event=event, mono_ns=log[at].mono_ns - ns), *log[at:]]
@@ -98,14 +91,11 @@ def inserted(event: runlog.Event, kind: type[runlog.Event], nth: int, ns: int) -
 
 
 def later(log: Moments, seconds: float) -> Moments:
-    """Move events by both clocks."""
     ns = round(seconds * 1e9)
     return [moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log]
 
 
 def long_pause(seconds: int) -> Edit:
-    """Lengthen the first validation."""
-
     def edit(log: Moments) -> Moments:
         place = place_of(log, runlog.ClockResume)
         return [*log[:place], *later(log[place:], seconds)]
@@ -143,9 +133,6 @@ FEWER_SCORED = change(
 )
 
 
-# --- edits of files ----------------------------------------------------------------------------------------
-
-
 def edited(path: str, old: bytes, new: bytes) -> Build:
     """Replaces bytes in a file of an honest record."""
 
@@ -159,8 +146,6 @@ def edited(path: str, old: bytes, new: bytes) -> Build:
 
 
 def added(path: str, content: bytes) -> Build:
-    """Appends to a file of an honest record, or makes one."""
-
     def build(folder: Path) -> None:
         forge(folder)
         (folder / path).parent.mkdir(exist_ok=True)
@@ -188,7 +173,6 @@ def without_programs(log: Moments) -> Moments:
 
 
 def other_programs(folder: Path) -> None:
-    """A batch in which one run names other programs; both archives are present."""
     in_one_run(change(runlog.Exported, sha256=sha256(b"others"), num_bytes=6))(folder)
     (folder / name_of(sha256(b"others"))).write_bytes(b"others")
 
@@ -200,8 +184,6 @@ def linked(folder: Path) -> None:
 
 
 def with_runs(more: Sequence[Spec], **batch) -> Build:
-    """A batch, and more runs in it."""
-
     def build(folder: Path) -> None:
         forge(folder, **batch)
         for spec in more:
@@ -217,12 +199,10 @@ def in_one_run(edit: Edit) -> Build:
 
 
 def made(**spec) -> Build:
-    """Runs made from an edited spec."""
     return lambda folder: forge(folder, **spec)
 
 
 def logged(*edits: Edit) -> Build:
-    """Runs with an edited log."""
     return made(edit_log=both(*edits))
 
 
@@ -232,25 +212,18 @@ def reading(*ranges: ShardRange, val: ShardRange | None = None) -> Edit:
 
 
 def other_config(config: dict) -> Edit:
-    """Replace the config in a log, with its digest."""
     return change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
 
 
 def configured(config: dict, *edits: Edit) -> Build:
-    """Runs of another recipe."""
     return logged(other_config({**CONFIG, "recipe": {**CONFIG["recipe"], **config}}), *edits)
 
 
 def cutting(*shards, edit: Edit = lambda log: log) -> Build:
-    """Runs of a recipe that cuts documents."""
     return configured({"stages": [{"num_steps": 10, "document_tokens": 32}]}, edit, reading(*shards))
 
 
-# --- edits of the source: the runs carry the digest of the edited one ----------------------------------------
-
-
 def science(text: str) -> Build:
-    """Runs of a recipe with another text."""
     return sourced(RECIPE, lambda _: text)
 
 
@@ -356,8 +329,6 @@ def promised(**fields) -> Callable[[Declaration], Declaration]:
 
 
 def reproduced(**fields) -> Build:
-    """A record with an edited reproduction."""
-
     def build(folder: Path) -> None:
         record = load(forge(folder))
         runs = [(outcome_of(run), run.start.seed + 5) for run in record.finished]
@@ -372,7 +343,6 @@ def reproduced(**fields) -> Build:
 
 
 def again(outcome: runlog.Outcome, loss: float | None, time_s: float | None) -> tuple[Outcome]:
-    """The only run of a reproduction."""
     return (Outcome("a", 7, outcome, loss, time_s, "", Hardware("cpu", "cpu", 8, 50.0)),)
 
 
@@ -381,7 +351,6 @@ OTHER_LOSSES = change(runlog.Step, loss=lambda step: step.loss + 0.001)
 
 
 def at_seed_1(log: Moments) -> Moments:
-    """Step times of seed 1 for every seed."""
     times = iter([m.event.train_time_s for m in moments(Spec(seed=1)) if isinstance(m.event, runlog.Step)])
     return change(runlog.Step, train_time_s=lambda _: next(times))(log)
 
@@ -417,7 +386,6 @@ SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0,
 
 
 def planned_late(folder: Path) -> None:
-    """A run whose plan comes after the start of its clock."""
     (log,) = forge(folder).glob(LOG)
     lines = log.read_bytes().splitlines(keepends=True)
     plan = lines.pop(next(i for i, line in enumerate(lines) if b'"plan"' in line))

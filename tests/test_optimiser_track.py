@@ -133,9 +133,6 @@ def test_a_run_is_refused_before_its_folder_is_made(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- science that is fixed can be compared as text ------------------------------------------------------------
-
-
 def test_fixed_science_imports_nothing_that_is_free():
     free = tuple(folder.rstrip("/").replace("/", ".") for folder in FREE_FOLDERS)
     names = [str(path.relative_to(ROOT)) for path in ROOT.glob("speedrun/science/**/*.py")]

@@ -58,7 +58,6 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
 
 
 def command(rows: Path, out: Path, options: str) -> list[str]:
-    """The words of `data prep` with bytes as tokens."""
     argv = f"-m speedrun data prep --source {rows} --tokenizer bytes --out {out} {options}"
     return [sys.executable, *argv.split()]
 
@@ -68,7 +67,6 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 
 def ids_of(folder: Path, prefix: str = "fineweb") -> list[list[int]]:
-    """Ids of validation, then of training shards by name."""
     paths = [*sorted(folder.glob(f"{prefix}_val_*.bin")), *sorted(folder.glob(f"{prefix}_train_*.bin"))]
     return [np.fromfile(path, "<u2", offset=1024).tolist() for path in paths]
 
@@ -85,7 +83,6 @@ class Killed(Exception):
 
 
 def kill_after(num_blocks: int) -> Callable[..., None]:
-    """A report that ends the preparation after a number of blocks."""
     left = itertools.count(num_blocks - 1, -1)
 
     def report(*_: object) -> None:
@@ -198,11 +195,10 @@ def test_a_changed_setting_is_named(tmp_path):
     assert shards_of(out) == before
 
 
-@pytest.mark.parametrize("prefix", ["../x", ""])
-def test_a_prefix_must_be_part_of_a_file_name(tmp_path, prefix):
+def test_a_prefix_must_be_part_of_a_file_name(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
     with pytest.raises(UsageError, match="need letters, digits"):
-        prepare(open_source([str(rows)]), BYTES, Cut(prefix), tmp_path / "out")
+        prepare(open_source([str(rows)]), BYTES, Cut("../x"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -228,9 +224,6 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path):
     shards.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         shards.open_track(tmp_path / "out", data)
-
-
-# --- real rows --------------------------------------------------------------------------------------------
 
 
 @needs_shared
@@ -279,9 +272,6 @@ def test_rows_are_found_after_an_interruption(tmp_path, kind, monkeypatch):
     assert shards_of(tmp_path / "broken") == shards_of(tmp_path / "whole")
 
 
-# --- workers ----------------------------------------------------------------------------------------------
-
-
 def test_blocks_are_read_on_demand():
     """Memory does not grow with the corpus, and a closed generator leaves no thread."""
     read: list[int] = []
@@ -296,9 +286,6 @@ def test_blocks_are_read_on_demand():
     assert len(read) <= 20 + 3 * 3
     encoded.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
-
-
-# --- processes --------------------------------------------------------------------------------------------
 
 
 @needs_shared
@@ -384,8 +371,7 @@ def test_the_script_is_the_command(tmp_path):
     argv = f"--source {rows} --tokenizer bytes --out {tmp_path / 'out'} --shard-tokens 50 --max-tokens 100 --json"
     script = [sys.executable, str(ROOT / "data" / "fineweb_prep.py"), *argv.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
-    report = json.loads(done.stdout)
+    report = json.loads(subprocess.check_output(script, env=env))
     assert (report["tokens"], report["documents"]) == (100, 25)
     assert ids_of(tmp_path / "out") == definition(["abc"] * 30, 50, 100)
 
