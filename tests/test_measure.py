@@ -109,8 +109,11 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
 
 
 def test_the_parts_of_a_rehearsal_are_commands(checkout):
-    assert len(measure(checkout, "echo '{}'", "--rehearse").lines) > 25
-    for line in typed(checkout):
+    (checkout / "rival").mkdir()
+    done = measure(checkout, "echo '{}'", "--rehearse", "--rival", str(checkout / "rival"))
+    asked = typed(checkout)
+    assert len({line.split()[1] for line in done.lines}) == len(asked) > 25
+    for line in asked:
         read_options(f"speedrun {line}")
 
 
