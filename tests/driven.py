@@ -60,7 +60,6 @@ TABLE = {
 
 
 def draw(seed: int, table: Table = TABLE) -> dict[str, np.ndarray]:
-    """Draw values of all parameters from a standard normal."""
     rng = np.random.default_rng(seed)
     return {name: np.asarray(rng.standard_normal(one.shape), np.float32) for name, one in table.items()}
 

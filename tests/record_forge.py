@@ -77,7 +77,6 @@ def digest(text: str) -> str:
 
 
 def _rules() -> str:
-    """The track of the forged records."""
     shards = [f"t_{kind}_{number}.bin" for kind, number in (("val", 0), ("train", 1), ("train", 2))]
     table = "\n".join(f'"{name}" = "{digest(name)}"' for name in shards)
     rules = f"""
@@ -111,7 +110,6 @@ def _rules() -> str:
 
 
 def install_track(folder: Path) -> None:
-    """Writes the track into a folder that the caller sets as TRACKS_DIR."""
     (folder / "forged.toml").write_text(_rules())
 
 
@@ -121,7 +119,6 @@ def edit_track(before: str, after: str) -> None:
 
 
 def rank(ranked: bool = True) -> None:
-    """Sets whether the installed track ranks."""
     edit_track("ranked = true", f"ranked = {str(ranked).lower()}")
 
 
@@ -133,7 +130,6 @@ def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -
 
 
 def commit_of(edit: Callable[[Mapping[str, str]], Mapping[str, str]]) -> str:
-    """A commit that holds the edited science."""
     edited = {path: text for path, text in edit(SOURCE).items() if is_science(path)}
     commit = digest(repr(sorted(edited.items())))[:40]
     files = {**SOURCE, **edited}
@@ -142,8 +138,6 @@ def commit_of(edit: Callable[[Mapping[str, str]], Mapping[str, str]]) -> str:
 
 
 class Moment(NamedTuple):
-    """An event and its time."""
-
     event: runlog.AnyEvent
     mono_ns: int
     utc_ns: int
@@ -208,7 +202,6 @@ def state(when: str, spec: Spec) -> str:
 
 
 def moments(spec: Spec) -> Moments:
-    """The log of an honest run."""
     clock, num_steps = _FakeClock(spec.seed), len(spec.step_s)
     losses = iter(spec.val_losses)
     ends = [range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS) for part in spec.shards]
@@ -290,7 +283,6 @@ def _val(step: int, loss: float) -> runlog.Val:
 
 
 def chain(log: Moments) -> list[runlog.Line]:
-    """The lines of a log, with their hashes."""
     lines, prev = [], runlog.GENESIS
     for number, (event, mono_ns, utc_ns) in enumerate(log):
         utc = (EPOCH + timedelta(microseconds=utc_ns // 1000)).isoformat(timespec="microseconds")
@@ -317,7 +309,6 @@ def write_run(root: Path, spec: Spec) -> Path:
 
 
 def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
-    """The declaration of an honest batch of such runs."""
     start = spec.edit_log(moments(spec))[0].event
     assert isinstance(start, runlog.RunStart)
     return Declaration(
@@ -338,7 +329,6 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
 
 
 def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
-    """Makes a record folder without runs."""
     root.mkdir(exist_ok=True)
     write_code(root, spec)
     (root / layout.BATCH).write_bytes(layout.encode(promise))
@@ -364,7 +354,6 @@ def forge(
 
 
 def alone(root: Path, *specs: Spec) -> None:
-    """Writes a record of runs without a declaration."""
     root.mkdir()
     write_code(root, specs[0])
     for spec in specs:

@@ -22,13 +22,11 @@ SMALL = {
 
 
 def log_of(out: Path) -> Path:
-    """The log of the only run of a record."""
     (path,) = out.glob("runs/*/metrics.jsonl")
     return path
 
 
 def events(out: Path, kind: type = object) -> list[Any]:
-    """What that log says."""
     return [line.event for line in runlog.read(log_of(out)) if isinstance(line.event, kind)]
 
 

@@ -22,18 +22,12 @@ from speedrun.science.models.record89_attention import Heads, View, attend_in_pa
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
-    """Evaluate the mask for one pair."""
     return s <= t and doc[t] == doc[s] and t // block - s // block < window
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 99])
-@pytest.mark.parametrize("block", [1, 4, 7])
-@pytest.mark.parametrize(
-    "doc",
-    [[0] * 17, list(range(17)), [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5]],
-    ids=["one", "each", "mixed"],
-)
-def test_visibility_is_the_rule(window, block, doc):
+@pytest.mark.parametrize(("window", "block"), [(1, 1), (1, 4), (2, 7), (3, 4), (99, 4)])
+def test_visibility_is_the_rule(window, block):
+    doc = [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5]
     first_BT = sight(jnp.array([doc]), jnp.int32(window), block)
     want = [[sees(t, s, doc, window, block) for s in range(17)] for t in range(17)]
     np.testing.assert_array_equal(visible(first_BT)[0], want)
@@ -109,7 +103,6 @@ def differentiated(form: Callable[..., jax.Array], case: Case) -> Callable[..., 
 
 @cache
 def defined(case: str) -> list[jax.Array]:
-    """Return value and gradients of the definition in float32."""
     return differentiated(attention, CASES[case])(*inputs(CASES[case]))
 
 
@@ -126,8 +119,6 @@ PAIRS = [
 
 
 class TestForms:
-    """Value and gradients of each form against the definition in float32."""
-
     @pytest.mark.parametrize(("name", "case_name"), PAIRS)
     def test_float32(self, name, case_name):
         case = CASES[case_name]
@@ -164,10 +155,7 @@ class TestForms:
 
     @pytest.mark.parametrize("name", EACH)
     def test_inside_shard_map(self, name):
-        """As in the training step: one row per device, with varying mesh axes checked.
-
-        Pallas's interpreter cannot check them; compiled, the kernels are checked elsewhere.
-        """
+        """One row per device, with varying mesh axes checked, but not by Pallas's interpreter, which cannot."""
         case, rows = CASES["one document"], jax.sharding.PartitionSpec("data")
         q, k, v, _ = inputs(case)
         form = partial(FORMS[name](case), scale=0.3)
@@ -179,13 +167,11 @@ class TestForms:
             np.testing.assert_allclose(a, b, atol=3e-6)
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_paired_heads_are_one_softmax_for_each_query(name):
+def test_paired_heads_are_one_softmax_for_each_query():
     """Half h // 2 of token t is number 2 t + h // 2 of its sequence; head h sees head h % 2 there, inside documents."""
     case, num_tokens = Case([2, 26, 6, 30], 9, 1), 32  # lengths in halves of tokens
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, num_tokens, 4, 16))
-    form = FORMS[name](case)
-    kernels: Any = SimpleNamespace(attention=lambda *args, scale, **_: form(*args, scale=scale))
+    kernels: Any = SimpleNamespace(attention=lambda *args, scale, **_: attention(*args, scale=scale))
     seen = View(case.sight(), Window(case.window_blocks, case.window_blocks), (q, q))
     got = jax.jit(lambda *qkv: attend_in_pairs(Heads(*qkv), seen, kernels))(q, k, v)
     for row, lengths in enumerate((case.lengths, case.lengths[::-1])):
@@ -247,7 +233,6 @@ def test_what_auto_chooses_is_triton_and_fits_each_card(kind, head_dim):
 
 @pytest.mark.parametrize("window_tokens", [4, 5])
 def test_banded_says_when_its_bound_is_too_small(window_tokens):
-    """Both bounds reach only into the preceding tile."""
     case = Case([32], 3, 4)
     q, k, v, _ = inputs(case)
     form = partial(attention_banded.attention, window_tokens=window_tokens, tile_tokens=4, scale=0.3)
@@ -283,12 +268,10 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
     [
         (CALL, "triton", "first of triton, banded, definition that can run here"),
         (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not triton: sequences of 49,153 tokens"),
-        (CALL._replace(compute_capability="8.9"), "triton", "first of triton, banded, definition that can"),
         (CALL._replace(compute_capability="7.5"), "banded", "7.5; the kernels need an A100 (gpu 8.0), L40S"),
         (CALL._replace(platform="rocm"), "banded", "not triton: this is a rocm 9.0; the"),
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
-        (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "too little to skip"),
         (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "too little to skip"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16), window_tokens=128), "banded", "windows of at most 128"),
         (CPU._replace(window_tokens=999 * 128), "banded", "not definition: its scores take 54 GiB"),
@@ -320,9 +303,7 @@ def test_a_form_that_cannot_run_gives_all_reasons():
         assert reason in str(triton.value)
     with pytest.raises(UsageError, match="did you mean 'banded'"):
         choose_attention("band", call)
-    most = CPU._replace(
-        shape_BTHK=(1, 2**15, 1, 16)
-    )  # the scores of one head and 32,768 tokens take exactly 4 GiB
+    most = CPU._replace(shape_BTHK=(1, 2**15, 1, 16))  # scores of exactly 4 GiB
     assert choose_attention("definition", most).name == "definition"
     with pytest.raises(UsageError, match="its scores take 4 GiB"):
         choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))
@@ -337,9 +318,7 @@ def in_warps(number: int) -> attention_triton.Tiles:
     ("form", "changes", "bound"),
     [
         ("auto", {"compute_capability": "8.0"}, {"backward": in_warps(8)}),
-        ("auto", {"compute_capability": "8.9"}, {"backward": in_warps(8)}),
         ("auto", {"compute_capability": "9.0"}, {"backward": in_warps(4)}),
-        ("auto", {"compute_capability": "10.0"}, {"backward": in_warps(4)}),
         ("banded", {}, {"window_tokens": 14 * 128}),
     ],
 )

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def recipe_of(config: Mapping[str, Any]) -> Recipe:
-    """Record 21 with a file's sizes, everything in float32."""
     record = recipes.load("record21")
     sizes = {
         "model_dim": config["model_dim"],
@@ -98,14 +97,7 @@ def golden(request) -> dict[str, Any]:
         return dict(file)
 
 
-def test_windows_grow_as_in_the_file(golden):
-    recipe = recipe_of(json.loads(str(golden["config"])))
-    windows = [int(recipe.inputs_at(step)["window_blocks"]) * 128 for step in range(recipe.num_steps)]
-    assert windows == golden["windows_tokens"].tolist()
-
-
 def train(run: Run, num_steps: int) -> TrainState:
-    """Compares every loss on the way, and the gradients of the first step."""
     state, batch, program = run.start(), run.batch(0), run.program
     lowered = program.train_step.lower(state, *batch, program.schedule)
     train_step = lowered.compile(compiler_options=OPTIMISED if num_steps > 2 else None)
@@ -137,7 +129,6 @@ def assert_first_gradients_agree(run: Run, state: TrainState) -> None:
 
 
 def leaves(opt_state: Any, field: str) -> dict[str, Any]:
-    """The arrays of a field of an optimiser's state, by packed name."""
     paths = jax.tree_util.tree_leaves_with_path(opt_state)
     is_in = lambda path: field in {getattr(key, "name", "") for key in path}  # noqa: E731
     return {path[-1].key: leaf for path, leaf in paths if is_in(path)}

@@ -35,8 +35,6 @@ exit "${code:-0}"
 
 
 class Job(NamedTuple):
-    """What a cluster starts of a file."""
-
     script: str
     words: list[str]
     env: dict[str, str]
@@ -138,7 +136,6 @@ def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name, tmp_path):
 
 
 def test_pods_find_the_first_one_by_the_name_of_the_service():
-    """As Kubernetes composes it: JOB-INDEX.SERVICE."""
     job, service = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text())
     name = job["metadata"]["name"]
     assert job["spec"]["completionMode"] == "Indexed"

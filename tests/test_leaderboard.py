@@ -47,6 +47,7 @@ def records(forged, monkeypatch) -> Path:
     forge(home / "single", seeds=(7,), step_s=(0.01,) * 10)
     edited = forge(home / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "source.txt"
     edited.write_text(edited.read_text().replace("SIZE = 1", "SIZE = 2"))
+    forge(home / "doubtful", seeds=(10, 11), edit_log=went_on)
     alone(home / "broke", Spec(edit_log=broken_off))
     return folder
 
@@ -58,6 +59,7 @@ def test_only_qualified_batches_are_ranked_and_only_by_time(records):
         ("forged/slow", "qualified", 2),
         ("forged/single", "provisional", None),
         ("forged/unproven", "provisional", None),
+        ("forged/doubtful", "provisional", None),
         ("forged/broke", "no result", None),
         ("forged/edited", "refused", None),
     ]
@@ -96,16 +98,17 @@ def test_a_track_may_rank_by_steps(records):
 
 
 def test_changed_lines_are_counted_against_the_parent(records):
-    """Three lines more in the recipe, one of them blank."""
     child = forge(
-        records / "forged" / "child", seeds=(10, 11), edit_source=with_file(RECIPE, "a = 1\n\nb = 2\n")
+        records / "forged" / "child", seeds=(12, 13), edit_source=with_file(RECIPE, "a = 1\n\nb = 2\n")
     )
     assemble(child, parent_record="forged/fast")
     assemble(records / "forged" / "slow", parent_record="forged/child")
     assemble(records / "forged" / "single", parent_record="../elsewhere")
     assemble(records / "forged" / "fast", parent_record="forged/fast")
     changed = {row.path: row.changed_lines for row in board.read(records).rows}
-    others = {f"forged/{name}": None for name in ("fast", "single", "unproven", "broke", "edited")}
+    others = {
+        f"forged/{name}": None for name in ("fast", "single", "unproven", "broke", "edited", "doubtful")
+    }
     assert changed == {"forged/child": 2, "forged/slow": 0, **others}
     text = board_pages.markdown(board.read(records))
     (line,) = [line for line in text.splitlines() if "forged/child" in line]
@@ -130,13 +133,7 @@ def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
     assert "forged/single" not in rows
 
 
-NUMBERS = [b"NaN", b"Infinity", b"1e308", b"-1e308", b"-1", b"0", b"9" * 400, b"1e-320", b'"1"', b"null"]
-FILES = ("batch.json", "runs/*/metrics.jsonl")
-
-
-@pytest.mark.parametrize(
-    "value", [*NUMBERS[:3], *(pytest.param(x, marks=pytest.mark.compile) for x in NUMBERS[3:])], ids=range(10)
-)
+@pytest.mark.parametrize("value", [b"NaN", b"1e308", b"-1"])
 def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     """Some numbers of each file in turn, under each command that reads a record."""
     monkeypatch.setattr(Rerun, "check_data", lambda *_: records)
@@ -145,7 +142,7 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     for path in (records / "forged").iterdir():
         if path != fast:
             shutil.rmtree(path)
-    for pattern in FILES:
+    for pattern in ("batch.json", "runs/*/metrics.jsonl"):
         shutil.rmtree(records / "forged" / "odd", ignore_errors=True)
         odd = shutil.copytree(fast, records / "forged" / "odd")
         file = draw.choice(sorted(odd.glob(pattern)))
@@ -240,13 +237,6 @@ def test_hostile_text_is_escaped(records):
     links = [str(attrs["href"]) for tag, attrs in parser.tags if tag == "a"]
     links += re.findall(r"\]\(([^)]*)\)", text)
     assert all(re.fullmatch(r"https://example\.org/a|[\w./%-]+", link) for link in links)
-
-
-def test_a_batch_with_a_doubtful_warning_is_not_ranked(records):
-    forge(records / "forged" / "doubtful", seeds=(10, 11), edit_log=went_on)
-    rows = {row.path: (row.standing, row.rank) for row in board.read(records).rows}
-    assert rows["forged/doubtful"] == ("provisional", None)
-    assert rows["forged/fast"] == ("qualified", 1)
 
 
 def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):

@@ -16,7 +16,6 @@ HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
 
 
 def pins(lock: str) -> set[tuple[str, str, str]]:
-    """Name, version and marker of every pin."""
     return {(m[1], m[2], m[3] or "") for line in LOCKS[lock].splitlines() if (m := PIN.fullmatch(line))}
 
 

@@ -55,7 +55,6 @@ printf '%q ' "$@" >>{checkout}/typed; echo >>{checkout}/typed
 
 
 def typed(checkout: Path) -> list[str]:
-    """What was asked since the last call."""
     lines = (checkout / "typed").read_text().splitlines()
     (checkout / "typed").unlink()
     return lines
@@ -92,35 +91,36 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
     late = measure(checkout, '[[ $1 != plan ]] || sleep 600; echo "{}"', "--parts", "plan", "--minutes", "0")
     assert late.lines == ["time is up before plan; the same command continues there"]
     typed(checkout)
-    rest = measure(checkout, "echo '{}'")
-    asked = typed(checkout)
-    assert (rest.code, len(rest.lines)) == (0, len(asked))
-    assert not {"norm", "head"} & {line.split()[1] for line in rest.lines}
+    (checkout / "rival").mkdir()
+    rest = measure(checkout, "echo '{}'", "--rival", str(checkout / "rival"))
+    names, asked = [line.split()[1] for line in rest.lines], typed(checkout)
+    assert (rest.code, len({*names})) == (0, len(names))
+    assert not {"norm", "head"} & {*names}
+    for name, line in zip(names, asked, strict=True):
+        read_options(f"speedrun {line}")
+        given, window = shlex.split(line), re.search(r"(?:step|rank|profile).*-w(\d+)", name)
+        if window is not None:
+            step = int(given[given.index("--first-step") + 1])
+            assert int(record21.RECIPE.inputs_at(step)["window_blocks"]) == int(window[1])
     again = measure(checkout, "echo '{}'")
     assert [line.split()[1] for line in again.lines] == ["target"], "in every slice"
     assert measure(checkout, "echo '{}'", "--parts", "plan").code == 0
     assert measure(checkout, "echo '{}'", "--parts", "plam").code == 2
 
 
+def test_the_parts_of_a_rehearsal_are_commands(checkout):
+    (checkout / "rival").mkdir()
+    done = measure(checkout, "echo '{}'", "--rehearse", "--rival", str(checkout / "rival"))
+    asked = typed(checkout)
+    assert len({line.split()[1] for line in done.lines}) == len(asked) > 25
+    for line in asked:
+        read_options(f"speedrun {line}")
+
+
 def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(checkout):
     done = measure(checkout, "echo CUDA_ERROR_SYSTEM_NOT_READY >&2; exit 1")
     assert (done.code, len(done.lines)) == (2, 1)
     assert "said last: CUDA_ERROR_SYSTEM_NOT_READY" in done.lines[0]
-
-
-@pytest.mark.parametrize("words", [(), ("--rehearse",)], ids=["full", "tiny"])
-def test_all_parts_are_commands_with_names_of_their_own(checkout, words):
-    """And the windows that are timed are those of the schedule."""
-    (checkout / "rival").mkdir()
-    done = measure(checkout, "echo '{}'", "--rival", str(checkout / "rival"), *words)
-    names, asked = [line.split()[1] for line in done.lines], typed(checkout)
-    assert len({*names}) == len(names) == len(asked) > 25
-    for name, line in zip(names, asked, strict=True):
-        read_options(f"speedrun {line}")
-        given, window = shlex.split(line), re.search(r"(?:step|rank|profile).*-w(\d+)", name)
-        if window is not None and not words:
-            step = int(given[given.index("--first-step") + 1])
-            assert int(record21.RECIPE.inputs_at(step)["window_blocks"]) == int(window[1])
 
 
 RIVAL = """#!/bin/sh
@@ -148,9 +148,6 @@ def test_a_rival_is_read_line_by_line(tmp_path):
     (tmp_path / "run").unlink()
     with pytest.raises(UsageError, match="no executable"):
         bench_step.executable(tmp_path)
-
-
-# --- the whole script on a machine without a network --------------------------------------------------------
 
 
 def gpu_image() -> str:

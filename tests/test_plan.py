@@ -33,11 +33,11 @@ def test_kernels_are_those_of_one_device():
     assert one["Muon"] == eight["Muon"]
 
 
-@pytest.mark.parametrize("kind", accelerators.DEVICES)
-def test_memory_is_scarce_for_record_21_only_on_24_gb(kind):
+def test_memory_is_scarce_for_record_21_only_on_24_gb():
     program = Program(recipes.load("record21"), make_mesh(1))
-    fitted = footprint.fitted(program, accelerators.load(kind).memory_bytes)
-    assert fitted.memory == ("scarce" if kind == "4090" else "ample")
+    for kind, card in accelerators.DEVICES.items():
+        fitted = footprint.fitted(program, card.memory_bytes)
+        assert fitted.memory == ("scarce" if kind == "4090" else "ample")
 
 
 @pytest.mark.compile
@@ -51,12 +51,14 @@ def test_24_gb_are_enough_for_record_21():
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["4090", *(pytest.param(x, marks=pytest.mark.compile) for x in accelerators.DEVICES if x != "4090")],
+    ("kind", "name"),
+    [
+        ("4090", "webmini"),
+        *(pytest.param(x, "record21", marks=pytest.mark.compile) for x in accelerators.DEVICES),
+    ],
 )
-def test_no_step_beats_its_floors(kind):
-    """And more devices are faster."""
-    recipe = recipes.load("record21")
+def test_no_step_beats_its_floors_and_more_devices_are_faster(kind, name):
+    recipe = recipes.load(name)
     stages = [stage for n in (1, 8) for stage in planning.plan(recipe, kind, n, 8).stages]
     for stage in stages:
         assert stage.step_s > max(stage.compute_floor_s, stage.traffic_floor_s, stage.communication_floor_s)
@@ -77,12 +79,8 @@ def test_the_compiled_program_is_the_one_that_runs(tiny, h100, monkeypatch):
     assert (stage.gathered_bytes, stage.scattered_bytes) == (whole_bytes, whole_bytes)
     assert stage.memory_bytes == found.memory.peak_memory_in_bytes
     assert stage.traffic_bytes == found.traffic_bytes
-
-
-def test_validation_gathers_once_and_adds_nothing_up(tiny, h100):
-    found = deviceless.dissect(deviceless.compiled_evaluation(Program(tiny, h100(8))))
-    assert {one.kind for one in found.collectives} == {"all-gather"}
-    assert all(one.times == 1 for one in found.collectives), found
+    scored = deviceless.dissect(deviceless.compiled_evaluation(program))
+    assert {(one.kind, one.times) for one in scored.collectives} == {("all-gather", 1)}
 
 
 def test_it_prints_for_people_and_for_programs():
@@ -108,8 +106,6 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     assert planned(*device, *fewer).exit_code == 0
 
 
-# --- many nodes: the two clocks against arithmetic by hand, and bytes against the table of parameters --------
-
 H100 = accelerators.load("h100")
 #: Rates that give round numbers: nothing is lost on links, a network of 1 GB/s.
 ROUND = H100._replace(
@@ -123,14 +119,9 @@ ROUND = H100._replace(
     ("text", "groups"),
     [
         ("replica_groups={}", ()),
-        ("replica_groups={{0,1,2,3}}, dimensions={0}", ((0, 1, 2, 3),)),
         ("replica_groups={{0,2},{1,3}}, use_global_device_ids=true, to_apply=%sum", ((0, 2), (1, 3))),
-        ("replica_groups=[2,3]<=[6], dimensions={0}", ((0, 1, 2), (3, 4, 5))),
-        ("replica_groups=[3,2]<=[2,3]T(1,0), dimensions={0}", ((0, 3), (1, 4), (2, 5))),
         ("replica_groups=[4,2]<=[2,2,2]T(2,0,1)", ((0, 2), (4, 6), (1, 3), (5, 7))),
-        ("replica_groups=mesh['replica'=2,'data'=2] {'data'}, dimensions={0}", ((0, 1), (2, 3))),
         ("replica_groups=mesh['replica'=2,'data'=3] {'replica'}, to_apply=%a", ((0, 3), (1, 4), (2, 5))),
-        ("replica_groups=mesh['replica'=2,'data'=2] {'replica','data'}", ((0, 1, 2, 3),)),
     ],
 )
 def test_groups_are_read_in_all_forms(text, groups):

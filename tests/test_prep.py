@@ -58,7 +58,6 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
 
 
 def command(rows: Path, out: Path, options: str) -> list[str]:
-    """The words of `data prep` with bytes as tokens."""
     argv = f"-m speedrun data prep --source {rows} --tokenizer bytes --out {out} {options}"
     return [sys.executable, *argv.split()]
 
@@ -68,7 +67,6 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 
 def ids_of(folder: Path, prefix: str = "fineweb") -> list[list[int]]:
-    """Ids of validation, then of training shards by name."""
     paths = [*sorted(folder.glob(f"{prefix}_val_*.bin")), *sorted(folder.glob(f"{prefix}_train_*.bin"))]
     return [np.fromfile(path, "<u2", offset=1024).tolist() for path in paths]
 
@@ -85,7 +83,6 @@ class Killed(Exception):
 
 
 def kill_after(num_blocks: int) -> Callable[..., None]:
-    """A report that ends the preparation after a number of blocks."""
     left = itertools.count(num_blocks - 1, -1)
 
     def report(*_: object) -> None:
@@ -145,15 +142,12 @@ def test_files_and_folders_are_sorted_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("x.jsonl", b'{"text": "a"}\n{"text"\n', "row 1 is not JSON"),
         ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is not a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
-        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is not UTF-8"),
         ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
         ("x.txt", b"abc\xff", "x.txt: .* position 3"),
-        ("x.parquet", b"PAR1 not", "x.parquet: "),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
         ("x.csv", b"a,b", "cannot be read"),
         ("x.jsonl", b"", "holds no document"),
@@ -190,13 +184,8 @@ def test_a_changed_setting_is_named(tmp_path):
     out, cut = tmp_path / "out", Cut("x", 4)
     prepare(open_source([str(rows)]), BYTES, cut, out)
     before = shards_of(out)
-    for other, said in {
-        cut._replace(shard_tokens=5): "with shard_tokens 4, this is shard_tokens 5",
-        cut._replace(limit_tokens=5): "with limit_tokens nothing, this is limit_tokens 5",
-        cut._replace(prefix="y"): "with prefix x, this is prefix y",
-    }.items():
-        with pytest.raises(UsageError, match=said):
-            prepare(open_source([str(rows)]), BYTES, other, out)
+    with pytest.raises(UsageError, match="with limit_tokens nothing, this is limit_tokens 5"):
+        prepare(open_source([str(rows)]), BYTES, cut._replace(limit_tokens=5), out)
     times = rows.stat()
     for texts in (["abc"] * 6, ["abc"] * 4 + ["abd"]):  # another size; an edit of the same size and time
         write_rows(rows, texts)
@@ -206,11 +195,10 @@ def test_a_changed_setting_is_named(tmp_path):
     assert shards_of(out) == before
 
 
-@pytest.mark.parametrize("prefix", ["../x", "a/b", "", "x\0"])
-def test_a_prefix_must_be_part_of_a_file_name(tmp_path, prefix):
+def test_a_prefix_must_be_part_of_a_file_name(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
     with pytest.raises(UsageError, match="need letters, digits"):
-        prepare(open_source([str(rows)]), BYTES, Cut(prefix), tmp_path / "out")
+        prepare(open_source([str(rows)]), BYTES, Cut("../x"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -236,9 +224,6 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path):
     shards.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         shards.open_track(tmp_path / "out", data)
-
-
-# --- real rows --------------------------------------------------------------------------------------------
 
 
 @needs_shared
@@ -287,9 +272,6 @@ def test_rows_are_found_after_an_interruption(tmp_path, kind, monkeypatch):
     assert shards_of(tmp_path / "broken") == shards_of(tmp_path / "whole")
 
 
-# --- workers ----------------------------------------------------------------------------------------------
-
-
 def test_blocks_are_read_on_demand():
     """Memory does not grow with the corpus, and a closed generator leaves no thread."""
     read: list[int] = []
@@ -304,9 +286,6 @@ def test_blocks_are_read_on_demand():
     assert len(read) <= 20 + 3 * 3
     encoded.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("encode")]
-
-
-# --- processes --------------------------------------------------------------------------------------------
 
 
 @needs_shared
@@ -364,13 +343,12 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_stop_it_and_it_says_how_to_continue(tmp_path, number):
+def test_signals_stop_it_and_it_says_how_to_continue(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
     argv = command(rows, tmp_path / "out", "--shard-tokens 1000 --workers 2")
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_until(lambda: num_shards(tmp_path / "out") > 0)
-    os.killpg(process.pid, number)  # to the process group, as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # to the process group, as a terminal does
     _, said = process.communicate(timeout=600)
     assert process.returncode == 75, said
     assert "run the same command again to continue" in said
@@ -393,8 +371,7 @@ def test_the_script_is_the_command(tmp_path):
     argv = f"--source {rows} --tokenizer bytes --out {tmp_path / 'out'} --shard-tokens 50 --max-tokens 100 --json"
     script = [sys.executable, str(ROOT / "data" / "fineweb_prep.py"), *argv.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
-    report = json.loads(done.stdout)
+    report = json.loads(subprocess.check_output(script, env=env))
     assert (report["tokens"], report["documents"]) == (100, 25)
     assert ids_of(tmp_path / "out") == definition(["abc"] * 30, 50, 100)
 

@@ -67,7 +67,6 @@ def test_its_starting_values_are_the_published_ones(published):
     [
         ({"config.layers.1.attention": "none"}, "layer 6, and no other, needs 'none'"),
         ({"config.layers.6.extras": "('value',)"}, "layer 6 has extras"),
-        ({"config.layers.1.extras": "('compose',)"}, "one before layer 4 has 'compose'"),
         ({"config.layers.10.extras": "()"}, "the last layer needs its embedding"),
         ({"config.layers.0.extras": "('nope',)"}, "extras is .*nope.*; need tuple.Literal.'value', 'offset'"),
         (
@@ -77,7 +76,6 @@ def test_its_starting_values_are_the_published_ones(published):
         ({"schedule.phases.2.target_weights": "(0.0,)"}, "need a weight above 0"),
         ({"schedule.phases.3.long_blocks": "1_000_000_000"}, "a window of 16,000,000,000 tokens"),
         ({"config.bigram_rows": "1"}, "bigram_rows is 1"),
-        ({"schedule.phases.0.target_weights": "(1e999, 1.0, 1.0)"}, "need `float` <= 1"),
         ({"schedule.phases.2.end_weights": "(1.0, 0.5)"}, "need equal lengths"),
         ({"schedule.phases.3.lr_scale": "2.0"}, "its lr_scale must be 1"),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from forgeries import BROKE
-from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, both, change, forge, install_track, write_run
+from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, both, change, forge, write_run
 from scipy import stats
 from typed import invoke
 
@@ -29,8 +29,6 @@ from speedrun.record.reader import decode, load, read_files
 from speedrun.record.reproduction import Difference, Reproduction, judged, point, verdict
 from speedrun.record.statistics import pooled_sd
 from speedrun.record.validate import validate
-
-# --- the numbers --------------------------------------------------------------------------------------------
 
 
 def test_intervals_are_those_of_scipy():
@@ -51,11 +49,9 @@ OTHER = (point("devices", "8 x cpu", "8 x H100"), point("bench", "1", "1"))
 @pytest.mark.parametrize(
     ("loss", "time", "points", "blown", "word"),
     [
-        ((-0.1, 0.1), (0.9, 1.1), SAME, 0, "within"),
         ((-0.1, 0.1), (1.001, 1.003), SAME, 0, "within"),
         ((-0.1, 0.1), (0.8, 0.9), SAME, 0, "faster"),
         ((-0.1, 0.1), (1.1, 1.2), SAME, 0, "slower"),
-        ((0.1, 0.2), (0.8, 0.9), SAME, 0, "loss mismatch"),
         ((-0.2, -0.1), (0.9, 1.1), SAME, 0, "loss mismatch"),
         ((-0.1, 0.1), (0.9, 1.1), SAME, 1, "loss mismatch"),
         ((-0.1, 0.1), (0.1, 0.2), OTHER, 0, "not the same hardware"),
@@ -67,15 +63,9 @@ def test_one_word(loss, time, points, blown, word):
     assert verdict(by_loss, by_time, points, num_non_finite=blown) == word
 
 
-# --- the command, on forged runs ----------------------------------------------------------------------------
-
-
 @pytest.fixture
-def record(tmp_path, monkeypatch) -> Path:
+def record(forged, tmp_path, monkeypatch) -> Path:
     """A record of two runs with seeds 1 and 2, made by the packages that are here."""
-    (tmp_path / "tracks").mkdir()
-    install_track(tmp_path / "tracks")
-    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path / "tracks")
     monkeypatch.setattr(provenance, "software", lambda: SOFTWARE)
     monkeypatch.setattr(provenance, "lock", lambda: provenance.Lock(LOCK, sha256(LOCK_RAW)))
     data = tmp_path / "data" / "forged"
@@ -129,16 +119,9 @@ def test_an_honest_record_holds(reproduced, record, tmp_path):
     assert judgement.loss_difference.noise_from == "track"
 
 
-@pytest.mark.parametrize(
-    ("made", "word"),
-    [
-        ({"step_s": (0.05,) * 10}, "faster"),
-        ({"step_s": (0.2,) * 10}, "slower"),
-        ({"val_losses": (5.5, 4.0, 3.4, 3.31)}, "loss mismatch"),
-    ],
-)
-def test_what_differs_has_a_word(reproduced, made, word):
-    result, _ = reproduced("--json", make=lambda seed: Spec(seed=seed, **made))
+@pytest.mark.parametrize(("step_s", "word"), [(0.05, "faster"), (0.2, "slower")])
+def test_what_differs_has_a_word(reproduced, step_s, word):
+    result, _ = reproduced("--json", make=lambda seed: Spec(seed=seed, step_s=(step_s,) * 10))
     assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (word != "faster", word), result.output
 
 
@@ -277,9 +260,6 @@ def test_a_record_is_left_alone_unless_asked(reproduced, record):
     assert (statuses["V009"], "failed" in statuses.values()) == ("ok", False), result.output
 
 
-# --- two records in turns -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def raced(record, tmp_path, monkeypatch):
     """`speedrun reproduce record --against rival`, whose steps take a share of the record's. Tells what was run."""
@@ -341,9 +321,6 @@ def test_runs_that_took_no_time_are_not_compared(record, tmp_path):
         compared("b", "a", {1: (made(tmp_path / "a", step_s=0.0), made(tmp_path / "b"))})
 
 
-# --- what a stranger's source leaves ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def foreign(record, monkeypatch, tmp_path):
     """`speedrun reproduce` of a source that ends with a code and does something to its new record's folder."""
@@ -381,13 +358,10 @@ def test_what_a_foreign_source_leaves_is_not_trusted(foreign, leave):
     assert (result.exit_code, "need one" in result.stderr) == (1, True), result.exception
 
 
-@pytest.mark.parametrize(("code", "seen"), [(3, 3), (75, 75), (130, 130), (77, 1), (-9, 1)])
+@pytest.mark.parametrize(("code", "seen"), [(75, 75), (77, 1), (-9, 1)])
 def test_a_foreign_source_that_ends_badly_ends_as_ours_would(foreign, code, seen):
     result = foreign(code)
     assert (result.exit_code, f"ended with exit code {code}" in result.stderr) == (seen, True)
-
-
-# --- with training ------------------------------------------------------------------------------------------
 
 
 def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path, capfd, monkeypatch):

@@ -23,9 +23,6 @@ from speedrun.science.recipe import Batch, Recipe, Stage
 RUNGS = ("gpt2", "muon", "modern", "shortcuts", "unet", "windows", "values", "record21")
 
 
-# --- published numbers
-
-
 @pytest.mark.parametrize(
     ("rung", "parameters", "num_steps", "shape_BT"),
     [
@@ -72,7 +69,6 @@ def test_rate_and_momentum_are_the_published_ones(rung, falling, last, rising):
 
 
 def test_the_learning_rate_of_gpt2_is_that_of_the_log():
-    """The log prints six decimals."""
     logged = {0: 1e-6, 699: 6e-4, 700: 6e-4, 5000: 526e-6, 10130: 3e-4, 15000: 82e-6, 19559: 0.0}
     recipe = recipes.load("gpt2")
     assert recipe.optimizer.matrix_lr == recipe.optimizer.other_lr
@@ -96,7 +92,6 @@ def test_the_window_is_the_published_one(rung, block, last):
 
 @pytest.mark.parametrize("num_layers", [2, 8])
 def test_what_gpt2_adds_to_the_stream_starts_smaller_the_deeper_it_is(num_layers):
-    """GPT-2: 0.02, divided by the root of the number of additions, two a layer."""
     recipe = small("gpt2", num_layers=num_layers)
     for name, spec in recipe.table(recipe.config).items():
         if name.endswith(("attn_out.weight", "mlp_down.weight", "mlp_up.weight")):
@@ -104,8 +99,6 @@ def test_what_gpt2_adds_to_the_stream_starts_smaller_the_deeper_it_is(num_layers
             sd = float(spec.init(jax.random.key(0), spec.shape).std())
             assert sd == pytest.approx(want, rel=0.05), name
 
-
-# --- pinned traces, at laptop size
 
 #: Sizes of the configs; a config has only some of them.
 SMALL: dict[str, Any] = {
@@ -126,7 +119,6 @@ LAYERS = {"num_layers": 4, "mixing": ("window", "none", "window", "window"), "va
 
 
 def small(name: str, **config: Any) -> Recipe:
-    """Return a rung at laptop size, in float32."""
     recipe = recipes.load(name)
     fields = {field.name for field in dataclasses.fields(recipe.config)}
     sizes = {key: value for key, value in SMALL.items() if key in fields} | config
@@ -165,9 +157,6 @@ def test_its_trace(rung):
     check_trace(recipe, pinned)
 
 
-# --- forward passes against float64, after the papers
-
-
 def random_params(recipe: Recipe) -> dict[str, np.ndarray]:
     """Draw every parameter from a normal, so that none is zero and every path through the model matters."""
     rng = np.random.default_rng(0)
@@ -176,8 +165,6 @@ def random_params(recipe: Recipe) -> dict[str, np.ndarray]:
 
 
 def hidden(recipe: Recipe, params: dict[str, np.ndarray], ids_BT: np.ndarray, **inputs: int) -> np.ndarray:
-    """Return the recipe's final hidden states for given scheduled inputs."""
-
     @jax.jit
     def forward(params: Params, ids_BT: jax.Array) -> jax.Array:
         return recipe.forward(params, ids_BT, Inputs(inputs, {}), recipe.config, Kernels("cpu", ""))
@@ -186,12 +173,10 @@ def hidden(recipe: Recipe, params: dict[str, np.ndarray], ids_BT: np.ndarray, **
 
 
 def rms(x: np.ndarray) -> np.ndarray:
-    """Divide by the root mean square of the last axis."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.finfo(np.float32).eps)
 
 
 def split(x_TD: np.ndarray, num_heads: int) -> np.ndarray:
-    """Split into heads: [H, T, K]."""
     return np.moveaxis(x_TD.reshape(len(x_TD), num_heads, -1), 1, 0)
 
 
@@ -300,9 +285,7 @@ def test_the_bound_of_a_scheduled_window_is_in_tokens():
     [
         ("modern", {"head_size": 255}, "head_size is 255; need at least vocab_size, 256"),
         ("shortcuts", {"logit_cap": 0.0}, "logit_cap is 0; need more than 0, at most 40"),
-        ("shortcuts", {"logit_cap": 41.0}, "logit_cap is 41; need more than 0, at most 40"),
         ("values", {"mixing": ("window",) * 3}, "mixing has 3 entries; need num_layers, 4"),
-        ("values", {"value_tables": (0,) * 5}, "value_tables has 5 entries; need num_layers, 4"),
         ("values", {"mixing": ("window", "half", "none", "none")}, "mixing is .*half.*; need tuple.Literal"),
         ("values", {"value_tables": (-2, 0, 0, 0)}, "number tables from 0, -1 for none"),
     ],
@@ -318,9 +301,6 @@ def test_sequences_longer_than_the_positions_of_gpt2_are_refused():
         hidden(recipe, random_params(recipe), np.zeros((1, 12), np.int32))
 
 
-# --- their own optimisers
-
-
 @pytest.mark.parametrize("clip_norm", [0.5, 1e9])
 def test_adamw_clips_all_gradients_together_and_decays_matrices_and_tables(clip_norm):
     """Two steps on eight shards against optax on whole arrays; rates differ, so that a decay times lr^2 would show."""
@@ -334,8 +314,6 @@ def test_adamw_clips_all_gradients_together_and_decays_matrices_and_tables(clip_
     start, first, second = draw(), draw(), draw()
 
     def shards(tree):
-        """Divide what is sharded over eight, repeat the rest."""
-
         def of(name, x):
             return x.reshape(8, -1, *x.shape[1:]) if DATA in layout.specs[name] else np.stack([x] * 8)
 

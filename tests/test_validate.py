@@ -45,7 +45,6 @@ def folder(forged) -> Path:
 
 
 def found(record: Path) -> dict[str, tuple[str, ...]]:
-    """The messages of failures and warnings, by check."""
     return problems(validate(record))
 
 
@@ -101,18 +100,15 @@ def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     assert dataclasses.replace(report, strict=True).exit_code == 1
 
 
-@pytest.mark.parametrize("ranked", [True, False])
 @pytest.mark.parametrize(
-    ("before", "after", "edits", "problems"),
+    ("before", "after", "edits", "problems", "ranked"),
     [
-        (0.001, 0.0, [], {"V205", "V209"}),  # measured once, as in older runs
-        (0.001, 0.001, [], {"V205", "V209"}),
-        (0.001, 50.0, [], set()),
-        (50.0, 0.001, [], set()),
-        (50.0, 50.0, [long_pause(20)], {"V205"}),
-        (5.0, 50.0, [long_pause(20)], set()),
-        (50.0, 5.0, [long_pause(20)], set()),
-        (1e-9, 50.0, [long_pause(600)], {"V205"}),
+        (0.001, 0.0, [], {"V205", "V209"}, True),  # measured once, as in older runs
+        (0.001, 0.0, [], {"V205", "V209"}, False),
+        (0.001, 50.0, [], set(), True),
+        (50.0, 50.0, [long_pause(20)], {"V205"}, True),
+        (50.0, 5.0, [long_pause(20)], set(), True),
+        (1e-9, 50.0, [long_pause(600)], {"V205"}, True),
     ],
 )
 def test_a_machine_whose_load_changed_spoils_no_run(folder, before, after, edits, problems, ranked):
@@ -129,10 +125,6 @@ def test_every_check_has_a_forgery_and_one_id():
     ids = [check.id for check in CHECKS]
     assert sorted({id for id, _, _ in FORGERIES}) == sorted(ids)
     assert len(set(ids)) == len(ids)
-    assert len(FORGERIES) == len({(id, how) for id, how, _ in FORGERIES})
-
-
-# --- what cannot be read -----------------------------------------------------------------------------------
 
 
 def test_checks_that_cannot_be_asked_say_so(folder):
@@ -145,35 +137,28 @@ def test_checks_that_cannot_be_asked_say_so(folder):
 
 HOSTILE_JSON = [
     b"[" * 100_000,
-    b'{"a":' * 100_000,
     b"NaN",
     b"1e999",
-    b"9" * 10_000,
     b'"\xff\xfe"',
     b'"\\ud800"',
     b'"' + b"x" * 100_000 + b'"',
     b'"\\u001b[31m\\u202e"',
-    b"null",
-    b"",
 ]
 
 
 @pytest.mark.parametrize("value", HOSTILE_JSON, ids=range(len(HOSTILE_JSON)))
 @pytest.mark.parametrize(
-    ("path", "old"),
-    [*((LOG, b) for b in (b'"tiny"', b'{"width":8,"lr":0.02}', b'"tokens":1000')), ("batch.json", b'"tiny"')],
+    ("path", "old"), [(LOG, b'"tiny"'), (LOG, b'{"width":8,"lr":0.02}'), ("batch.json", b'"tiny"')]
 )
 def test_hostile_values_end_in_a_report(folder, path, old, value):
-    edited(path, old, (old.split(b":")[0] + b":" if old.startswith(b'"tokens') else b"") + value)(folder)
+    edited(path, old, value)(folder)
     report = validate(folder)
     assert report.exit_code == 1
     for result in report.results:
         assert all(message.isprintable() and len(message) < 1000 for message in result.messages)
 
 
-@pytest.mark.parametrize(
-    "text", ["\x1b]0;owned\x07", "\u202egnp.exe", "x" * 100_000, "a\nb", "| <b> [l](http://x)"]
-)
+@pytest.mark.parametrize("text", ["\x1b]0;owned\n\u202e", "x" * 100_000, "| <b> [l](http://x)"])
 def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
     build = configured({"name": text}, change(runlog.RunStart, recipe=text))
     build(folder)
@@ -185,21 +170,13 @@ def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
         assert "<b>" not in line or line.startswith("speedrun") or line.startswith("    ")
 
 
-@pytest.mark.parametrize("stamp", ["yesterday", "2026-10-02T00:00:00", ""])
-@pytest.mark.parametrize("path", ["batch.json", LOG])
-def test_a_stamp_that_is_none_ends_in_a_report(folder, path, stamp):
-    old = b"2026-10-02T01:00:00.200001+00:00" if path == LOG else b"2026-10-02T00:00:00+00:00"
-    edited(path, old, stamp.encode())(folder)
-    assert "V001" in found(folder)
-
-
 def test_no_key_of_a_config_hides_another():
     hidden = {"": {"a": {"b": 1}}, "a": {"b": 2}, "a.b": 3, "a%2Eb": 4, "a%b": 5}
     assert sorted(leaves(hidden).values()) == [1, 2, 3, 4, 5]
 
 
 @given(place=st.integers(0), byte=st.integers(0, 255), which=st.integers(0))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
     shutil.rmtree(folder, ignore_errors=True)
     forge(folder)
@@ -234,22 +211,15 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     assert "loss.png" not in readme
     result = invoke("validate", folder, "-v")
     assert result.exit_code == 1
-    shown = result.output.splitlines()
-    place = shown.index("failed   V301  a run finished")
-    assert [line.strip() for line in shown[place + 1 : place + 3]] == [
-        "0 of 1 runs finished",
-        "tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",
-    ]
+    assert "failed   V301  a run finished\n" in result.output
+    assert " 0 of 1 runs finished\n" in result.output
     assert "skipped  V202" in result.output, "nothing was asked of the clock of a run without an end"
-    assert shown[-1].startswith("refused: ")
+    assert result.output.splitlines()[-1].startswith("refused: ")
 
 
 def test_a_run_killed_before_its_clock_is_told_as_that(folder):
     record_forge.alone(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)]))
     assert found(folder)["V301"][1] == "tiny-1-00a1 broke off before the clock: its log just ends"
-
-
-# --- the source of other versions -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -326,7 +296,6 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_copy_that_claims_to_be_older_is_the_copy(history, forged, monkeypatch, merged):
-    """The record that git has first is the original, whether or not the other one was merged."""
     root = history_module.ROOT
     original, copy = (root / "records" / "forged" / name for name in ("original", "copy"))
     for folder, days in ((original, 0), (copy, 1)):
@@ -406,9 +375,6 @@ def test_the_reference_of_the_smoke_track_is_the_committed_record():
     assert CURVES["smoke-cpu"] == pytest.approx({seen[val.step]: val.loss for val in run.vals}, abs=1e-4)
 
 
-# --- assembling --------------------------------------------------------------------------------------------
-
-
 def test_assembling_again_changes_nothing_and_keeps_what_people_wrote(folder):
     forge(folder)
     assemble(folder, title="warm <wet> | wild", changes=["one thing"], parent_record="none before")
@@ -478,9 +444,6 @@ def test_files_have_one_spelling():
             decode(other, About)
 
 
-# --- the command -------------------------------------------------------------------------------------------
-
-
 def test_the_command_prints_and_exits(folder):
     forge(folder)
     good = invoke("validate", folder)
@@ -489,12 +452,9 @@ def test_the_command_prints_and_exits(folder):
     source = folder / "source.txt"
     source.write_text(source.read_text().replace("SIZE = 1", "SIZE = 2"))
     bad = invoke("validate", folder)
-    assert bad.exit_code == 1
-    assert "failed   V003" in bad.output
-    assert "V005" not in bad.output
+    assert (bad.exit_code, "V005" in bad.output, "fix:" in bad.output) == (1, False, True)
     told = invoke("validate", folder, "-v").output
     assert told.index("ok       V005") < told.index("failed   V003"), "problems come last"
-    assert "fix:" in bad.output
 
 
 def test_the_command_speaks_json_and_answers_each_record_by_itself(folder):
@@ -560,7 +520,6 @@ def attempts(text: str) -> list[Any]:
     ("runs", "left"),
     [
         ("af", "a"),
-        ("aa baf", "b"),  # resumed
         ("aa baa caf", "c"),  # twice from one checkpoint
         ("aa bf", "ab"),  # begun twice
         ("aa baf caf", "bc"),  # best of two
@@ -571,8 +530,6 @@ def attempts(text: str) -> list[Any]:
 def test_runs_that_go_on_from_one_checkpoint_are_one_until_a_result_is_known(runs, left):
     assert "".join(run.folder for run in unfollowed(attempts(runs))) == left
 
-
-# --- the records in this repository ------------------------------------------------------------------------
 
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/about.json"))
 

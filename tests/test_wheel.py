@@ -16,31 +16,25 @@ from typed import as_words
 ROOT = Path(__file__).parent.parent
 
 
-def run(argv: list[str | Path], folder: Path, *codes: int) -> str:
-    """Output of a command that runs in a folder and ends with one of these codes; 0 by default."""
+def run(argv: list[str | Path], folder: Path, code: int = 0) -> str:
+    """Output of a command that runs in a folder and ends with this code."""
     outside = {"PYTHONPATH", "SPEEDRUN_DATA", "XLA_FLAGS", "SPEEDRUN_TEST_PLATFORM"}
     env = {name: value for name, value in os.environ.items() if name not in outside}
     env |= {"PIP_NO_INDEX": "1"}
     done = subprocess.run(argv, cwd=folder, env=env, stdout=-1, stderr=-2, text=True, check=False)
-    assert done.returncode in (codes or (0,)), f"{argv}\n{done.stdout}"
+    assert done.returncode == code, f"{argv}\n{done.stdout}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the build reads: setuptools leaves a folder behind."""
-    folder = tmp_path_factory.mktemp("sources")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of a copy of what the build reads, as setuptools leaves a folder behind."""
+    folder, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("out")
     shutil.copytree(ROOT / "speedrun", folder / "speedrun", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    return folder
-
-
-def build(sources: Path, out: Path) -> Path:
-    """The wheel, made with the setuptools that are here."""
-    run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, "."], sources)
-    (wheel,) = out.glob("*.whl")
-    return wheel
+    run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, "."], folder)
+    return next(out.glob("*.whl"))
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -54,18 +48,18 @@ def install(wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
-def test_the_wheel_is_the_package(sources, tmp_path):
+def test_the_wheel_is_the_package(wheel):
     """Every file of it, tracks and types included; nothing else but metadata."""
-    with ZipFile(build(sources, tmp_path)) as archive:
+    with ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = (path for path in (ROOT / "speedrun").rglob("*") if path.is_file())
     assert names == {path.relative_to(ROOT).as_posix() for path in package if path.suffix != ".pyc"}
 
 
 @pytest.mark.compile
-def test_an_installed_wheel_trains_and_validates(sources, tmp_path):
+def test_an_installed_wheel_trains_and_validates(wheel, tmp_path):
     """From an empty folder: no checkout, no git, no lock files."""
-    bin_dir = install(build(sources, tmp_path / "wheel"), tmp_path / "venv")
+    bin_dir = install(wheel, tmp_path / "venv")
     folder = tmp_path / "empty"
     folder.mkdir()
     where = [bin_dir / "python", "-c", "import speedrun; print(speedrun.__file__)"]
