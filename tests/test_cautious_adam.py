@@ -23,8 +23,6 @@ def lr_scale(step: int) -> float:
 
 
 class PlainAdam:
-    """One tensor."""
-
     def __init__(self, w: np.ndarray, group: AdamGroup) -> None:
         self.w, self.group, self.m, self.v, self.t = np.float64(w), group, np.zeros(()), np.zeros(()), 0
 
@@ -38,10 +36,7 @@ class PlainAdam:
 
 
 def train(table: Table, **settings: Any) -> Iterator[tuple[int, dict[str, np.ndarray], Params, AdamState]]:
-    """Ten steps, of which every second updates, with equal tables at the start.
-
-    Yields step, parameters by name, packed parameters, and state.
-    """
+    """Yield step, parameters by name, packed ones and state; every second step of ten updates, from equal tables."""
     start = draw(0, table)
     driven = Driven(start | {"embed": start["head"]}, table=table, **settings)
     for step in range(NUM_STEPS):

@@ -36,7 +36,6 @@ NUM_STEPS = 12
 
 
 def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
-    """What each step did, without its times."""
     lines = runlog.read(out / "runs" / run_id / "metrics.jsonl")
     found = [line.event for line in lines if isinstance(line.event, runlog.Step)]
     return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.inputs) for s in found]
@@ -49,17 +48,23 @@ def copied(config: RunConfig, tmp_path: Path) -> Path:
 
 
 def kept(out: Path) -> list[int]:
-    """The steps of which there are checkpoints."""
     return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
 
 
 def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
-    """Resume a copy of the run from its checkpoint after some step."""
     out = copied(config, tmp_path)
     for step in (step for step in kept(out) if step > after):
         shutil.rmtree(folder_of(out) / str(step))
     run.train(msgspec.structs.replace(config, out=out, resume=True))
     return out, runs_of(out)[-1]
+
+
+def assert_says_only(out: Path, message: str) -> None:
+    """The record is valid but for what says that a run went on."""
+    assemble(out, title="went on")
+    plot(out)
+    found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
+    assert found == {"V311": (message,)}
 
 
 @pytest.mark.parametrize(
@@ -71,16 +76,8 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(trained, tmp_path, after):
     assert new.end.final_hash == old.end.final_hash
     assert new.outcome == "finished"
     assert steps(out, new.folder) == steps(trained.out, old.folder)[after:]
-
-
-def test_a_run_that_goes_on_is_a_record_that_says_so_and_nothing_else_is_wrong(trained, tmp_path):
-    out, new = went_on(trained, tmp_path, 5)
-    old = runs_of(trained.out)[0].folder
-    shutil.rmtree(out / "runs" / old)
-    assemble(out, title="went on")
-    plot(out)
-    found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
-    assert found == {"V311": (f"{new.folder}: resumes {old} after step 5",)}
+    shutil.rmtree(out / "runs" / old.folder)
+    assert_says_only(out, f"{new.folder}: resumes {old.folder} after step {after}")
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypatch):
@@ -96,6 +93,13 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypat
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
         run.train(config)
     assert kept(out) == [7]
+    assemble(out, title="stopped")
+    (stopped,) = runs_of(out)
+    assert [(r.start, r.stop) for r in stopped.data.shards] == [(0, 7 * 512)]
+    (failed,) = validate(out).having("failed")
+    told = f"{stopped.folder} broke off after 7 of 12 steps: Terminated: stopped by SIGTERM"
+    assert (failed.check.id, failed.messages) == ("V301", ("0 of 1 runs finished", told))
+    assert f"- {told}" in (out / "README.md").read_text()
     monkeypatch.setattr(loop, "_log_stage_change", real)
     run.train(msgspec.structs.replace(config, resume=True))
     assert runs_of(out)[-1].end.final_hash == runs_of(trained.out)[0].end.final_hash
@@ -113,15 +117,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(trained, 
     run.train(msgspec.structs.replace(trained, out=out, resume=True))
     new = runs_of(out)[-1]
     assert new.end.final_hash == old.end.final_hash
-    assemble(out, title="started over")
-    plot(out)
-    found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
-    assert found == {"V311": (f"{new.folder}: resumes {killed.name} after step 0",)}
+    assert_says_only(out, f"{new.folder}: resumes {killed.name} after step 0")
 
 
 @pytest.fixture
 def untrained(monkeypatch) -> None:
-    """Runs end with an error before they train."""
     monkeypatch.setattr(loop.Training, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
 
 
@@ -138,11 +138,10 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(trained, tmp_pat
 
 
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("left", [(), (".lock", "run.json.partial")])
-def test_what_was_killed_in_its_first_write_is_told_to_start_again(trained, tmp_path, left):
+def test_what_was_killed_in_its_first_write_is_told_to_start_again(trained, tmp_path):
     out = tmp_path / "out"
     folder_of(out).mkdir()
-    for name in left:
+    for name in (".lock", "run.json.partial"):
         (folder_of(out) / name).write_text("torn")
     result = resumed(out)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
@@ -177,9 +176,14 @@ def test_a_finished_run_whose_record_was_not_is_not_run_again(trained, tmp_path)
     out = shutil.copytree(trained.out, tmp_path / "out")
     (out / "about.json").unlink()
     (out / "README.md.partial").write_text("half")
+    shutil.rmtree(out / "plots", ignore_errors=True)
     result = resumed(out)
     assert result.exit_code == 1, result.output  # the target is out of reach of twelve steps
     assert "card    smoke-cpu@1: target 3.28 NOT reached" in result.stdout
+    facts = msgspec.json.decode(invoke("run", "--resume", out, "--json").stdout)
+    assert (facts["summary"]["target_reached"], facts["failed_checks"]) == (False, {})
+    assert (out / "plots/loss.png").is_file()
+    assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@1")
     assert [path.name for path in (out / "runs").iterdir()] == [runs_of(trained.out)[0].folder]
     assert not validate(out).having("failed")
 
@@ -200,9 +204,6 @@ def test_a_run_goes_on_only_with_the_source_it_began_with(trained, tmp_path):
     (out / "source.txt").write_text("other\n")
     with pytest.raises(UsageError, match="the source changed since"):
         run.train(msgspec.structs.replace(trained, out=out, resume=True))
-
-
-# --- without a run -----------------------------------------------------------------------------------------
 
 
 def program(num_devices: int = 8, **overrides: str) -> Program:
@@ -231,7 +232,6 @@ def saved(folder: Path, *states: TrainState, keep: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, small) -> Path:
-    """Checkpoints of steps 1 and 2, of two different states."""
     states = (small.init(jax.random.key(step)) for step in (1, 2))
     return saved(tmp_path_factory.mktemp("written") / "checkpoints", *states)
 
@@ -297,17 +297,13 @@ def test_damage_is_found_and_the_step_before_is_taken(copy, small, damage):
 NO_DAMAGE = {
     "status": ("state", True, ValueError('UNKNOWN: Error reading "x": Input/output error [os_error_code=5]')),
     "memory": ("state", True, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8")),
-    "files": ("facts", False, OSError(errno.EMFILE, "Too many open files")),
     "permission": ("facts", False, PermissionError(errno.EACCES, "Permission denied")),
     "no text": ("state", False, MemoryError()),
-    "a bug": ("facts", False, UnboundLocalError("x")),
-    "no text at all": ("state", True, Exception()),
 }
 
 
 @pytest.mark.parametrize(("item", "is_wrapped", "error"), NO_DAMAGE.values(), ids=NO_DAMAGE)
 def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, error, item, is_wrapped):
-    """Both checkpoints are whole, but a read fails."""
     before = tree(copy)
 
     def fail(*_args, **_named) -> None:
@@ -333,7 +329,6 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(copy, small):
 
 
 def tree(folder: Path) -> dict[Path, bytes]:
-    """The files of checkpoints; `opened` writes the same `run.json` again."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -342,8 +337,6 @@ def tree(folder: Path) -> dict[Path, bytes]:
     [
         ("[0,1024]", "[0,1025]", "its digest does not fit"),
         ('tokens_seen\\":1024', 'tokens_seen\\":1025', "its digest does not fit"),
-        ("0.2", "0.1", "its digest does not fit"),
-        ("step", "stop", "its digest does not fit"),
         ("}", "", "Input data was truncated"),
     ],
 )
@@ -368,15 +361,10 @@ def test_swapped_checkpoints_are_damage(copy, small):
 def test_arrays_that_changed_places_are_damage(tmp_path, small):
     """They have one shape and dtype, so only their digests differ."""
     state = small.init(jax.random.key(0))
-    same: dict[str, list[str]] = {}
-    for name, value in state.params.items():
-        same.setdefault(f"{value.shape}{value.dtype}", []).append(name)
-    pairs = ((a, b) for a, b, *_ in (names for names in same.values() if len(names) > 1))
-    one, other = next((a, b) for a, b in pairs if not np.array_equal(state.params[a], state.params[b]))
-    params = {**state.params, one: state.params[other], other: state.params[one]}
+    params = {**state.params, "embed": state.params["head"], "head": state.params["embed"]}
     with opened(tmp_path, b"{}", keep=0) as checkpoints:
         checkpoints.save(state._replace(params=params), facts(state, 1))
-    with pytest.raises(CheckpointError, match=f"{one} is not what was written"):
+    with pytest.raises(CheckpointError, match="embed is not what was written"):
         restored(tmp_path, small, [])
 
 
@@ -410,10 +398,9 @@ def test_a_step_that_is_damaged_again_keeps_both(copy, small):
     assert {path.name for path in copy.iterdir()} >= {"1", "2", "2.damaged", "2.damaged+"}
 
 
-@pytest.mark.parametrize("overrides", [{"config__model_dim": "32"}, {"config__mlp_dim": "64"}])
-def test_the_state_of_another_model_is_refused(copy, overrides):
+def test_the_state_of_another_model_is_refused(copy):
     with pytest.raises(CheckpointError, match=r"is nothing, need float32\["):
-        restored(copy, program(**overrides), [])
+        restored(copy, program(config__mlp_dim="64"), [])
 
 
 def test_another_dtype_is_refused_not_cast(tmp_path, small):

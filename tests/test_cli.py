@@ -69,13 +69,11 @@ def test_every_help_has_an_example(names):
         ("zzz", f"choose one of: {', '.join(sorted(cli.COMMANDS))}"),
         ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
         ("data verify --fall", "did you mean '--full'?"),
-        ("data verfy", "did you mean 'verify'?"),
         ("--nothing", "choose one of: --debug, --help, --version"),
         ("run --seed x", "'speedrun run --help' shows what is needed"),
         ("plan --device-kind h1000", "unknown device kind 'h1000'; did you mean 'h100'?"),
         ("plan --device-kind rtx4090", "unknown device kind 'rtx4090'; did you mean '4090'?"),
         ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
-        ("plan --recipe smok", "unknown recipe 'smok'; did you mean 'smoke'?"),
         ("plan --arithmetic --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
         ("plan --arithmetic --devices 3", "got 3 devices for a replica, need a divisor of 8"),
         ("plan --nodes 1,x", "--nodes '1,x'; need numbers up to 1024 with commas between them"),
@@ -157,12 +155,8 @@ def test_bench_times_what_runs_and_says_why_the_rest_does_not(words, names):
         assert re.search(r"^definition +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
 
 
-# --- errors -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def raiser(monkeypatch):
-    """Makes `speedrun run` raise what the test wants."""
 
     def install(error: BaseException) -> None:
         @cli_command()
@@ -226,9 +220,6 @@ def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch, tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-# --- data -------------------------------------------------------------------------------------------------
-
-
 def test_data_is_made_verified_and_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     refused = invoke("data", "verify", "--json")
@@ -245,3 +236,8 @@ def test_data_is_made_verified_and_listed(tmp_path, monkeypatch):
     assert all(re.search(pattern, listed) for pattern in (whole, part)), listed
     found = json.loads(invoke("data", "list", "--json").stdout)
     assert [one["track"] for one in found["tracks"]] == [track.load(name).id for name in track.names()]
+    (tmp_path / "smoke" / "smoke_train_000003.bin").write_bytes(b"")
+    (smoke,) = (
+        x for x in json.loads(invoke("data", "list", "--json").stdout)["tracks"] if "smoke" in x["track"]
+    )
+    assert (smoke["complete"], ": 0 bytes; " in smoke["problem"]) == (False, True)

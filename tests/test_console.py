@@ -106,7 +106,6 @@ class Shade:
 
 
 def test_on_a_terminal_the_newest_step_stands_below_the_lines(spec_lines, monkeypatch):
-    """It is cut to the width, and erased at the end."""
     monkeypatch.setenv("COLUMNS", "60")
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from small_run import events, runs_of
 from test_checkpoint import went_on
+from test_referee import examination
 
 from speedrun import recipes
 from speedrun.base import recipe_files, runlog
@@ -14,11 +15,10 @@ from speedrun.base.recipe_files import resolve
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.record.about import assemble
 from speedrun.record.examine.examiner import examine
-from speedrun.record.findings import Examination, Stretch
+from speedrun.record.findings import Stretch
 from speedrun.record.reader import load
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe
-from speedrun.train.checkpoint import folder_of
 from speedrun.train.preflight import prepare
 from speedrun.train.request import RunConfig
 from speedrun.train.run import train
@@ -28,7 +28,6 @@ FILE = Path(__file__).parent / "toy89" / "toy89.py"
 
 @pytest.fixture(scope="module")
 def toy() -> Iterator[Recipe]:
-    """The recipe, loaded by its path as users do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RECIPES_VARIABLE, "")
         yield recipes.load(resolve(str(FILE)))
@@ -45,7 +44,6 @@ def finished(toy: Recipe, smoke_data, tmp_path_factory) -> RunConfig:
 
 @pytest.mark.compile
 def test_a_run_is_a_record_and_goes_on_to_the_same_bytes(toy, finished, tmp_path):
-    """The checkpoint has carried values and accumulated gradients."""
     losses = [step.loss for step in events(finished.out, runlog.Step)]
     assert losses[-1] < losses[0] - 0.3
     *_, last = events(finished.out, runlog.Val)
@@ -60,22 +58,8 @@ def test_a_run_is_a_record_and_goes_on_to_the_same_bytes(toy, finished, tmp_path
 
 @pytest.mark.compile
 def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path):
-    (programs,) = finished.out.glob("programs-*.xz")
-    request = Examination(
-        programs=programs,
-        track="smoke-cpu",
-        data=finished.data,
-        run_seed=0,
-        platform="cpu",
-        num_steps=toy.num_steps,
-        num_devices=8,
-        replicas=1,
-        checkpoints=folder_of(finished.out),
-        stretches=(Stretch(0, 3, from_checkpoint=False), Stretch(5, 9, from_checkpoint=True)),
-        draws=1,
-        findings=tmp_path / "findings.json",
-    )
-    found = examine(request)
+    both = Stretch(0, 3, from_checkpoint=False), Stretch(5, 9, from_checkpoint=True)
+    found = examine(examination(finished, tmp_path, num_steps=toy.num_steps, stretches=both))
     losses = tuple(step.loss for step in events(finished.out, runlog.Step))
     assert [stretch.losses for stretch in found.stretches] == [losses[:3], losses[5:]]
     (run,) = load(finished.out).runs

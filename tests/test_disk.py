@@ -53,7 +53,6 @@ def test_a_folder_that_cannot_be_made_is_a_fault_of_the_disk_or_of_the_user(
 
 @pytest.fixture
 def checkout(forged) -> Path:
-    """A record of a batch, its board, and a killed run of it."""
     root = forged / "checkout"
     (root / "records" / "forged").mkdir(parents=True)
     forge(root / "records" / "forged" / "record")
@@ -101,7 +100,6 @@ def answer(failing_disk: Path, asked: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def tiny() -> str:
-    """A variant of smoke-cpu that twelve small steps reach."""
     text = (track.TRACKS_DIR / "smoke-cpu.toml").read_text()
     text = re.sub(r"\[data.sha256\]\n(.+\n)*", "", text)
     text = text.replace("smoke_", "tiny_").replace("smoke-cpu", "tiny")

@@ -32,7 +32,6 @@ def numbers(text: str) -> tuple[float, float]:
 
 
 def test_a_run_is_level_with_the_mean_of_its_own_record(folder):
-    """The two runs of a forged record differ by 0.01 nats."""
     rival = ghost.read(forge(folder / "record"), "forged@1")
     for line in chain(moments(Spec(seed=1))):
         if isinstance(line.event, Step):
@@ -100,8 +99,6 @@ def broken(record: Path, what: str) -> Path:
     match what:
         case "no record":
             return record / "plots"
-        case "torn":
-            log.write_bytes(log.read_bytes()[:-9])
         case "text":
             log.write_bytes(b"\x1b[31m\n")
         case "unfinished":
@@ -117,9 +114,7 @@ def broken(record: Path, what: str) -> Path:
     return record
 
 
-@pytest.mark.parametrize(
-    "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still"]
-)
+@pytest.mark.parametrize("what", ["no record", "text", "unfinished", "of another track", "standing still"])
 def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
     record = broken(forge(folder / "record", seeds=(1,)), what)
     with pytest.raises(UsageError):

@@ -42,12 +42,10 @@ Arrays = Mapping[str, Any]
 
 
 def script() -> dict[str, Any]:
-    """The functions of the files' own script."""
     return runpy.run_path(str(FOLDER / "golden2026.py"))
 
 
 def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.ndarray) -> Recipe:
-    """Record 89 with a file's sizes and schedules, everything in float32."""
     record, stages = recipes.load("record89"), config["stages"]
     phases = tuple(
         dataclasses.replace(
@@ -186,9 +184,6 @@ def golden(request) -> File:
     return File(request.param)
 
 
-# --- schedules and derived inputs
-
-
 def test_golden89_schedules_agree(golden):
     recipe, rotary = golden.recipe(8), None
     for step, want in enumerate(golden.schedule):
@@ -209,23 +204,7 @@ def test_golden89_schedules_agree(golden):
     assert (last["short_keys"], last["rotary"].tolist()) == (before["short_keys"], before["rotary"].tolist())
 
 
-def test_golden89_documents_and_hashes_agree(golden):
-    for step in range(len(golden.schedule)):
-        for m, tokens in enumerate(golden.rows(step)[0]):
-            want = golden.below(f"batch/{step}/{m}/")
-            rows = tokens89.bigram_rows(jnp.asarray(tokens)[None], golden.config["bigram_rows"])[0]
-            assert rows.tolist() == want["bigram"].tolist()
-            # A document of no tokens at the end has no separator among the inputs.
-            starts = np.flatnonzero(tokens == golden.config["document_token"])
-            ends = sorted({*starts[1:].tolist(), len(tokens)})
-            assert ends == sorted({*want["ends"].tolist()})
-
-
-# --- whole runs
-
-
 def with_all_losses(recipe: Recipe) -> Recipe:
-    """The recipe, logging its objective for each token; it carries the plain loss of each sequence."""
 
     def loss(p: Params, batch: Batch, *rest: Any) -> Loss:
         own = model.loss(p, batch, *rest)
@@ -322,7 +301,6 @@ def assert_run_agrees(run: Run, num_steps: int) -> tuple[Any, dict[str, np.ndarr
 
 
 def assert_weights_agree(golden: File, final: Arrays) -> None:
-    """Compare the last weights."""
     tolerance = script()["TOLERANCE"]
     for name, x in final.items():
         norm = golden.below("trace_norm/")[name][-1]
@@ -334,7 +312,6 @@ def assert_weights_agree(golden: File, final: Arrays) -> None:
 
 
 def assert_state_agrees(run: Run, state: Any) -> None:
-    """Compare the state of the optimisers."""
     golden, norm = run.golden, script()["TOLERANCE"]["state_norm"]
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     fields = {"m": "mean", "v": "square", "momentum": "momentum"}
@@ -360,7 +337,6 @@ def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
 
 
 def test_golden89_the_first_steps_agree(golden):
-    """Two steps, the second with an update of Adam; the others are `slow`."""
     assert_run_agrees(Run(golden, 1), 2)
 
 

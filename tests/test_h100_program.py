@@ -1,8 +1,4 @@
-"""The program that eight H100 would run for record 21, compiled here without one: a change in it has to be meant.
-
-Golden values with tolerances: counts of GEMMs and calls, bytes and collectives. All GEMMs are those of
-cuBLAS here (`deviceless.CUBLAS_GEMMS`); on a GPU, XLA tries others, too.
-"""
+"""The program that eight H100 would run for record 21, compiled here without one: a change in it has to be meant."""
 
 import math
 import re
@@ -87,7 +83,6 @@ def check_traffic(found: Anatomy, program: Program, least_bytes: int, most_summe
 
 
 def flops(compiled: Any) -> dict[str, float]:
-    """Of the model's products, in GEMMs and fusions, by their unit. Muon's do not grow with the tokens."""
     found = {"fp8": 0.0, "bf16": 0.0, "f32": 0.0}
     for step in hlo.parse(compiled.as_text()):
         if "muon" not in step.instruction.source:
@@ -105,7 +100,6 @@ def check_memory(found: Anatomy, program: Program, peak_bytes: float) -> None:
 
 
 def test_a_step_moves_every_parameter_once_and_waits_only_at_the_start(step, program):
-    """And its state is donated."""
     assert check_traffic(step, program, LEAST_BYTES, 1024)["all-reduce"] == 1, names(step)
     waiting = [one for one in step.collectives if one.is_synchronous]
     assert {one.kind for one in waiting} <= {"all-gather"}, waiting

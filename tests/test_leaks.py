@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 from time import process_time
 
 import pytest
@@ -11,8 +10,6 @@ from hypothesis import strategies as st
 
 from speedrun.board import leaks
 
-ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 NOBODY = leaks.own_shapes({}, host="localhost")
 HEX40 = "0123456789abcdef0123456789abcdef01234567"
 
@@ -46,10 +43,7 @@ MORE = {
 FORMS = {
     "text": lambda token: f"first\nsecond {token}\n".encode(),
     "json": lambda token: b'{\n"b": ' + json.dumps([token], ensure_ascii=False).encode() + b"}",
-    "json line": lambda token: b'{"i":1}\n' + json.dumps({"x": token}, ensure_ascii=False).encode(),
-    "markdown": lambda token: f"# title\n[link]({token}) and `{token}`".encode(),
     "source": lambda token: f"import jax\nlogin(token='{token}')\n".encode(),
-    "svg": lambda token: f"<svg>\n<text>{token}</text></svg>".encode(),
     "png": lambda token: b"\x89PNG\n\x1a\xff\xfe" + token.encode() + b"\xff\x00",
     "UTF-16": lambda token: f"first\n{token}".encode("utf-16"),
 }
@@ -97,15 +91,6 @@ def test_common_contents_of_records_are_no_alarm(text):
     assert leaks.find(text.encode(), NOBODY) == []
 
 
-def test_a_real_record_raises_no_alarm():
-    files = [path for path in RECORD.rglob("*") if path.is_file()]
-    assert len(files) > 5
-    assert {path.name: found for path in files if (found := leaks.find(path.read_bytes(), NOBODY))} == {}
-
-
-# --- this process's own ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "aws_secret_access_key"]
 )
@@ -138,9 +123,6 @@ def test_traces_of_a_person_or_a_machine_are_warnings():
     kinds = ["a home folder"] * 4 + ["your home folder"] + ["the name of this machine"] * 2
     assert [(leak.line, leak.kind) for leak in found] == list(enumerate(kinds, start=1))
     assert leaks.own_shapes({"HOME": "/root"}, host="localhost") == (), "root has no name"
-
-
-# --- hostile input -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

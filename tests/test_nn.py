@@ -97,7 +97,6 @@ def test_products_in_eight_bits_round_each_factor_by_its_own_scale():
 
 
 def test_the_mlp_in_eight_bits_is_near_that_in_sixteen_also_where_its_bounds_are_reached():
-    """A state along the largest row of the first matrix: the bounds of Cauchy and Schwarz are equalities there."""
     random = np.random.default_rng(0)
     x, up, down = (random.standard_normal(shape) for shape in ((1, 64, 96), (384, 96), (96, 384)))
     x[0, 0], x[0, 1] = up[np.argmax(np.linalg.norm(up, axis=1))], np.eye(96)[0]

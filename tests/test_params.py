@@ -66,7 +66,6 @@ def test_a_number_for_each_matrix_follows_the_declared_orientation():
 
 
 def test_a_group_of_its_own_is_packed_by_itself():
-    """Its matrices are in no bank of another group, and its scalars in a vector of their own."""
     table = TABLE | {
         "gate": ParamSpec((2, 4, 6), ("layer", "out", "in"), normal, "gate", place="bank"),
         "mix": ParamSpec((3,), ("lambda",), normal, "mix", place="vector"),

@@ -144,12 +144,6 @@ def test_logits_have_the_inputs_of_their_validation(tiny):
             assert float(found.sum()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_state_is_divided_within_a_node_and_repeated_on_each(tiny):
-    over = [Program(tiny, mesh.make_mesh(8, nodes)) for nodes in (1, 2, 4)]
-    got = [(one.num_devices, one.num_shards, one.replicas) for one in over]
-    assert got == [(8, 8, 1), (8, 4, 2), (8, 2, 4)]
-
-
 def asks_the_host(x: jax.Array) -> jax.Array:
     return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
 

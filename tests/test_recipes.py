@@ -14,7 +14,6 @@ from speedrun.api import settings_of
 from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
 from speedrun.science.kernels.cross_entropy import MAX_CAP
-from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models import record21_model as record21
 from speedrun.science.params import count
 from speedrun.science.recipe import IDENTITY, SIZES, Recipe, Stage, describe, settings, settings_at
@@ -32,14 +31,12 @@ TRACES = {
 
 
 def batches(num_batches: int, shape: tuple[int, int], program: Program) -> list[list[jax.Array]]:
-    """Fixed random ids below 50; a few of them open documents."""
     num_sequences, seq_len = shape
     ids = np.random.default_rng(seq_len).integers(0, 50, (num_batches, num_sequences, seq_len + 1), np.int32)
     return [[mesh.place(x_BT, program.mesh) for x_BT in (x[:, :-1], x[:, 1:])] for x in ids]
 
 
 def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[float]]:
-    """Return the final state, and the losses of the first steps."""
     state, losses, stage = program.init(jax.random.key(0)), [], program.recipe.stages[0]
     for batch in batches(num_steps, (stage.num_sequences, stage.seq_len), program):
         state, metrics = program.train_step(state, *batch, program.schedule)
@@ -49,13 +46,11 @@ def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[
 
 @lru_cache(maxsize=4)
 def trained(recipe: Recipe) -> tuple[Program, TrainState, list[float]]:
-    """Train on one device."""
     program = Program(recipe, mesh.make_mesh(1))
     return program, *train_trace(program)
 
 
 def trace(recipe: Recipe) -> list[float]:
-    """Return the losses of the first steps, and of a validation after them."""
     program, state, losses = trained(recipe)
     (batch,) = batches(1, (recipe.eval_sequences, recipe.eval_seq_len), program)
     nll_B = program.eval_step_for(program.static_at(0))(state.params, *batch, program.schedule, state.step)
@@ -83,11 +78,6 @@ SMALL = dataclasses.replace(
 )
 
 
-def train_only(recipe: Recipe) -> list[float]:
-    return trained(recipe)[2]
-
-
-OF_THE_DATA = "stages.0.document_tokens"  #: what reads the data
 OTHER = {
     "config.vocab_size": "40",
     "config.mixing": "('long', 'none')",
@@ -115,21 +105,14 @@ def base() -> list[float]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("key", [key for key in settings(SMALL) if key not in {*IDENTITY, OF_THE_DATA}])
+@pytest.mark.parametrize(
+    "key", [key for key in settings(SMALL) if key not in {*IDENTITY, "stages.0.document_tokens"}]
+)
 def test_every_setting_matters(key, base):
     old = settings(SMALL)[key]
     changed = SMALL.override({key: OTHER.get(key, str(old * 2) if not isinstance(old, str) else "")})
     late = key.startswith(("eval", "schedule"))  # seen by a validation after the last step
-    assert trace(changed) != base if late else train_only(changed) != base[:-1]
-
-
-@pytest.mark.compile
-def test_eight_bits_in_the_head_matter_once_it_is_not_zero(base):
-    config = dataclasses.replace(SMALL.config, head_fp8=RECORD21)
-    losses = train_only(dataclasses.replace(SMALL, config=config))
-    assert losses[0] == pytest.approx(base[0], rel=1e-6)
-    assert losses[1:] != base[1:-1]
-    assert losses == pytest.approx(base[:-1], rel=0.05)
+    assert trace(changed) != base if late else trained(changed)[2] != base[:-1]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +133,6 @@ def test_an_unknown_setting_suggests_only_what_can_be_set(key, said):
 
 @pytest.mark.parametrize("text", ["-" * 50_000 + "1", "(" * 1000, "9" * 5000, "{[]}", "\0"])
 def test_nonsense_is_no_number(text):
-    """`ast.literal_eval` raises several kinds of errors."""
     with pytest.raises(UsageError, match=r"setting optimizer\.muon_lr=.{1,90}: need a number like") as caught:
         SMALL.override({"optimizer.muon_lr": text})
     assert len(str(caught.value)) < 200
@@ -158,7 +140,6 @@ def test_nonsense_is_no_number(text):
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_numbers_have_limits(name):
-    """Nothing is negative."""
     recipe = recipes.load(name)
     for key in (key for key, value in settings(recipe).items() if isinstance(value, int | float)):
         for value in (-5, "1" + "0" * 400):
@@ -242,8 +223,6 @@ def test_stages_follow_each_other():
     with pytest.raises(ValueError, match="got step 5, need one below 5"):
         recipe.stage_of(5)
 
-
-# --- sizes: siblings of a full-size recipe follow from the stated rules, build, and train --------------------
 
 FULL = recipes.load("record21")
 AT = {name: FULL.override({"size": name}) for name in SIZES}

@@ -31,7 +31,6 @@ from speedrun.base import output, provenance, runlog, track
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.base.mesh import make_mesh
 from speedrun.data import shards, stream
-from speedrun.record.about import assemble
 from speedrun.record.archive import Archive, Lowered, pack
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS, Examined, tolerance
 from speedrun.record.examine import sandbox
@@ -50,8 +49,6 @@ needs_sandbox = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
 )
 NONCE = "00c0ffee"
-
-# --- the checks, on findings that are made up --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -249,9 +246,7 @@ def test_the_log_does_not_choose_the_tolerance(record):
         (75_000, 0.03, 3.0, {"V607": "failed", "V608": "warning"}),
         (75_000, 0.01, 3.0, {}),
         (3_400, 0.03, 3.0, {"V608": "warning"}),
-        (3_400, -0.03, 3.0, {}),
         (75_000, None, 3.0, {"V607": "failed", "V608": "warning"}),
-        (3_400, None, 3.0, {"V608": "warning"}),
         (3_400, 0.01, 0.5, {"V608": "warning"}),  # any target suits it
     ],
 )
@@ -269,9 +264,6 @@ def test_one_of_two_runs_that_lies_is_enough(record):
     assert asked("V603", record, good).status == "ok"
     result = asked("V603", record, good, bad)
     assert (result.status, result.messages[0].split(":")[0]) == ("failed", second.folder)
-
-
-# --- the choice --------------------------------------------------------------------------------------------
 
 
 def test_what_is_drawn_and_chosen_follows_from_nonce_and_name_and_not_from_the_log(record):
@@ -305,26 +297,19 @@ def test_some_stretch_crosses_a_validation_or_the_end(record):
     assert crossed == set(bounds)
 
 
-def options(**changes) -> Options:
-    return Options("some", NONCE)._replace(**changes)
-
-
 def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
     monkeypatch.setattr("speedrun.record.examine.replay.Rerun", None)
     (record.root / "source.txt").write_text("#")
     report = validate(record.root)
     with pytest.raises(UsageError, match="V003 failed; nothing was executed"):
-        examined(record.root, report, options(), sys.stdout)
+        examined(record.root, report, Options("some", NONCE), sys.stdout)
 
 
-@pytest.mark.parametrize("nonce", ["xyz", "ABCDEF00", "00", "0" * 65, ""])
-def test_a_nonce_that_is_none_is_told(record, nonce):
-    result = invoke("validate", record.root, "--replay=all", "--nonce", nonce)
-    assert result.exit_code == 2
-    assert "need 8 to 64 hex digits" in result.stderr
+def test_a_nonce_that_is_none_is_told(record):
+    for nonce in ("ABCDEF00", "00", "0" * 65):
+        result = invoke("validate", record.root, "--replay=all", "--nonce", nonce)
+        assert (result.exit_code, "need 8 to 64 hex digits" in result.stderr) == (2, True)
 
-
-# --- what a model may not know -----------------------------------------------------------------------------
 
 ROWS, LENGTH, SEPARATOR, NUM_IDS, BATCH, CHUNK = 64, 64, 0, 61, 16, 256
 
@@ -373,12 +358,10 @@ def of_signs(x_ND: np.ndarray) -> np.ndarray:
 
 
 def if_chunk(test) -> Any:
-    """Logits that use what outputs tell if a chunk looks like one of scoring."""
     return lambda x_ND: logits(x_ND, 3.0 * test(x_ND))
 
 
 def told_if(test) -> Any:
-    """Outputs that tell the next id where a test of the batch says so."""
     return lambda ids_BT: hidden(ids_BT, following(ids_BT, test(ids_BT)))
 
 
@@ -428,61 +411,53 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def examiner() -> Callable[..., Any]:
-    """An examiner of a toy model, and of nothing else."""
-
-    def made(hidden, logits, draws: int = 5, early: Any = ()) -> Any:
-        """`early` are the programs of an earlier validation, if they are others."""
-        ids: Any = validation_ids()
-        one: Any = object.__new__(_Examiner)
-        early_hidden, early_logits = early or (hidden, logits)
-        programs = {"hidden-9": hidden, "logits-9": logits}
-        programs |= {"hidden-0": early_hidden, "logits-0": early_logits}
-        shapes = {"hidden-9": (BATCH, LENGTH), "logits-9": (CHUNK, 4)}
-        one.programs = SimpleNamespace(
-            lowered=SimpleNamespace(scored={0: "0", 9: "9"}),
-            scorer="{}-{}".format,
-            constants=(),
-            compiled=lambda name: lambda step, x: (programs[name](np.asarray(x)),),
-            shape=shapes.__getitem__,
-        )
-        one.end, one.foreign = 9, False
-        one.request = SimpleNamespace(draws=draws)
-        data = SimpleNamespace(val_tokens=ROWS * LENGTH, vocab_size=NUM_IDS, document_token=SEPARATOR)
-        one.track = SimpleNamespace(data=data)
-        shard = SimpleNamespace(read=lambda start, stop: ids[start:stop], num_tokens=len(ids))
-        one.shards = SimpleNamespace(val=[shard], train=[shard])
-        return one
-
-    return made
+def examiner(hidden, logits, early: Any = ()) -> Any:
+    """Return an examiner of a toy model; `early` are the programs of an earlier validation, if they are others."""
+    ids: Any = validation_ids()
+    one: Any = object.__new__(_Examiner)
+    early_hidden, early_logits = early or (hidden, logits)
+    programs = {"hidden-9": hidden, "logits-9": logits}
+    programs |= {"hidden-0": early_hidden, "logits-0": early_logits}
+    shapes = {"hidden-9": (BATCH, LENGTH), "logits-9": (CHUNK, 4)}
+    one.programs = SimpleNamespace(
+        lowered=SimpleNamespace(scored={0: "0", 9: "9"}),
+        scorer="{}-{}".format,
+        constants=(),
+        compiled=lambda name: lambda step, x: (programs[name](np.asarray(x)),),
+        shape=shapes.__getitem__,
+    )
+    one.end, one.foreign = 9, False
+    one.request = SimpleNamespace(draws=5)
+    data = SimpleNamespace(val_tokens=ROWS * LENGTH, vocab_size=NUM_IDS, document_token=SEPARATOR)
+    one.track = SimpleNamespace(data=data)
+    shard = SimpleNamespace(read=lambda start, stop: ids[start:stop], num_tokens=len(ids))
+    one.shards = SimpleNamespace(val=[shard], train=[shard])
+    return one
 
 
-def known_by(examiner: Any) -> Known:
-    return examiner._leaks([], examiner._scored, None)
+def known_by(one: Any) -> Known:
+    return one._leaks([], one._scored, None)
 
 
-@pytest.mark.parametrize("draws", range(3))
-def test_an_honest_model_knows_nothing(examiner, draws):
-    assert known_by(examiner(hidden, logits, draws)) == Known(changes=2 * (144 + 64))
+def test_an_honest_model_knows_nothing():
+    assert known_by(examiner(hidden, logits)) == Known(changes=2 * (144 + 64))
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_what_lowers_the_loss_is_found(examiner, name):
-    """Each program is seen to gain when it is scored; then it is found."""
+def test_what_lowers_the_loss_is_found(name):
     what, *programs = LEAKS[name]
     honest, forged = (examiner(*both)._loss([], 9) for both in ((hidden, logits), programs))
     assert forged < honest - 1e-6
     assert getattr(known_by(examiner(*programs)), what) > 0
 
 
-def test_an_earlier_validation_that_leaks_is_found(examiner):
+def test_an_earlier_validation_that_leaks_is_found():
     assert known_by(examiner(hidden, logits, early=(tells, logits))).later > 1
     _, *finds = LEAKS["the head finds what follows"]
     assert known_by(examiner(hidden, logits, early=finds)).rows > 0
 
 
-def test_what_may_not_be_known_is_found_even_if_it_gains_nothing(examiner):
+def test_what_may_not_be_known_is_found_even_if_it_gains_nothing():
     def ahead(ids_BT):
         return hidden(ids_BT, np.cumsum((ids_BT == SEPARATOR)[:, ::-1], axis=1)[:, ::-1])
 
@@ -491,7 +466,7 @@ def test_what_may_not_be_known_is_found_even_if_it_gains_nothing(examiner):
 
 
 @pytest.mark.parametrize("kind", ["company", "rows"])
-def test_a_coarse_number_about_all_is_found(examiner, monkeypatch, kind):
+def test_a_coarse_number_about_all_is_found(monkeypatch, kind):
     """That many separators are in a batch, or a chunk, stays if half of it is replaced by text of the same kind."""
     monkeypatch.setattr(sys.modules[__name__], "BATCH", ROWS)
     monkeypatch.setattr(sys.modules[__name__], "CHUNK", ROWS * LENGTH)
@@ -506,7 +481,7 @@ def test_a_coarse_number_about_all_is_found(examiner, monkeypatch, kind):
     assert getattr(known_by(examiner(*programs[kind])), kind) > 1
 
 
-def test_all_calls_look_like_those_of_scoring(examiner):
+def test_all_calls_look_like_those_of_scoring():
     """Whole batches of scored sequences, at most with another end, and full chunks of different rows."""
     seen: dict[str, list[np.ndarray]] = {"ids": [], "rows": []}
 
@@ -538,7 +513,7 @@ def test_every_residue_of_a_position_has_its_turn():
 
 
 @pytest.mark.parametrize("kind", ["the row below", "the sequence below"])
-def test_a_neighbour_tells_the_scorer_nothing(examiner, kind):
+def test_a_neighbour_tells_the_scorer_nothing(kind):
     def told(ids_BT):
         return hidden(ids_BT, np.roll(ids_BT[:, :1], -1, axis=0) if kind == "the sequence below" else -1)
 
@@ -549,7 +524,7 @@ def test_a_neighbour_tells_the_scorer_nothing(examiner, kind):
     assert examiner(told, from_below)._loss([], 9) > 8.5
 
 
-def test_a_last_batch_and_chunk_that_are_not_full_are_filled_with_rows(examiner, monkeypatch):
+def test_a_last_batch_and_chunk_that_are_not_full_are_filled_with_rows(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "CHUNK", 100)
     monkeypatch.setattr(sys.modules[__name__], "BATCH", 5)
     log_probs_VV = np.log(np.exp(bigrams()) / np.exp(bigrams()).sum(1, keepdims=True))
@@ -603,7 +578,7 @@ def test_the_dtype_is_that_of_the_training_programs(monkeypatch):
     assert programs_of(monkeypatch, train=narrow, logits=jnp.sin).dtype == "bfloat16"
 
 
-def test_other_text_was_neither_scored_nor_read(examiner):
+def test_other_text_was_neither_scored_nor_read():
     one, length = examiner(hidden, logits), LENGTH
     ids = np.arange(40 * length + 1).astype(np.uint16)
     long = SimpleNamespace(read=lambda start, stop: ids[start:stop], num_tokens=len(ids))
@@ -625,9 +600,6 @@ def test_wild_losses_hide_no_difference(wild, wild_scored, nats):
     scored_R, others_R = draw.normal(2.0, 0.05, 128), draw.normal(4.0, 0.05, 64)
     others_R[:wild], scored_R[:wild_scored] = nats, nats
     assert 4 * _error(scored_R, others_R, math.log(256)) < others_R.mean() - scored_R.mean()
-
-
-# --- programs of a record -------------------------------------------------------------------------------------
 
 
 def programs_in(out: Path) -> Path:
@@ -655,8 +627,6 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
 
 
 def test_an_honest_run_is_what_it_says(trained, tmp_path):
-    """Every bit: the programs in the record are those that ran."""
-    assemble(trained.out, title="small")
     (run,) = load(trained.out).runs
     found = examine(examination(trained, tmp_path))
     assert found.final_hash == run.end.final_hash
@@ -725,16 +695,6 @@ def test_programs_of_other_steps_or_validations_than_log_and_track_have_are_refu
     for one, validations in zip(changes, (2, 2, 3), strict=True):
         with pytest.raises(UsageError, match=f"its programs are for 12 steps and {validations} validations"):
             _Examiner(examination(trained, tmp_path, **one))
-
-
-@pytest.mark.compile
-def test_each_validation_is_scored_with_the_window_of_its_own_step(trained, tmp_path):
-    """A window that grows: the first validation sees less than the last, as in the run."""
-    examiner = _Examiner(examination(trained, tmp_path))
-    assert examiner.programs.lowered.scored == {0: "0", 12: "0"}
-    leaves, _ = examiner._restored(12)
-    params = examiner._params(leaves)
-    assert abs(examiner._loss(params, 0) - examiner._loss(params, 12)) > 1e-6
 
 
 def test_programs_name_no_folder_of_this_machine(trained):
@@ -814,20 +774,14 @@ def test_an_examination_executes_no_source(trained, tmp_path, monkeypatch):
         return 1
 
     monkeypatch.setattr(sandbox, "run", run)
-    shutil.copytree(trained.out, tmp_path / "record")
-    assemble(tmp_path / "record", title="small")
-    report = validate(tmp_path / "record")
+    options = Options("some", NONCE, data=trained.data)
     with pytest.raises(SpeedrunError, match=r"the examiner of .* ended with"):
-        examined(tmp_path / "record", report, options(data=trained.data), io.StringIO())
+        examined(trained.out, validate(trained.out), options, io.StringIO())
     ours = str(Path(track.__file__).parent.parent.parent)
     assert started == [(["-m", "speedrun.record.examine.examiner"], ours, ["programs.xz", "request.json"])]
 
 
-# --- a world of its own ------------------------------------------------------------------------------------
-
-
 def in_there(code: str, tmp_path: Path, **changes) -> subprocess.CompletedProcess[str]:
-    """What a stranger's Python does and says, with no package but the standard ones."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     said, argv = io.StringIO(), [sys.executable, "-S", "-c", code]
@@ -936,15 +890,6 @@ def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkey
     assert in_there("print(1)", tmp_path, unsafe=True).stdout == "1\n"
 
 
-# --- all of it, as people call it --------------------------------------------------------------------------
-
-
-def run_small(out: Path, data: Path, package: Path | None = None) -> None:
-    env = {**os.environ, "PYTHONPATH": str(package)} if package else None
-    where = ["--data", str(data), "--out", str(out)]
-    speedrun("run", *where, *as_words(SMALL), env=env, timeout=600, cwd=package)
-
-
 def validated(out: Path, data: Path, *more: str) -> subprocess.CompletedProcess[str]:
     unsafe = [] if sandbox.problem() is None else ["--unsafe-here"]
     return speedrun("validate", str(out), "--data", str(data), *unsafe, *more, timeout=600)
@@ -956,9 +901,8 @@ def statuses(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.mark.compile
-def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smoke_data):
-    run_small(tmp_path / "out", smoke_data)
-    done = validated(tmp_path / "out", smoke_data, "--replay=all", "--nonce", NONCE)
+def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(trained, smoke_data):
+    done = validated(trained.out, smoke_data, "--replay=all", "--nonce", NONCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"nonce {NONCE}" in done.stdout
     # After twelve steps a model knows little: shuffled targets cost it less than a nat, and V608 warns.
@@ -995,7 +939,9 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     shutil.copytree(Path(track.__file__).parent.parent, package / "speedrun")
     smoke = package / "speedrun" / "recipes" / "smoke.py"
     smoke.write_text(smoke.read_text() + CHEAT)
-    run_small(tmp_path / "out", smoke_data, package)
+    where = ["--data", smoke_data, "--out", tmp_path / "out"]
+    env = {**os.environ, "PYTHONPATH": str(package)}
+    speedrun("run", *where, *as_words(SMALL), env=env, timeout=600, cwd=package)
     done = validated(tmp_path / "out", smoke_data, "--replay")
     assert done.returncode == 1, done.stdout + done.stderr
     assert statuses(done)["V605"] == "failed"
@@ -1013,10 +959,8 @@ def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
     [
         (None, None, "ok"),
         (None, {}, "failed"),
-        (None, {"config": {}}, "failed"),
         (None, {"config": {"recipe.name": "smoke"}}, "failed"),
         (None, {"plan": {"flops_per_token": 1.0}}, "failed"),
-        (None, {"plan": {"shapes": {}}}, "failed"),
         (None, {"inputs": ()}, "failed"),
         ("0.0.1", {}, "warning"),
     ],
@@ -1024,7 +968,6 @@ def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
 def test_source_that_makes_other_programs_or_another_config_is_refused(
     trained, smoke_data, monkeypatch, jax, other, status
 ):
-    """Unless another JAX lowers it, which may do so otherwise."""
     (run,), (path,) = load(trained.out).runs, trained.out.glob("programs-*.xz")
     plan, inputs = msgspec.to_builtins(run.of(runlog.Plan)[0]), tuple(step.inputs for step in run.steps)
     honest = Facts(run.start.config, {name: plan[name] for name in ("shapes", "flops_per_token")}, inputs)

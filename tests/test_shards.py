@@ -2,9 +2,6 @@
 
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from speedrun.base import track
 from speedrun.base.errors import DataError, StorageError
-from speedrun.data import overview, shards, synthetic
+from speedrun.data import shards
 from speedrun.data.overview import verify
 from speedrun.data.shards import Manifest, ShardEntry, open_shard, open_track, write_shard
 
@@ -110,32 +107,12 @@ def test_a_shard_that_changes_during_a_run_is_an_error(tmp_path, accident, cause
         shard.read(0, 2)
 
 
-def test_killed_between_write_and_rename(tmp_path):
-    path = tmp_path / "x.bin"
-    write_shard(path, np.array([1, 2, 3]))
-    script = (
-        "import os, signal, sys; from pathlib import Path; import numpy as np\n"
-        "from speedrun.data import shards\n"
-        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "shards.write_shard(Path(sys.argv[1]), np.arange(1000))"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, path], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert open_shard(path, vocab_size=VOCAB_SIZE).read(0, 3).tolist() == [1, 2, 3]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.bin.partial"]
-    write_shard(path, np.arange(1000))
-    assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
-
-
-# --- a folder ---------------------------------------------------------------------------------------------
-
 TRAIN, VAL = "t_train_1.bin", "t_val_0.bin"
 DATA = track.Data("t", "t_train_*.bin", "t_val_*.bin", 9, 10, 0, "get it!")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two training shards, a validation shard and a manifest."""
     ids = np.arange(10)
     for name in (TRAIN, "t_train_2.bin", VAL):
         write_shard(tmp_path / name, ids)
@@ -146,7 +123,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def listed(folder: Path, *names: str) -> track.Data:
-    """A track with digests of its shards."""
     return msgspec.structs.replace(DATA, sha256={name: shards.sha256(folder / name) for name in names})
 
 
@@ -230,31 +206,3 @@ def test_shards_must_be_the_first_of_the_tracks_list(folder):
     (folder / TRAIN).rename(folder / "t_train_2.bin")
     with pytest.raises(DataError, match=r"t_train_1\.bin is missing"):
         open_track(folder, data)
-
-
-def test_the_folder_of_a_track(tmp_path, monkeypatch):
-    smoke = track.load("smoke-cpu")
-    monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
-    assert shards.data_folder(smoke, None) == Path("data/smoke")
-    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    assert shards.data_folder(smoke, None) == tmp_path / "smoke"
-    assert shards.data_folder(smoke, Path("here")) == Path("here")
-
-
-# --- overview ---------------------------------------------------------------------------------------------
-
-
-def test_the_overview_of_a_track(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    smoke, folder = track.load("smoke-cpu"), tmp_path / "smoke"
-    manifest = synthetic.write(smoke, folder)
-    holding = overview.holding(smoke)
-    assert (holding.shards, holding.expected, holding.complete, holding.problem) == (4, 4, True, None)
-    assert holding.source == manifest.source
-    assert holding.tokens == sum(entry.tokens for entry in manifest.shards.values())
-    assert holding.documents == sum(entry.documents for entry in manifest.shards.values())
-    assert holding.size_bytes == sum(path.stat().st_size for path in folder.glob("*.bin"))
-    (folder / "smoke_train_000003.bin").write_bytes(b"")
-    holding = overview.holding(smoke)
-    assert (holding.shards, holding.tokens, holding.complete) == (4, 0, False)
-    assert ": 0 bytes; " in str(holding.problem)

@@ -29,7 +29,6 @@ ANY_TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t'sredlm1
 
 @pytest.fixture(scope="module")
 def reference():
-    """An encoding of tiktoken itself."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -108,17 +107,9 @@ def test_unknown_names_and_files(tmp_path):
             tokenizer.load(str(tmp_path / "x.json"))
 
 
-# --- training ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bpe") / "mine.json"
-    assert tokenizer.train_bpe(iter(TEXTS), 300, path) == 300
-    return path
-
-
-def test_a_document_token_in_a_text_is_text_or_refused(trained, tmp_path):
+def test_a_document_token_in_a_text_is_text_or_refused(tmp_path):
+    trained = tmp_path / "mine.json"
+    assert tokenizer.train_bpe(iter(TEXTS), 300, trained) == 300
     loaded = tokenizer.load(str(trained))
     (ids,) = loaded.encode([f"a{END_OF_TEXT}b"])
     assert loaded.document_token == 0
@@ -132,8 +123,6 @@ def test_a_document_token_in_a_text_is_text_or_refused(trained, tmp_path):
     with pytest.raises(UsageError, match="has no token '<s>'"):
         tokenizer.load(str(trained), document_text="<s>")
 
-
-# --- the vocabulary of a track -----------------------------------------------------------------------------
 
 MAIN, DOCS = tracks.load("main-8xh100"), tracks.load("docs-cpu")
 
@@ -196,9 +185,6 @@ def test_the_ranks_come_with_the_shards_if_asked_for(tmp_path, monkeypatch):
     done = invoke("data", "get", "--track", "main-8xh100", "--out", tmp_path / "fineweb", "--vocabulary")
     assert done.exit_code == 0, done.output
     assert len(vocabulary.load(MAIN, tmp_path / "fineweb")) == 50257
-
-
-# --- prefixes ---------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.binary(max_size=4).map(lambda raw: bytes(b % 3 for b in raw)), unique=True, max_size=60))
