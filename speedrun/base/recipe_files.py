@@ -40,12 +40,6 @@ def resolve(choice: str) -> str:
     return path.stem
 
 
-def own_file(name: str | None) -> Path | None:
-    """Return the file of a recipe outside this package, or None for any other name."""
-    found = find(f"{_PACKAGE}.{name}") if name else None
-    return None if found is None or found[1].parent == ROOT / RECIPES else found[1]
-
-
 def _forget_outdated() -> None:
     """Drop all modules of recipes outside this package if the file of one changed, or another one hides it."""
     modules = {

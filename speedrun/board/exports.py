@@ -96,7 +96,7 @@ def _csv(record: Record) -> dict[str, bytes]:
 
 
 def _text(record: Record) -> dict[str, bytes]:
-    """Return what each run prints with --verbose."""
+    """Return what each run prints."""
     return {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
 
 

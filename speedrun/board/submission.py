@@ -152,7 +152,7 @@ def pull_request_text(record: Record, report: Report, archive: str) -> str:
     blocks = [
         literal(record.about.title),
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell(value)} |" for name, value in rows)]),
-        f"## What changed\n\n{changes or 'None is named.'}",
+        f"## What changed\n\n{changes or 'No change is named.'}",
         "## Rules",
         f"- [x] `speedrun validate --strict` passes: {passed}\n"
         f"- [x] Not applicable to such a record: {skipped or 'none'}\n"

@@ -81,13 +81,12 @@ def plan(
         check: Instead, compare the model with a trace of torch.profiler, or with a record, from a GPU.
     """
     if check:
-        return _checked(check)
+        return _checked(ctx, check)
     kinds.load(kind)
     rules = None if track is None else tracks.load(track)
     on_gpu = rules is None or rules.rules.platform == "gpu"
     _check(ctx.params, on_gpu=on_gpu)
     overrides = cli.parse_settings(settings)
-    # JAX is imported only now, so that an error above is quick.
     from speedrun import recipes
     from speedrun.lab import budget as budgets
     from speedrun.plan import deviceless, scaling
@@ -115,10 +114,12 @@ def plan(
     return cli.Answer({"error": error, **facts}, lines, error=error)
 
 
-def _checked(paths: tuple[Path, ...]) -> cli.Answer:
+def _checked(ctx: click.Context, paths: tuple[Path, ...]) -> cli.Answer:
     """Compare the model with measurements."""
     from speedrun.plan import calibration
 
+    if other := [option.opts[0] for option in cli.typed(ctx) if option.name not in ("check", "as_json")]:
+        raise UsageError(f"--check measures nothing with {other[0]}; leave it out")
     records, traces = ([path for path in paths if path.is_dir() is is_record] for is_record in (True, False))
     stages = {str(path): calibration.check_record(path) for path in records}
     lines = [line for path, found in stages.items() for line in (f"record {path}", *found)]

@@ -94,6 +94,8 @@ class Dataset:
                 place = Place("train", at["row"], reader=at)
                 yield from _of_batches([table], self._column, place, start.row, self.name)
                 at = after
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.name}: {error}; need text in UTF-8; correct the dataset") from None
         except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
             raise _unreachable(self.name, error) from None
 

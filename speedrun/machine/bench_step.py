@@ -234,8 +234,6 @@ class Comparison(msgspec.Struct, frozen=True):
     """Runs in the order ours, rival, rival, ours, and the ratio of our step time to the rival's."""
 
     ratio: Interval  #: over pairs of neighbours
-    ours_ms: list[float]
-    rival_ms: list[float]
     runs: list[Curve]
 
     def __str__(self) -> str:
@@ -302,7 +300,7 @@ def compared(runs: Sequence[Curve]) -> Comparison:
     ours_ms, rival_ms = ([median(one.ms) for one in runs if one.who == who] for who in ("ours", "rival"))
     ratio = mean_interval([a / b for a, b in zip(ours_ms, rival_ms, strict=True)])
     assert ratio is not None, "ABBA has two pairs"
-    return Comparison(ratio, ours_ms, rival_ms, list(runs))
+    return Comparison(ratio, list(runs))
 
 
 def _output(who: str, argv: Sequence[str]) -> str:

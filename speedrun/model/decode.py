@@ -116,7 +116,7 @@ class Decoder:
         if self._is_new and (found := self._difference(texts)) > self._tolerance:
             raise UsageError(
                 f"the states of this model depend on later tokens: its cache differs by {found:.1e} from the forward "
-                "pass; need a causal model; if this is rounding, pass --dtype float32"
+                "pass; need a causal model; if this is rounding, `speedrun sample --dtype float32` computes without it"
             )
         self._is_new = False
         return texts, np.asarray(ids_PN)

@@ -72,7 +72,9 @@ class Words:
     def needed(self) -> tokenizer.Tokenizer:
         """Return the tokenizer; raise UsageError if ids stand for no text."""
         if self.encoder is None:
-            raise UsageError(f"ids of {self.track.id} stand for no text; need text, or --ids 1,2,3")
+            raise UsageError(
+                f"ids of {self.track.id} stand for no text; choose a run on text, or give `speedrun sample` --ids 1,2,3"
+            )
         return self.encoder
 
     def encode(self, text: str) -> np.ndarray:

@@ -26,7 +26,7 @@ from speedrun.plan.deviceless import Collective, missing_wheels
 from speedrun.plan.estimate import plan
 from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Rate
 from speedrun.plan.torch_trace import Operation
-from speedrun.record.reader import load
+from speedrun.record.reader import load_result
 
 #: The rate that limits kernels of a kind.
 _RATES: dict[Kind, Rate] = {"communication": "links", "elementwise": "memory", "Muon": "stacks"}
@@ -173,22 +173,21 @@ def check_record(path: Path) -> list[StageCheck]:
     """Compare the steps of a record with the plan of its recipe on its devices.
 
     Raises:
-        UsageError: if it ran on devices without rates, or no run finished.
+        UsageError: if it ran on devices without rates, or is no record with a finished run.
     """
-    record = load(path)
-    runs = [run for run in record.finished if not run.resumed]
-    if not runs:
-        raise UsageError(f"{path}: no run finished, so there are no step times to compare")
+    record = load_result(path)
     num_devices, name = record.lead.hardware
     _device({name})
     kind = next(kind for kind, device in accelerators.DEVICES.items() if device.name == name)
     start = record.lead.start
     recipe = recipes.load(start.recipe).override(start.overrides)
+    if (recipe.revision, recipe.num_steps) != (start.recipe_revision, start.num_steps):
+        raise UsageError(f"{path}: {start.recipe} was another then; check out the commit of the record")
     basis = "arithmetic" if missing_wheels() else "compiled program"
-    planned = plan(recipe, kind, num_devices, start.config["microbatches"], basis)
+    planned = plan(recipe, kind, num_devices, start.config.get("microbatches", 8), basis)
     found = []
     for index, expected in enumerate(planned.stages):
         steps = recipe.steps_of(index)
-        measured_s = median(time_s for run in runs for time_s in run.step_s[steps.start : steps.stop])
+        measured_s = median(s for run in record.finished for s in run.step_s[steps.start : steps.stop])
         found.append(StageCheck(len(steps), measured_s, expected.step_s, expected.error))
     return found

@@ -133,6 +133,8 @@ def _launcher(name: str) -> str:
 def _operation(name: str, args: _Args, device: Device) -> Operation | None:
     dims, strides = ([tuple(each) for each in some if each] for some in (args.dims, args.strides))
     types = [each for each in args.types if each in _ITEMSIZE]
+    if len(types) < 2 or len(types) > len(dims):
+        return None
     if name in ("aten::mm", "aten::_scaled_mm", "aten::bmm", "aten::baddbmm"):
         left, right = dims[1:3] if name == "aten::baddbmm" else dims[:2]
         return _product(name, left, right, types)

@@ -26,7 +26,7 @@ def _mean_square(x: jax.Array) -> jax.Array:
 
 
 def _rms_norm_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    # XLA fuses x * f(sum of x^2) with later operations if the sum has no other use. `one` is another use.
+    # XLA fuses x * f(sum of x^2) with what follows if the sum has no other use; multiplying by `one` adds such a sum.
     x32 = jax.lax.optimization_barrier(x).astype(jnp.float32)
     one = jnp.minimum(_mean_square(x32) / EPS, 1.0)
     (dx,) = jax.vjp(_normalised, x32 * one)[1](dy.astype(jnp.float32))

@@ -70,7 +70,7 @@ def joined(group: Group | None, heartbeat_s: int, meet_s: int) -> Iterator[None]
     """Join the group inside the block; leave it together with the others. None changes nothing.
 
     Only process 0 reports an error that all processes have. A process that fails alone reports its error and exits at
-    once, since the others wait for it. So does a process that the others do not meet within `meet_s`.
+    once, since the others wait for it. So does one that does not meet the others within `meet_s`.
     """
     if group is None:
         yield

@@ -191,7 +191,7 @@ def _repeated(run: Run, findings: Findings) -> Iterator[str]:
         for what, at, loss, log, most in sorted(made, key=lambda each: each[1]):
             allowed = most + (0.0 if same else tolerance(findings.dtype, one.start, at - one.start))
             if at in log and not abs(loss - log[at]) <= allowed:
-                why = ", as a state was reached in the same bits" * same
+                why = ", as a state was reached in the same bits" if same else ""
                 found = f"{where}, {what} {at} has loss {loss:.7g}, the log says {log[at]:.7g}"
                 yield f"{found}; {allowed:.5f} is allowed{why}"
                 break
@@ -228,7 +228,8 @@ def _gap(findings: Findings) -> str:
 def _memory(_run: Run, findings: Findings) -> Iterator[str]:
     if findings.constant_bytes <= _MOST_CONSTANT_BYTES:
         return
-    if found := _gap(findings) or "there is no other text to score" * (findings.other_loss is None):
+    unknown = "there is no other text to score" if findings.other_loss is None else ""
+    if found := _gap(findings) or unknown:
         held = f"its programs hold {findings.constant_bytes:,} bytes of constants after compression"
         yield f"{held}, more than {_MOST_CONSTANT_BYTES:,}; {found}"
 
