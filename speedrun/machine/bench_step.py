@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from speedrun.base import accelerators
 from speedrun.base import mesh as meshes
@@ -237,8 +238,7 @@ class Comparison(msgspec.Struct, frozen=True):
     runs: list[Curve]
 
     def __str__(self) -> str:
-        ratio = self.ratio
-        return f"ours / rival: {ratio.mean:.3f}, 95 % interval {ratio.low:.3f} to {ratio.high:.3f}"
+        return "step time, ours / rival: {:.3f}, 95 % interval {:.3f} to {:.3f}".format(*astuple(self.ratio))
 
 
 def write_start(recipe: Recipe, path: Path) -> None:

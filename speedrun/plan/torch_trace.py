@@ -1,7 +1,6 @@
 """Read traces of PyTorch's profiler: which operation launched a kernel, on which shapes, and how long it took.
 
-A trace is in Chrome's format and needs shapes, such as those in the record folders 2025-10-31 and 2025-12-11 of
-modded-nanogpt.
+A trace is in Chrome's format, with shapes, like those of 2025-10-31 and 2025-12-11 in modded-nanogpt.
 """
 
 import gzip

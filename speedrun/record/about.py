@@ -110,8 +110,9 @@ def assemble(
 def reproduce_command(run: Run) -> str:
     """Return the command line that repeats this run."""
     name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
-    command = ["speedrun", "run", "--track", name, "--recipe", run.start.recipe]
-    command += ["--seed", str(run.start.seed)]
+    shipped = Path(__file__).parents[1] / "recipes" / f"{run.start.recipe}.py"
+    recipe = run.start.recipe if shipped.exists() else f"path/to/{shipped.name}"
+    command = ["speedrun", "run", "--track", name, "--recipe", recipe, "--seed", str(run.start.seed)]
     known = track.load(name) if name in track.names() else None
     # A run that was killed before its preflight has no devices.
     if known and num_devices not in (0, known.rules.num_devices):
