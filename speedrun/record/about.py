@@ -110,8 +110,8 @@ def assemble(
 def reproduce_command(run: Run) -> str:
     """Return the command line that repeats this run."""
     name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
-    shipped = Path(__file__).parents[1] / "recipes" / f"{run.start.recipe}.py"
-    recipe = run.start.recipe if shipped.exists() else f"path/to/{shipped.name}"
+    shipped = {path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.py")}
+    recipe = run.start.recipe if run.start.recipe in shipped else f"path/to/{run.start.recipe}.py"
     command = ["speedrun", "run", "--track", name, "--recipe", recipe, "--seed", str(run.start.seed)]
     known = track.load(name) if name in track.names() else None
     # A run that was killed before its preflight has no devices.
