@@ -77,7 +77,8 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(trained, tmp_path, after):
     assert new.outcome == "finished"
     assert steps(out, new.folder) == steps(trained.out, old.folder)[after:]
     shutil.rmtree(out / "runs" / old.folder)
-    assert_says_only(out, f"{new.folder}: resumes {old.folder} after step {after}")
+    if after < NUM_STEPS:  # a plot needs a step
+        assert_says_only(out, f"{new.folder}: resumes {old.folder} after step {after}")
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypatch):
