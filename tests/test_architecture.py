@@ -49,7 +49,7 @@ CLOSURE_LINES = 5_040
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
-HOUSE_LINES = 32091
+HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed.
 ALLOWANCES = {"speed": 600}
 #: Of one file; of one function, without decorators.

@@ -61,6 +61,9 @@ def test_a_trace_is_compared_kernel_by_kernel(tmp_path):
         trace.launch(
             "aten::mm", [left, right], [BF16, BF16], 0.75 * factor * product_s, 0.25 * factor * product_s
         )
+    head_s = 2 * 4096 * 1024 * 2048 / (shares.REACHES["fp8"] * H100.fp8_flops)
+    fp8 = ["c10::Float8_e4m3fn", "c10::Float8_e5m2", F32, F32]  # with two scales
+    trace.launch("aten::_scaled_mm", [left, right, [], []], fp8, 2 * head_s)
     large = [50304, 768]
     cast_s = 50304 * 768 * (4 + 2) / (shares.REACHES["memory"] * memory)
     trace.launch("triton_poi_fused__to_copy_1", [large, large, []], [F32, BF16, "Scalar"], 0.5 * cast_s)
@@ -76,11 +79,12 @@ def test_a_trace_is_compared_kernel_by_kernel(tmp_path):
     rows = [(row.kind, row.name, row.calls, round(row.ratio, 6)) for row in found.rows]
     assert rows == [
         ("GEMM bf16", "mm", 3, 1.5),
+        ("GEMM FP8", "_scaled_mm", 1, 2.0),
         ("elementwise", "sum", 1, 1.0),
         ("elementwise", "cast", 1, 0.5),
         ("communication", "all-gather", 2, 2.0),
     ]
-    product, passes, links = found.terms
+    product, _, passes, links = found.terms
     assert (product.error, product.reach) == pytest.approx((0.5, shares.REACHES["bf16"] / 1.5))
     assert passes.error == pytest.approx(0.5 / 3)  # weighted by time
     assert links.predicted_s == pytest.approx(2 * sent_s)

@@ -20,7 +20,7 @@ import msgspec
 from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.base.accelerators import Device
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.plan import cost, scaling, torch_trace
 from speedrun.plan.deviceless import Collective, missing_wheels
 from speedrun.plan.estimate import plan
@@ -108,12 +108,13 @@ def check(paths: Sequence[Path]) -> Check:
         trace = torch_trace.read(path)
         names.add(trace.device_properties[0].name)
         device = _device(names)
-        for operation, launcher, seconds in torch_trace.operations(trace, device):
-            if operation is None:
-                other_s[launcher] += seconds
-            else:
-                calls[operation].append(seconds)
-        gaps += torch_trace.gaps(trace)
+        with translate_read_errors(path, torch_trace.ADVICE, TypeError, OverflowError):
+            for operation, launcher, seconds in torch_trace.operations(trace, device):
+                if operation is None:
+                    other_s[launcher] += seconds
+                else:
+                    calls[operation].append(seconds)
+            gaps += torch_trace.gaps(trace)
     device = _device(names)
     rows = [_row(operation, times, device) for operation, times in calls.items()]
     rows.sort(key=lambda row: (KINDS.index(row.kind), -row.calls * row.measured_s))

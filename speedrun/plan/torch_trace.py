@@ -1,7 +1,4 @@
-"""Read traces of PyTorch's profiler: which operation launched a kernel, on which shapes, and how long it took.
-
-A trace is in Chrome's format, with shapes, like those of 2025-10-31 and 2025-12-11 in modded-nanogpt.
-"""
+"""Read traces of PyTorch's profiler with shapes: what launched a kernel, on which shapes, and how long it took."""
 
 import gzip
 import itertools
@@ -23,7 +20,7 @@ from speedrun.plan.deviceless import Collective
 from speedrun.plan.shares import Kind
 
 _MOST_BYTES = 2**30  #: of an unpacked trace
-_ADVICE = "need a trace of torch.profiler with record_shapes=True, as .json or .json.gz"
+ADVICE = "need a trace of torch.profiler with record_shapes=True, as .json or .json.gz"
 _ITEMSIZE = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
 _NCCL_ITEMSIZE = {"Float": 4, "BFloat16": 2}
 _COLLECTIVES = {"_allgather_base": "all-gather", "_reduce_scatter_base": "reduce-scatter"}
@@ -57,7 +54,7 @@ class _Args(msgspec.Struct, frozen=True):
     dtype: str = ""  #: of a collective
     sent: int = field(name="In msg nelems", default=0)
     received: int = field(name="Out msg nelems", default=0)
-    group_size: int = field(name="Group size", default=1)
+    group_size: Annotated[int, Meta(ge=1, le=4096)] = field(name="Group size", default=1)
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -83,7 +80,7 @@ class Trace(msgspec.Struct, frozen=True, rename="camel"):
 
 def read(path: Path) -> Trace:
     """Return a trace; raise DataError if it is none."""
-    with translate_read_errors(path, _ADVICE, EOFError, zlib.error):
+    with translate_read_errors(path, ADVICE, EOFError, zlib.error):
         raw = read_regular(path, _MOST_BYTES)
         if raw[:2] == b"\x1f\x8b":
             with gzip.open(path) as file:
@@ -132,7 +129,7 @@ def _launcher(name: str) -> str:
 def _operation(name: str, args: _Args, device: Device) -> Operation | None:
     dims, strides = ([tuple(each) for each in some if each] for some in (args.dims, args.strides))
     types = [each for each in args.types if each in _ITEMSIZE]
-    if len(types) < 2 or len(types) > len(dims):
+    if min(len(types), len(dims)) < 2:
         return None
     if name in ("aten::mm", "aten::_scaled_mm", "aten::bmm", "aten::baddbmm"):
         left, right = dims[1:3] if name == "aten::baddbmm" else dims[:2]
