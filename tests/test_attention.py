@@ -70,10 +70,19 @@ CASES = {
 TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
 TRITON = partial(attention_triton.attention, forward=TILES, backward=TILES, interpret=True)
 
+
+def in_turns(*args: jax.Array, **more: Any) -> jax.Array:
+    """Banded attention of which only one tile at a time fits into its limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_banded, "MOST_SCORE_BYTES", 1)
+        return attention_banded.attention(*args, **more)
+
+
 #: Each form, bound to the static facts of a case.
 FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "definition": lambda _: attention,
     "banded": lambda case: partial(attention_banded.attention, window_tokens=case.window_tokens),
+    "banded in turns": lambda case: partial(in_turns, window_tokens=case.window_tokens, tile_tokens=5),
     "banded in small tiles": lambda case: partial(
         attention_banded.attention, window_tokens=case.window_tokens, tile_tokens=5
     ),
@@ -241,7 +250,10 @@ def test_banded_says_when_its_bound_is_too_small(window_tokens):
     assert jnp.isnan(got[:, 8:]).all()
 
 
-def test_banded_memory_is_linear_in_time():
+@pytest.mark.parametrize("most_bytes", [1, attention_banded.MOST_SCORE_BYTES])
+def test_banded_memory_is_linear_in_time(most_bytes, monkeypatch):
+    monkeypatch.setattr(attention_banded, "MOST_SCORE_BYTES", most_bytes)
+
     def scratch_bytes(num_tokens: int) -> int:
         x_BTHK, zero_BT = jnp.zeros((1, num_tokens, 1, 8)), jnp.zeros((1, num_tokens), jnp.int32)
         form = partial(attention_banded.attention, window_tokens=16, tile_tokens=16, scale=0.3)
