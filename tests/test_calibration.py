@@ -1,5 +1,6 @@
 """The cost model against measurements: a trace whose answers are known, a record, and rates that stay as they are."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from typed import invoke
 
+from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.plan import calibration, scaling, shares
 from speedrun.plan.deviceless import Collective
@@ -110,6 +112,33 @@ def test_what_is_no_trace_is_refused(tmp_path, events, told):
     refused = invoke("plan", "--check", trace.write(tmp_path / "x.json.gz"))
     assert refused.exit_code == 3
     assert told in refused.stderr
+
+
+@pytest.mark.parametrize("dims", [[[64, 64], [64, "x"]], [[64, 64], [64, None]]])
+def test_shapes_that_are_none_end_in_one_line(tmp_path, dims):
+    trace = Trace()
+    trace.launch("aten::mm", dims, [BF16, BF16], 1e-6)
+    refused = invoke("plan", "--check", trace.write(tmp_path / "x.json.gz"))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (3, 1)
+
+
+def test_kernels_without_time_or_with_odd_names_are_harmless(tmp_path):
+    trace = Trace()
+    trace.launch("aten::mm", [[64, 64], [64, 64]], [BF16, BF16], 0.0)
+    trace.launch("bell\x07\u202e", [[1]], [BF16], 1e-6)
+    shown = invoke("plan", "--check", trace.write(tmp_path / "x.json.gz"))
+    assert shown.exit_code == 0, shown.output
+    assert "bell\\x07\\u202e 0.00 ms" in shown.output
+    assert "GEMM" not in shown.output
+
+
+def test_a_record_of_another_revision_is_refused(monkeypatch):
+    monkeypatch.setitem(accelerators.DEVICES, "toy", H100._replace(name="cpu"))
+    other = dataclasses.replace(recipes.load("smoke"), revision=2)
+    monkeypatch.setattr(recipes, "load", lambda _: other)
+    assert "smoke was another then" in invoke("plan", "--check", RECORD).stderr
+    refused = invoke("plan", "--check", RECORD, "--dollars", "2")
+    assert "--check measures nothing with --dollars" in refused.stderr
 
 
 def test_traces_of_unknown_or_several_devices_are_refused(tmp_path):

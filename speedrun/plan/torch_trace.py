@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, field
 
 from speedrun.base.accelerators import Device
+from speedrun.base.console import clean
 from speedrun.base.errors import translate_read_errors
 from speedrun.base.wholefile import read_regular
 from speedrun.plan.cost import Work
@@ -44,9 +45,8 @@ class _Args(msgspec.Struct, frozen=True):
 
     call: int | None = field(name="correlation", default=None)  #: the call that launched a kernel
     operation: int | None = field(name="External id", default=None)  #: the operation that made the call
-    dims: list[list[Any]] = field(
-        name="Input Dims", default_factory=list
-    )  #: of each argument; a scalar has none
+    #: Of each argument; a scalar has none.
+    dims: list[list[Any]] = field(name="Input Dims", default_factory=list)
     strides: list[list[Any]] = field(name="Input Strides", default_factory=list)
     types: list[str] = field(name="Input type", default_factory=list)
     stream: int = 0
@@ -106,7 +106,7 @@ def operations(trace: Trace, device: Device) -> Iterator[tuple[Operation | None,
     by_number = {event.args.operation: event for event in trace.trace_events if event.cat == "cpu_op"}
     kernels: defaultdict[int | None, list[_Event]] = defaultdict(list)
     for event in trace.trace_events:
-        if event.cat == "kernel":
+        if event.cat == "kernel" and event.dur > 0:
             kernels[launched.get(event.args.call)].append(event)
     for number, started in kernels.items():
         seconds = sum(event.dur for event in started) / 1e6
@@ -123,7 +123,7 @@ def _launcher(name: str) -> str:
     """Return a short name of what launched a kernel that is compared with nothing."""
     if name.startswith("triton"):
         return "loss head" if "softmax" in name else "fused passes"
-    return name.removeprefix("aten::")
+    return clean(name.removeprefix("aten::"), limit=40)
 
 
 def _operation(name: str, args: _Args, device: Device) -> Operation | None:
@@ -183,6 +183,6 @@ def gaps(trace: Trace) -> list[float]:
     for event in trace.trace_events:
         if event.cat == "kernel" and not event.args.collective:
             streams[event.args.stream].append((event.ts, event.ts + event.dur))
-    spans = sorted(max(streams.values(), key=len))
+    spans = sorted(max(streams.values(), key=len, default=[]))
     lengths = [(start - end) / 1e6 for (_, end), (start, _) in itertools.pairwise(spans)]
     return [gap for gap in lengths if 0 < gap < _LATE_S]
