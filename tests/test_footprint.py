@@ -51,7 +51,7 @@ def a_device_of(monkeypatch):
 
 def test_a_run_that_does_not_fit_is_refused(a_device_of, tmp_path):
     a_device_of(footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8))) - 1)
-    said = r"smoke needs about 0\.\d\d GB on each device, this cpu has 0\.\d\d GB; pass more --microbatches"
+    said = r"smoke needs about 0\.\d\d GB on each device, this cpu has 0\.\d\d GB; try more --microbatches"
     with pytest.raises(UsageError, match=said):
         prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path))
 

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     device = ["--device-kind", "small", "--devices", "1", "--set", "eval_seq_len=1024"]
     refused = planned(*device, "--json")
     assert refused.exit_code == 1
-    told = r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB; pass more"
+    told = r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB; try more"
     assert re.match(told, json.loads(refused.output)["error"])
     fewer = ["--microbatches", "32", "--set", "stages.0.num_sequences=64", "--set", "stages.0.seq_len=64"]
     assert planned(*device, *fewer).exit_code == 0
