@@ -6,7 +6,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +40,7 @@ from jax.sharding import Mesh
 from small_run import SMALL
 
 from speedrun import recipes
-from speedrun.base import clock, mesh, track
+from speedrun.base import mesh, track
 from speedrun.data import shards, synthetic
 from speedrun.plan import deviceless
 from speedrun.record.about import assemble
@@ -159,27 +158,13 @@ def smoke_data(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(shared: Path, smoke_data: Path) -> RunConfig:
-    """A finished run with a checkpoint after every step, and its record. Read it, or change a copy.
-
-    During it the wall clock is set back by an hour.
-    """
-
-    class SetBack(datetime):
-        calls = 0
-
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> "SetBack":
-            cls.calls += 1
-            return super().now(tz) - timedelta(hours=cls.calls > 15)
-
+    """A finished run with a checkpoint after every step, and its record. Read it, or change a copy."""
     out = shared / "trained" / "record"
     kept: Any = {"checkpoint_every": 1, "keep_checkpoints": 0}
     config = RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, **kept)
     with filelock.FileLock(shared / "trained.lock"):
         if not (out / "about.json").exists():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(clock, "datetime", SetBack)
-                train(config)
+            train(config)
             assemble(out, title="small")
     return config
 

@@ -263,6 +263,22 @@ def test_every_module_has_a_docstring():
     assert not [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
 
 
+def test_a_module_is_named_and_described_by_its_subject():
+    drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
+    assert not [module for module in PATHS if drawers & set(module.split("."))]
+    assert not [module for module, tree in TREES.items() if not ast.get_docstring(tree)], "no docstring"
+
+
+def test_the_four_files_to_read_first_are_as_short_as_the_readme_says():
+    said = re.search(
+        r"read \[the recipe\].*?fewer than (\d+) non-blank", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert said is not None
+    files = re.findall(r"\((speedrun/.*?\.py)\)", said[0])
+    assert len(files) == 4
+    assert sum(bool(line) for file in files for line in (ROOT / file).read_text().split("\n")) < int(said[1])
+
+
 def git(*argv: str) -> str:
     """What git prints, which is nothing where it fails: outside a checkout, or without that history."""
     return subprocess.run(

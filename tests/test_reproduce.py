@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -379,3 +380,13 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
     assert (end.value.code, "verdict  within" in said) == (0, True), said
     assert "checks: the record has all pass, here is V" in said, "no harness: told, and run all the same"
     assert "bits     1 of 1 run" in said
+
+
+def test_a_new_run_of_the_same_kind_is_inside_99_of_100_times():
+    """With six runs in the record, as many as are committed."""
+    draw, inside, num = random.Random(0).gauss, 0, 2000
+    for _ in range(num):
+        six = [draw(0, 1) for _ in range(6)]
+        found = reproduction.difference(six, [draw(0, 1)], reproduction.noise(six, 0.0, "assumed"))
+        inside += found.low <= 0 <= found.high
+    assert inside / num == pytest.approx(0.99, abs=0.007)

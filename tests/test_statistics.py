@@ -7,7 +7,7 @@ import pytest
 from scipy import special, stats
 
 from speedrun.record import statistics
-from speedrun.record.statistics import WIDENED, batch_needed, equivalent, power
+from speedrun.record.statistics import WIDENED, batch_needed, equivalent, mean_interval, power
 
 TARGET = 3.28
 SIGMA = 0.0013  #: over seeds, of the public speedrun's losses
@@ -104,3 +104,18 @@ def test_pooling_leaves_the_means_of_groups_aside():
     assert statistics.pooled_sd([[1.0, 3.0], [101.0, 103.0], [7.0]]) == pytest.approx(2**0.5)
     with pytest.raises(ValueError, match="nothing can be pooled"):
         statistics.pooled_sd([[1.0], [2.0]])
+
+
+def test_an_interval_holds_the_true_mean_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    found = [mean_interval(list(rng.normal(5.0, 2.0, 4))) for _ in range(1500)]
+    assert np.mean([one.low <= 5.0 <= one.high for one in found if one]) == pytest.approx(0.95, abs=0.02)
+    assert mean_interval([1.0]) is None
+
+
+@pytest.mark.parametrize("num_looks", [1, 2])
+def test_power_is_how_often_simulated_batches_pass(num_looks):
+    batches = np.random.default_rng(0).normal(TARGET - 0.003, SIGMA, (4000, 6))
+    _, p = stats.ttest_1samp(batches, TARGET, axis=1, alternative="less")
+    told = power(6, 0.003, SIGMA, known_sigma=SIGMA, num_looks=num_looks)
+    assert told == pytest.approx(np.mean(p < 0.01 / num_looks), abs=0.025)

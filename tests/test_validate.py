@@ -545,3 +545,17 @@ def test_the_board_is_up_to_date_and_has_a_record_of_the_smoke_track(monkeypatch
     monkeypatch.chdir(ROOT)
     result = invoke("leaderboard", "check")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("spread", "status"), [(0.03, "failed"), (0.06, "ok")])
+def test_losses_far_closer_than_seeds_are_are_refused(folder, spread, status):
+    """By chance, four losses lie within 0.04 sigma once in 10,000 batches: the quantile of chi-squared, 3 degrees."""
+    sigma = track.load("forged").target.sigma
+    losses = [3.25 + z * spread * sigma * 1.5**0.5 for z in (-1, 0, 0, 1)]
+    runs = [Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss)) for seed, loss in enumerate(losses)]
+    record_forge.declare(folder, record_forge.declaration(runs[0], range(4)), runs[0])
+    for run in runs:
+        write_run(folder, run)
+    assemble(folder)
+    (result,) = (r for r in validate(folder).results if r.check.id == "V307")
+    assert result.status == status
