@@ -134,7 +134,8 @@ def _train(config: RunConfig, printer: Printer) -> None:
 def settings_of(recipe: "Recipe") -> dict[str, str]:
     """Return the smallest set of `--set` options that turns the recipe in its file into this one."""
     from speedrun import recipes
-    from speedrun.science.recipe import IDENTITY, SIZES, settings
+    from speedrun.base.sizes import SIZES
+    from speedrun.science.recipe import IDENTITY, settings
 
     base, now, found = recipes.load(recipe.name), settings(recipe), []
     for size in ({}, *({"size": name} for name in SIZES)):

@@ -43,7 +43,8 @@ TESTS = {
     "science/optim/schedules.py": [],
     "science/params.py": ["test_params.py"],
     "science/recipe.py": ["test_contract.py"],
-    "science/step.py": ["test_step.py", "test_program.py"],
+    "science/rows.py": ["test_rows.py"],
+    "science/step.py": ["test_step.py", "test_program.py", "test_rows.py"],
     "train/program.py": ["test_program.py", "test_footprint.py", "test_contract.py"],
     "data/stream.py": ["test_stream.py"],
 }

@@ -27,13 +27,14 @@ from typed import invoke, speedrun
 
 from speedrun import recipes
 from speedrun.base import faults, provenance, runlog
-from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError
+from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, SpeedrunError, StorageError
 from speedrun.board import leaks
 from speedrun.data import shards
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
 from speedrun.record.source import read, split_source
+from speedrun.science.params import ParamSpec, normal
 from speedrun.train import run
 from speedrun.train.checkpoint import folder_of
 from speedrun.train.request import RunConfig
@@ -349,6 +350,34 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
     assert kept(out) == [3, 6]
     end = chain_of(log_of(out))[-1].event
     assert end.status == "non-finite"
+
+
+def test_a_run_ends_if_rows_of_a_table_do_not_fit(config, tmp_path):
+    """Each sequence reads 64 rows of the first of eight devices; on even terms 8 + 8 sqrt(8) fit."""
+    recipe = recipes.load("smoke").override(SMALL)
+
+    def table(config):
+        spec = ParamSpec(
+            (1024, 2),
+            ("row", "model"),
+            normal,
+            "embed",
+            reads=lambda ids: ids * 0 + jnp.arange(ids.shape[1])[None],
+        )
+        return {**recipe.table(config), "skewed": spec}
+
+    def forward(p, tokens_BT, *args):
+        return (
+            recipe.forward({k: x for k, x in p.items() if k != "skewed"}, tokens_BT, *args)
+            + p["skewed"].mean()
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward, table=table))
+        with pytest.raises(
+            SpeedrunError, match="step 0: 264 rows of skewed did not fit on their way; need ids that"
+        ):
+            run.train(at(config, tmp_path / "out", overrides={}))
 
 
 @pytest.mark.compile

@@ -13,10 +13,11 @@ from speedrun import recipes
 from speedrun.api import settings_of
 from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
+from speedrun.base.sizes import SIZES, settings_at
 from speedrun.science.kernels.cross_entropy import MAX_CAP
 from speedrun.science.models import record21_model as record21
 from speedrun.science.params import count
-from speedrun.science.recipe import IDENTITY, SIZES, Recipe, Stage, describe, settings, settings_at
+from speedrun.science.recipe import IDENTITY, Recipe, Stage, describe, settings
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 

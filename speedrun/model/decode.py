@@ -80,7 +80,7 @@ class Decoder:
         self._params, self._vocab_size, kernels = params, vocab_size, DecodingKernels()
 
         def forward(params: Params, tokens_BT: jax.Array) -> jax.Array:
-            return recipe.forward(params, tokens_BT, inputs, recipe.config, kernels)
+            return recipe.forward(recipe.read(params, tokens_BT), tokens_BT, inputs, recipe.config, kernels)
 
         self._logits = lambda params, x_ND: recipe.logits(params, x_ND, inputs, recipe.config)[:, :vocab_size]
         self._is_new = True  #: whether caches were not yet compared since the last start

@@ -173,7 +173,8 @@ def _scores(trained: Trained, params: Params, tokens_RT: jax.Array) -> tuple[jax
     recipe, inputs = trained.program.recipe, trained.inputs
 
     def of_one(tokens_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        (x_TD,) = recipe.forward(params, tokens_T[None], inputs, recipe.config, DecodingKernels())
+        read = recipe.read(params, tokens_T[None])
+        (x_TD,) = recipe.forward(read, tokens_T[None], inputs, recipe.config, DecodingKernels())
         z_TV = recipe.logits(params, x_TD[:-1], inputs, recipe.config).astype(jnp.float32)
         of_target_T = jnp.take_along_axis(z_TV, tokens_T[1:, None], axis=1)[:, 0]
         return jax.nn.logsumexp(z_TV, axis=1) - of_target_T, jnp.argmax(z_TV, axis=1) == tokens_T[1:]

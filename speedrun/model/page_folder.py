@@ -75,7 +75,8 @@ def of_model(
     vocab_size = track.data.vocab_size
 
     def states(params: Params, tokens_BT: jax.Array) -> jax.Array:
-        return recipe.forward(params, tokens_BT, inputs, config, kernels).reshape(tokens_BT.size, -1)
+        read = recipe.read(params, tokens_BT)
+        return recipe.forward(read, tokens_BT, inputs, config, kernels).reshape(tokens_BT.size, -1)
 
     def logits(params: Params, x_ND: jax.Array) -> jax.Array:
         return recipe.logits(params, x_ND, inputs, config)[:, :vocab_size]

@@ -166,7 +166,7 @@ def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -
     recipe = one.recipe
 
     def loss(_: Any, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, row: Params) -> jax.Array:
-        params = one.layout.unpack(packed)
+        params = recipe.read(one.layout.unpack(packed), tokens_BT)
         batch = Batch(tokens_BT, targets_BT, {}, jnp.arange(len(tokens_BT)))
         inputs, kernels = _inputs(one, row), DecodingKernels()
         return recipe.loss(params, batch, inputs, recipe.config, kernels, recipe.forward).objective

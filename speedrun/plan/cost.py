@@ -27,6 +27,7 @@ from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
+from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Stage
 from speedrun.train.program import Program
 
@@ -138,7 +139,11 @@ def _traced(program: Program, stage: Stage, static: Static, capability: tuple[in
     inputs = plan.at(steps_of(program, stage)[0], plan.schedule, static)
     rest = inputs, recipe.config, noting, recipe.forward
     index_B = jnp.zeros(1, jnp.int32)
-    jax.eval_shape(lambda p, ids: recipe.loss(p, Batch(ids, ids, carry, index_B), *rest), params, ids_BT)
+
+    def loss(params: Params, ids_BT: jax.Array) -> Any:
+        return recipe.loss(recipe.read(params, ids_BT), Batch(ids_BT, ids_BT, carry, index_B), *rest)
+
+    jax.eval_shape(loss, params, ids_BT)
     return noting
 
 

@@ -18,8 +18,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.limits import Count, Fraction, Momentum, Natural, Positive, Rate
 from speedrun.science.kernels.cross_entropy_gpu import RECORD89
 from speedrun.science.models.record89_model import forward, logits, loss
-from speedrun.science.models.record89_table import Config, Layer, rate_of, table
-from speedrun.science.models.record89_tokens import constants
+from speedrun.science.models.record89_table import Config, Layer, constants, rate_of, table
 from speedrun.science.optim.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science.recipe import Recipe, Stage
 

@@ -6,7 +6,8 @@ FSDP can divide evenly:
     matrices  -> banks [8, m, n], m <= n, sharded over matrices: a device owns whole matrices, so Muon needs no
                  communication. Tall matrices are transposed; the last bank is padded with zero matrices.
                  Banks follow the depth of the model, so that the first layers need not wait for the last.
-    tables    -> [rows, ...], sharded over rows, which are padded with zeros
+    tables    -> [rows, ...], sharded over rows, which are padded with zeros. Where the table declares which rows a
+                 batch reads, only those travel (`science.rows`).
     the rest  -> one replicated vector for each group, so that all scalars cost one all-reduce
 
 Legend: K matrices of a bank, m rows, n columns.
@@ -49,6 +50,8 @@ class ParamSpec:
     dtype: Dtype = "float32"  #: of the stored parameter and its moments
     place: Place | None = None  #: how it is packed; None: by `PLACES`
     like: str | None = None  #: a parameter with the same initial values
+    #: tokens_BT -> ids_BN of the rows that they read, spread evenly; models get these rows, [B, N, D], not the table
+    reads: Callable[[jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -146,6 +149,11 @@ class Layout:
         return tuple(name for name, spec in self.table.items() if spec.packed == "rows")
 
     @cached_property
+    def reads(self) -> dict[str, Callable[[jax.Array], jax.Array]]:
+        """The tables of which only rows travel: tokens -> ids."""
+        return {name: spec.reads for name, spec in self.table.items() if spec.reads}
+
+    @cached_property
     def vectors(self) -> dict[str, tuple[str, ...]]:
         """Names of the parameters in each replicated vector: one vector per group, such as "scalars"."""
         members: dict[str, list[str]] = {}
@@ -184,13 +192,14 @@ class Layout:
         return {name: local(bank) for name, bank in self.banks.items()}
 
     def pack(self, params: Params) -> Params:
-        """Pack named parameters or gradients."""
+        """Pack named parameters or gradients, of tables that are read also those of a device's shard."""
         packed: Params = {}
         for name, bank in self.banks.items():
             wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.place]) for m in bank]
             packed[name] = _pad_rows(jnp.stack(wide))
         for name in self.tables:
-            packed[name] = _pad_rows(params[name])
+            is_whole = len(params[name]) == self.table[name].shape[0]
+            packed[name] = _pad_rows(params[name]) if is_whole else params[name]
         for vector, names in self.vectors.items():
             packed[vector] = jnp.concatenate([params[name].reshape(-1) for name in names])
         return packed

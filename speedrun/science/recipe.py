@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from speedrun.base import limits
+from speedrun.base import limits, sizes
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.limits import Count, Natural, Steps
 from speedrun.science.inputs import Inputs
@@ -160,6 +160,11 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         """Return the inputs of a step by name; the last validation has those of step `num_steps`."""
         return self.schedule.at(step, self.num_steps)
 
+    def read(self, params: Params, tokens_BT: jax.Array) -> Params:
+        """Return whole parameters as the model gets them: of a table that `reads`, the rows of these tokens."""
+        reads = Layout(self.table(self.config)).reads.items()
+        return params | {name: params[name][ids_of(tokens_BT)] for name, ids_of in reads}
+
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
         """Return a recipe with changed settings: `{"config.model_dim": 64, "stages.0.num_steps": "20"}`.
 
@@ -171,7 +176,7 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         known, new = settings(self), {}
         if "size" in changes:
             rest = {key: value for key, value in changes.items() if key != "size"}
-            return _rebuilt(self, settings_at(str(changes["size"]), known, rest)).override(rest)
+            return _rebuilt(self, sizes.settings_at(str(changes["size"]), known, rest)).override(rest)
         for key, value in changes.items():
             if key in IDENTITY:
                 raise UsageError(f"setting {key!r} identifies the recipe; to change it, write a recipe file")
@@ -182,19 +187,6 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
 
 
 IDENTITY = ("name", "summary", "parent", "revision")
-#: Sizes of a full-size recipe (`--set size=nano`): layers for its 12, width for its 768, and the factor of its tokens
-#: per step. docs/recipes.md explains the rules, which match settings by name.
-SIZES = {
-    "smoke": (4, 128, 0.0),  # SMOKE has its tokens
-    "nano": (4, 256, 0.25),
-    "micro": (8, 512, 0.5),
-    "small": (12, 768, 1.0),
-    "medium": (16, 1024, 2.0),
-}
-#: The ids of the smoke-cpu track, and the batches of its recipe.
-SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "max_positions": 256}
-SMOKE |= {"bigram_rows": 1_920, "prefix_weight": 0.0, "end_prefix_weight": 0.0}  # its ids have no bytes
-SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
 
 
 def settings(node: Any, above: str = "") -> dict[str, Any]:
@@ -214,61 +206,6 @@ def _parts(node: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(node):
         return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     return {}
-
-
-def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a full-size recipe at another size.
-
-    Raises:
-        UsageError: for other recipes, and for a multiple of the width that has no rule and is not `given`.
-    """
-    if name not in SIZES:
-        raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
-    if known.get("config.model_dim") != 768 or "config.num_heads" not in known:
-        raise UsageError(f"size={name} needs config.model_dim=768 and config.num_heads; choose another")
-    num_layers, model_dim, batch = SIZES[name]
-    width, head_dim = model_dim / 768, known.get("config.head_dim", 768 // known["config.num_heads"])
-    narrow = min(1.0, model_dim / 4 / head_dim)
-    tuples = {k: v for k, v in known.items() if isinstance(v, tuple) and k.rpartition(".")[0] == "config"}
-    layers = known.get("config.num_layers", max(map(len, tuples.values()), default=1))
-    depth = max(2, round(layers * num_layers / 12))
-    places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps ends and mirror layers
-    new: dict[str, Any] = {k: tuple(v[i] for i in places) for k, v in tuples.items() if len(v) == layers}
-    factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
-    factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
-    factors["rotary_pairs"] = narrow
-    windows = ("block_tokens", "compose_keys", "document_tokens", "slow_turns", "fast_turns")
-    factors |= dict.fromkeys(windows, 1 / 8 if name == "smoke" else 1)
-    for key, old in known.items():
-        above, _, field = key.rpartition(".")
-        if field in factors:
-            new[key] = round(old * factors[field]) if isinstance(old, int) else old * factors[field]
-        elif field == "num_sequences":  # at least one for each of eight devices; then shorter ones
-            new[key] = max(min(old, 8), round(old * batch))
-            new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
-    new |= _smoke(known) if name == "smoke" else {}
-    for key, old in known.items():
-        is_unset = key.startswith("config.") and key not in {**new, **given}
-        if is_unset and isinstance(old, int) and old % 768 == 0 < old:
-            hint = f"--set {key}=..., too"
-            raise UsageError(f"size={name} has no rule for {key}, a multiple of the width; {hint}")
-    return new
-
-
-def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
-    new: dict[str, Any] = {"config.head_fp8": None}
-    packs = any(value for key, value in known.items() if key.endswith(".document_tokens"))
-    lengths = (v for k, v in known.items() if k.startswith("stages.") and k.endswith(".num_steps"))
-    shrink = (120 if packs else 280) / sum(lengths)
-    for key, old in known.items():
-        field = key.rpartition(".")[2]
-        if field in SMOKE:
-            new[key] = SMOKE[field]
-        elif field.endswith("dtype"):
-            new[key] = "float32"
-        elif key.startswith(("schedule.", "stages.")) and field.endswith("_steps"):
-            new[key] = max(min(old, 1), round(old * shrink))  # none stays none
-    return new
 
 
 def describe(value: Any) -> Any:

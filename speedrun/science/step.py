@@ -1,6 +1,6 @@
 """The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices and on several nodes.
 
-    gather      one all-gather per packed array, in the compute dtype
+    gather      one all-gather per packed array, in the compute dtype; of some tables, the rows that are read (`rows`)
     accumulate  forward and backward pass of each micro-batch on whole parameters; gradients are summed in float32
     scatter     one reduce-scatter per packed array, in the dtype of its gradient; then a sum over the nodes, and
                 division by the number of devices in float32
@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from speedrun.base.mesh import DATA
+from speedrun.science import rows
 from speedrun.science.inputs import Arrays, Inputs, Plan, Static
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
@@ -53,7 +54,7 @@ class StepMetrics(NamedTuple):
     """Results of a step on the device. The host fetches them one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
-    bad: jax.Array  #: f32 [shards], positive if the shard has a non-finite gradient
+    bad: jax.Array  #: f32 [devices, 2], numbers of flags in `nonfinite`, and of rows that did not fit
     nonfinite: dict[str, jax.Array]  #: by packed name: flags for non-finite gradients
 
 
@@ -104,18 +105,11 @@ class Step:
         return TrainState(jnp.zeros((), jnp.int32), params, self.transform.init(params), carry)
 
     def train_function(self, static: Static) -> Callable[..., tuple[TrainState, StepMetrics]]:
-        """Return the function (state, tokens_BT, targets_BT, schedule) -> (state, metrics).
-
-        Args:
-            static: compiled-in inputs; the step reads the others from the schedule.
-        """
-        batch, schedule = P(self.mesh.axis_names), P()
-        return jax.shard_map(
-            partial(self._train_step, static),
-            mesh=self.mesh,
-            in_specs=(self.specs, batch, batch, schedule),
-            out_specs=(self.specs, StepMetrics(P(), P(DATA), self.layout.specs)),  # pyright: ignore[reportArgumentType]
-        )
+        """Return the function (state, tokens_BT, targets_BT, schedule) -> (state, metrics), `static` compiled in."""
+        batch = P(self.mesh.axis_names)
+        out = self.specs, StepMetrics(P(), batch, self.layout.specs)  # pyright: ignore[reportArgumentType]
+        step, takes = partial(self._train_step, static), (self.specs, batch, batch, P())
+        return jax.shard_map(step, mesh=self.mesh, in_specs=takes, out_specs=out)
 
     def _train_step(
         self, static: Static, state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params
@@ -131,7 +125,9 @@ class Step:
         flags = {k: self.layout.flags(k, ~jnp.isfinite(g)) for k, g in grads.items()}
         # Do not sum over devices: no computation is left to overlap the sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
-        metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), jnp.asarray(bad)[None], flags)
+        unread = rows.unread(self.layout, state.params, tokens_BT, self.microbatches // self.mesh.size)
+        bad = jnp.stack([bad, unread])[None]
+        metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), bad, flags)
         return TrainState(state.step + 1, new, opt_state, loss.carry), metrics
 
     def loss_and_grads(self, packed: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
@@ -145,7 +141,7 @@ class Step:
 
         @partial(jax.grad, has_aux=True)
         def grad(params: Params, batch: Batch) -> tuple[jax.Array, Loss]:
-            recipe = self.recipe
+            recipe, params = self.recipe, rows.read(self.layout, params, batch.tokens_BT)
             loss = recipe.loss(params, batch, inputs, recipe.config, self.kernels, recipe.forward)
             return loss.objective, loss
 
@@ -161,20 +157,21 @@ class Step:
             grads, loss = grad(params, batch)
             return loss, grads
         parts = jax.tree.map(lambda x: x.reshape(num_local, -1, *x.shape[1:]), batch)
-        scalar = zeros(jnp.zeros(()))
-        total, carry = jax.lax.scan(accumulate, (scalar, scalar, jax.tree.map(zeros, params)), parts)
+        start = jax.tree.map(zeros, (jnp.zeros(()), jnp.zeros(()), params))
+        total, carry = jax.lax.scan(accumulate, start, parts)
         objective, nll, grads = jax.tree.map(lambda x: x / num_local, total)
         return Loss(objective, nll, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)), grads
 
     def whole(self, packed: Params) -> Params:
-        """Return whole parameters by name, in the compute dtype; scalars stay float32. Call inside `shard_map`."""
+        """Return whole parameters in the compute dtype, scalars in float32, and own shards of tables that are read."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
             # Otherwise JAX would sum whole gradients over nodes before the scatter.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name in self.layout.vectors:
                 return x
-            return jax.lax.all_gather(x.astype(self.recipe.compute_dtype), DATA, tiled=True)
+            x = x.astype(self.recipe.compute_dtype)
+            return x if name in self.layout.reads else jax.lax.all_gather(x, DATA, tiled=True)
 
         return self.layout.unpack({name: whole(name, x) for name, x in packed.items()})
 
@@ -182,7 +179,8 @@ class Step:
         """Return this device's shard of the mean gradients: summed in their dtype, divided in float32."""
 
         def own(name: str, grad: jax.Array) -> jax.Array:
-            part = grad if name in self.layout.vectors else jax.lax.psum_scatter(grad, DATA, tiled=True)
+            is_own = name in self.layout.vectors or name in self.layout.reads
+            part = grad if is_own else jax.lax.psum_scatter(grad, DATA, tiled=True)
             return jax.lax.psum(part, self._repeated_over(name)).astype(jnp.float32) / self.mesh.size
 
         return {name: own(name, grad) for name, grad in grads.items()}

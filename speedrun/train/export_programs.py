@@ -149,11 +149,14 @@ def _scoring(
         schedule = plan.schedule | dict(zip(program.computed, computed, strict=True))
         return function(view(leaves), x, plan.at(step, jax.tree.map(jnp.asarray, schedule), static))
 
+    def forward(params: Params, tokens_BT: jax.Array, inputs: Any) -> jax.Array:
+        return program.forward(recipe.read(params, tokens_BT), tokens_BT, inputs)
+
     seq_len = recipe.eval_seq_len
     ids_BT = jax.ShapeDtypeStruct((max(1, _FORWARD_TOKENS // seq_len), seq_len), np.int32)
     args, found = (*jax.tree.leaves(packed), *_computed(program), jax.ShapeDtypeStruct((), np.int32)), {}
     for static, name in names.items():
-        hidden, logits = (jax.jit(partial(run, f, static)) for f in (program.forward, program.logits))
+        hidden, logits = (jax.jit(partial(run, f, static)) for f in (forward, program.logits))
         found[f"hidden-{name}"] = lower(hidden)(*args, ids_BT)
         (x_BTD,) = found[f"hidden-{name}"].out_avals
         x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)

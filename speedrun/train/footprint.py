@@ -34,7 +34,7 @@ def step_bytes(program: Program, stage: Stage) -> int:
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
     activations = activations if program.memory == "ample" else activations * 2 // 3
-    held, gradients = state_bytes(program) + whole_bytes(program), 4 * count(program.layout.table)
+    held, gradients = state_bytes(program) + whole_bytes(program), 4 * count(gathered(program))
     return held + gradients + activations + 2 * logits_bytes(program, tokens)
 
 
@@ -57,8 +57,14 @@ def state_bytes(program: Program) -> int:
 
 def whole_bytes(program: Program) -> int:
     """Return the memory of all gathered parameters in the compute dtype, without scalars."""
-    table = program.layout.table.values()
-    return itemsize(program) * sum(spec.size for spec in table if spec.packed != "vector")
+    return itemsize(program) * sum(
+        spec.size for spec in gathered(program).values() if spec.packed != "vector"
+    )
+
+
+def gathered(program: Program) -> Table:
+    """Return the parameters that are gathered: all but tables of which only rows travel."""
+    return {name: spec for name, spec in program.layout.table.items() if not spec.reads}
 
 
 def matrix_width(program: Program) -> int:

@@ -183,10 +183,14 @@ class Training:
         if self.pending is None:
             return
         (step, metrics, cursor), self.pending = self.pending, None
-        loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
+        loss, flags = jax.device_get((metrics.loss, metrics.bad))
+        loss, (bad, unread) = float(loss), np.sum(flags, axis=0)
         planned = self.executables.planned[step]
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
+        if unread:
+            names, need = ", ".join(self.ready.program.layout.reads), "need ids that spread evenly over it"
+            raise SpeedrunError(f"step {step}: {unread:.0f} rows of {names} did not fit on their way; {need}")
         if bad or not np.isfinite(loss):
             leaf = self.ready.program.layout.first_flagged(meshes.fetch(metrics.nonfinite))
             found = f"step {step}: loss is {loss}; first non-finite gradient: {leaf}"

@@ -25,6 +25,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
+from speedrun.science import rows
 from speedrun.science.inputs import Arrays, Inputs, Static
 from speedrun.science.kernels.choose import HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
@@ -232,7 +233,8 @@ class Program:
 
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
                 tokens_T, targets_T = sequence_T
-                (x_TD,) = self.forward(params, tokens_T[None], inputs)
+                read = rows.read(self.layout, params, tokens_T[None], all_fit=True)
+                (x_TD,) = self.forward(read, tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
                 return nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 

@@ -5,8 +5,10 @@ Legend: D model, H heads, V vocabulary.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +17,9 @@ from speedrun.base.limits import Count, Natural
 from speedrun.science import params
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.mlp import Factors
+from speedrun.science.models.record89_tokens import bigram_rows, prefixes
 from speedrun.science.params import Dtype, Init, Member, ParamSpec, Table, constant, gaussian, zeros
+from speedrun.science.recipe import Constants, Vocabulary
 
 Attention = Literal["short", "long", "paired", "none"]
 Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
@@ -111,10 +115,10 @@ def table(cfg: Config) -> Table:
     def rows(count: int, init: Init, group: str, axis: str = "vocab") -> ParamSpec:
         return ParamSpec((count, d), (axis, "model"), init, group, cfg.table_dtype)
 
-    head = gaussian(0.005)
+    head, bigrams = gaussian(0.005), partial(bigram_rows, rows=cfg.bigram_rows)
     return {
         "embed": replace(rows(v, head, "embed"), like="head"),
-        "bigram_embed": rows(cfg.bigram_rows, zeros, "bigram", "bigram"),
+        "bigram_embed": replace(rows(cfg.bigram_rows, zeros, "bigram", "bigram"), reads=bigrams),
         **{f"value_embed.{i}": rows(v, gaussian(0.01), "value") for i in cfg.layers_with("value")},
         **blocks,
         **gate_table(cfg),
@@ -164,6 +168,18 @@ def gate_table(cfg: Config) -> Table:
         "mudd_gate_b2": vector((2, width), fixed(gates), "mudd_gate_bias"),
         "mudd_gate_scale": vector((), fixed(np.array(MUDD_SCALE)), "mudd_gate_scale", "float32"),
     }
+
+
+def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
+    """Return `bigram_signs`, i8 [S, D], the same in all runs; and `prefixes`, i32 [V], if ids have bytes."""
+
+    def signs_SD() -> jax.Array:
+        return jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8)
+
+    if not vocabulary:
+        return {"bigram_signs": signs_SD}
+    rest = np.full(cfg.vocab_size - len(vocabulary), -1, np.int32)
+    return {"bigram_signs": signs_SD, "prefixes": np.concatenate([prefixes(vocabulary), rest])}
 
 
 def fixed(values: np.ndarray) -> Init:

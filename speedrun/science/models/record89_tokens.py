@@ -1,4 +1,4 @@
-"""Hashed token pairs, targets and constants of record 89.
+"""Hashed token pairs, targets and prefixes of record 89.
 
 Legend: B batch, T time, D model, V vocabulary, S rows of signs, M targets of a token, N tokens.
 """
@@ -8,12 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedrun.base.errors import UsageError
-from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.models.record89_table import Config
 from speedrun.science.params import Params
-from speedrun.science.recipe import Constants, Vocabulary
 
 BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191  #: factors of the hash of token pairs
 
@@ -39,20 +36,8 @@ def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
 
     They are multiplied by random signs of a second hash, as pairs that share a row rarely share signs.
     """
-    row_BT = bigram_rows(tokens_BT, len(p["bigram_embed"]))
     sign_BT = ((previous(tokens_BT) ^ tokens_BT) % len(signs_SD)).at[:, 0].set(0)
-    vector_BTD = lookup_of_few(p["bigram_embed"], row_BT)
-    return vector_BTD * signs_SD[sign_BT].astype(vector_BTD.dtype)
-
-
-def lookup_of_few(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Look up ids in a table with many more rows: gradients are summed in float32 only for rows that occur."""
-    num_rows, ids_N = len(table_VD), ids_BT.reshape(-1)
-    t_N = jnp.arange(len(ids_N))
-    last_N = jnp.zeros(num_rows, jnp.int32).at[ids_N].max(t_N)[ids_N]  # last token with the same id
-    row_N = jnp.where(last_N == t_N, ids_N, num_rows + t_N)  # the others have no row
-    rows_ND = table_VD.at[row_N].get(mode="fill", fill_value=0, unique_indices=True)
-    return nn.lookup(rows_ND, last_N.reshape(ids_BT.shape))
+    return p["bigram_embed"] * signs_SD[sign_BT].astype(p["bigram_embed"].dtype)
 
 
 def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
@@ -77,18 +62,6 @@ def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
         weights.append(jnp.where(ids[-1] >= 0, inputs["prefix_weight"], 0.0))
         softmax_N += weights[-1]
     return Targets(jnp.stack(ids, axis=1), jnp.stack(weights, axis=1), softmax_N)
-
-
-def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
-    """Return `bigram_signs`, i8 [S, D], the same in all runs; and `prefixes`, i32 [V], if ids have bytes."""
-
-    def signs_SD() -> jax.Array:
-        return jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8)
-
-    if not vocabulary:
-        return {"bigram_signs": signs_SD}
-    rest = np.full(cfg.vocab_size - len(vocabulary), -1, np.int32)
-    return {"bigram_signs": signs_SD, "prefixes": np.concatenate([prefixes(vocabulary), rest])}
 
 
 def prefixes(vocabulary: tuple[bytes, ...]) -> np.ndarray:

@@ -1,0 +1,148 @@
+"""Rows that travel between devices, against NumPy; and a recipe whose table stays, against the same one gathered."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_step import gradients, placed
+
+from speedrun.base import mesh
+from speedrun.base.mesh import DATA
+from speedrun.science import rows
+from speedrun.science.params import ParamSpec, normal
+from speedrun.science.recipe import Recipe
+from speedrun.train.program import Program
+
+RNG = np.random.default_rng(0)
+IDS = {
+    "random": lambda n, v: RNG.integers(0, v, n),
+    "repeated": lambda n, v: RNG.integers(0, 3, n) * (v // 3),
+    "all different": lambda n, v: RNG.permutation(v)[:n],
+    "of one owner": lambda n, v: RNG.integers(0, v // 8, n),
+}
+
+
+def travelled(table: Any, ids_SN: np.ndarray, grads: Any, *, all_fit: bool) -> list[np.ndarray]:
+    """Return fetched rows, the gradient of the table, and the rows of each device that did not fit."""
+    num_local = len(table) // len(ids_SN)
+
+    def both(table_RD, ids_1N, grads_1ND):
+        wanted = rows.wants(ids_1N, num_local, all_fit=all_fit)
+        fetched, pull = jax.vjp(lambda table_RD: rows.fetch(table_RD, wanted), table_RD)
+        return fetched, pull(grads_1ND)[0], wanted.missing[None]
+
+    step = jax.shard_map(both, mesh=mesh.make_mesh(len(ids_SN)), in_specs=P(DATA), out_specs=P(DATA))
+    return jax.device_get(jax.jit(step)(table, ids_SN, grads))
+
+
+@pytest.mark.parametrize("kind", IDS)
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_rows_arrive_and_their_gradients_return(devices, kind):
+    table = RNG.standard_normal((64, 3), np.float32)
+    ids_SN = np.stack([IDS[kind](40, 64) for _ in range(devices)]).astype(np.int32)
+    grads = RNG.integers(-4, 5, (*ids_SN.shape, 3)).astype(np.float32)  # sums are exact in any order
+    want = np.zeros_like(table)
+    np.add.at(want, ids_SN, grads)
+    fetched, returned, unread = travelled(table, ids_SN, grads, all_fit=True)
+    np.testing.assert_array_equal(fetched, table[ids_SN])
+    np.testing.assert_array_equal(returned, want)
+    assert not unread.any()
+
+
+def test_rows_that_do_not_fit_are_counted_and_all_others_arrive():
+    table = 1 + np.arange(512, dtype=np.float32)[:, None]
+    own = [*range(25), *range(12)]  # 23 of an owner fit for 40 ids, its mean of 5 and 8 sqrt(5)
+    ids_SN = np.tile(np.array([*own, 64, 65, 511], np.int32), (8, 1))
+    grads = np.ones((*ids_SN.shape, 1), np.float32)
+    fetched, returned, unread = travelled(table, ids_SN, grads, all_fit=False)
+    assert unread.tolist() == [2] * 8
+    lost = {*range(25)} - {int(x) - 1 for x in fetched.ravel()}
+    assert len(lost) == 2
+    want = np.where(np.isin(ids_SN, [*lost])[..., None], 0, table[ids_SN])
+    np.testing.assert_array_equal(fetched, want)
+    assert returned.sum() == np.count_nonzero(want)
+
+
+def test_evenly_spread_ids_fit():
+    """As many as the table of record 89 gets, and as few as a laptop's; drawn a hundred times."""
+    for num_ids, num_rows in [(49_152, 377_280), (256, 1_920), (32, 1_920)]:
+        most = rows.most_rows(num_ids, num_rows // 8, 8)
+        worst = [
+            np.bincount(np.unique(RNG.integers(0, num_rows, num_ids)) // (num_rows // 8)).max()
+            for _ in range(100)
+        ]
+        assert max(worst) < (num_ids / 8 + most) / 2, "half of the room for chance is never used"
+
+
+def test_gradients_are_summed_in_float32_before_and_after_they_are_sent():
+    """A bfloat16 sum of ones stops at 256."""
+    ids_SN = np.zeros((8, 1000), np.int32)
+    table, grads = jnp.ones((64, 1), jnp.bfloat16), jnp.ones((8, 1000, 1), jnp.bfloat16)
+    _, returned, _ = travelled(table, ids_SN, grads, all_fit=False)
+    assert returned[0].tolist() == [8000.0]
+
+
+def spread(tokens_BT: jax.Array) -> jax.Array:
+    return (7 * tokens_BT + jnp.roll(tokens_BT, 1, axis=1)) % 1024
+
+
+def skewed(tokens_BT: jax.Array) -> jax.Array:
+    """Rows of the first owner, more than fit in training."""
+    return jnp.tile(jnp.arange(tokens_BT.shape[1])[None], (len(tokens_BT), 1))
+
+
+def pair_of(recipe: Recipe, ids: Callable[[jax.Array], jax.Array]) -> tuple[Recipe, Recipe]:
+    """Return a recipe with a vector for each token, from a table that is gathered, or of which rows are read."""
+
+    def table(config, reads):
+        spec = ParamSpec((1024, config.model_dim), ("row", "model"), normal, "embed", reads=reads)
+        return {
+            **recipe.table(config),
+            "pairs": spec,
+            "head": replace(recipe.table(config)["head"], init=normal),
+        }
+
+    def forward(p, tokens_BT, *rest, gathered):
+        x_BTD = recipe.forward({k: v for k, v in p.items() if k != "pairs"}, tokens_BT, *rest)
+        return x_BTD + (p["pairs"][ids(tokens_BT)] if gathered else p["pairs"])
+
+    whole = {"table": partial(table, reads=None), "forward": partial(forward, gathered=True)}
+    parts = {"table": partial(table, reads=ids), "forward": partial(forward, gathered=False)}
+    return replace(recipe, **whole), replace(recipe, **parts)
+
+
+@pytest.mark.parametrize(("devices", "replicas", "parts"), [(8, 1, 8), (2, 1, 8), (4, 2, 16)])
+def test_a_table_that_stays_gets_the_gradients_of_one_that_is_gathered(tiny, devices, replicas, parts):
+    on = mesh.make_mesh(devices, replicas)
+    gathered, read = (Program(recipe, on, parts) for recipe in pair_of(tiny, spread))
+    state = gathered.init(jax.random.key(0))
+    (loss, grads), (want, wanted) = gradients(read, state), gradients(gathered, state)
+    assert loss == pytest.approx(want, rel=1e-6)
+    assert grads.keys() == wanted.keys()
+    assert np.linalg.norm(wanted["pairs"]) > 0
+    for name, grad in grads.items():
+        assert np.linalg.norm(grad - wanted[name]) <= 1e-5 * np.linalg.norm(wanted[name]), name
+
+
+def test_validation_reads_all_rows_however_they_are_spread(tiny):
+    on, found = mesh.make_mesh(8), []
+    for recipe in pair_of(tiny, skewed):
+        program = Program(recipe, on)
+        params, score = program.init(jax.random.key(0)).params, program.eval_step_for(program.static_at(0))
+        found.append(np.asarray(score(params, *placed(program), program.schedule, 0)))
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "unread"), [(1, 16 * (32 - 20)), (2, 16 * (32 - 31))])
+def test_rows_that_do_not_fit_are_counted_over_nodes_and_micro_batches(tiny, replicas, unread):
+    """Of 16 sequences, each on its own; m + 8 sqrt(m) rows fit for a mean m of 32 over 8 or 4 owners."""
+    program = Program(pair_of(tiny, skewed)[1], mesh.make_mesh(8, replicas), 16)
+    state = program.init(jax.random.key(0))
+    _, metrics = program.train_step(state, *placed(program), program.schedule)
+    assert np.sum(metrics.bad, axis=0).tolist() == [0, unread]
