@@ -67,6 +67,16 @@ def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
     assert (other.kind, other.flops) == ("Muon", 1e12)
 
 
+def test_the_mean_of_steps_has_each_kernel_by_the_share_of_the_steps_that_run_it():
+    product, rest = Work("GEMM bf16", 1e12), Work("elementwise", num_bytes=1e9)
+    plain, adam = (cost.table(works, H100) for works in ([product], [product, product, rest]))
+    products, others = cost.mean([(0.75, plain), (0.25, adam)])
+    assert products.seconds == pytest.approx(1.25 * plain[0].seconds)
+    assert (products.kind, products.starts, products.flops) == ("GEMM bf16", 1.25, 1.25e12)
+    assert others.seconds == pytest.approx(0.25 * adam[1].seconds)
+    assert (others.kind, others.bound, others.num_bytes) == ("elementwise", "memory", 2.5e8)
+
+
 def test_devices_without_fp8_multiply_in_16_bits():
     a100 = accelerators.load("a100")
     assert cost.flops_rate(a100, "fp8") == cost.flops_rate(a100, "bf16") == 2 * cost.flops_rate(a100, "f32")

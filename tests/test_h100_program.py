@@ -94,7 +94,8 @@ def flops(compiled: Any) -> dict[str, float]:
     for step in hlo.parse(compiled.as_text()):
         if "muon" not in step.instruction.source:
             for product in step.products:
-                found[product.unit] += step.times * product.flops
+                unit = product.unit.replace("mosaic fp8", "fp8").replace("mosaic", "bf16")
+                found[unit] += step.times * product.flops
     return found
 
 

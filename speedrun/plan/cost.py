@@ -236,6 +236,17 @@ def _line(works: list[Work], device: Device) -> Line:
     return Line(kind, sum(by_bound.values()), longest, *map(sum, amounts), error=errors(device)[kind])
 
 
+def mean(each: Sequence[tuple[float, Sequence[Line]]]) -> tuple[Line, ...]:
+    """Return the mean of several steps, each with its share, by kind of kernel."""
+    found = []
+    for kind in dict.fromkeys(line.kind for _, lines in each for line in lines):
+        same = [(share, line) for share, lines in each for line in lines if line.kind == kind]
+        sums = ("seconds", "flops", "instructions", "num_bytes", "starts")
+        means = {name: sum(share * getattr(line, name) for share, line in same) for name in sums}
+        found.append(msgspec.structs.replace(same[0][1], **means))
+    return tuple(found)
+
+
 def priced(steps: Sequence[hlo.Executed], attention: Attention) -> Iterator[tuple[hlo.Executed, Work | None]]:
     """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel.
 

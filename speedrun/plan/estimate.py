@@ -5,10 +5,12 @@ The interval is of the rates of kernels: what it assumes of the program is not i
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
@@ -133,7 +135,7 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
     else:
         program, work_of = Program(recipe, target_mesh(kind, num_devices), microbatches), _by_compiling
     program = footprint.fitted(program, device.memory_bytes)
-    # Stages of one shape share a compiled program.
+    # Stages of one shape share their compiled programs.
     stage_of = {(stage.num_sequences, stage.seq_len): stage for stage in recipe.stages}
     work = {shape: work_of(program, stage, device) for shape, stage in stage_of.items()}
     return Plan(
@@ -287,14 +289,23 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
 
 
 def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
-    """Read a step from its compiled program."""
-    compiled = compiled_step(program, cost.steps_of(program, stage)[0])
-    found, schedule = dissect(compiled), hlo.parse(compiled.as_text())
+    """Read a step from its compiled programs, as many as the stage has: the mean over its steps."""
+    steps = cost.steps_of(program, stage)
+    firsts = {program.static_at(step): step for step in reversed(steps)}
+    each = [compiled_step(program, step) for step in firsts.values()]
+    found, schedules = [*map(dissect, each)], [hlo.parse(one.as_text()) for one in each]
+    counts = Counter(map(program.static_at, steps))
+    shares = [counts[static] / len(steps) for static in firsts]
+
+    def lines_with(attention: Attention) -> tuple[Line, ...]:
+        replayed = (scaling.replayed(one, attention, device, program.num_devices, 1) for one in schedules)
+        return cost.mean([(share, lines) for share, (_, lines) in zip(shares, replayed, strict=True)])
+
     return _Found(
-        memory_bytes=found.memory.peak_memory_in_bytes,
-        traffic_bytes=found.traffic_bytes,
-        gathered_bytes=found.sent_bytes("all-gather"),
-        scattered_bytes=found.sent_bytes("reduce-scatter"),
-        lines_with=lambda each: scaling.replayed(schedule, each, device, program.num_devices, num_nodes=1)[1],
+        memory_bytes=max(one.memory.peak_memory_in_bytes for one in found),
+        traffic_bytes=int(np.dot(shares, [one.traffic_bytes for one in found])),
+        gathered_bytes=found[0].sent_bytes("all-gather"),
+        scattered_bytes=found[0].sent_bytes("reduce-scatter"),
+        lines_with=lines_with,
         error=0.0,
     )
