@@ -215,7 +215,7 @@ def rival(
     turns: Annotated[cli.Count, "Repetitions of ABBA."] = 1,
     first_step: cli.FirstStep = 0,
     devices: Annotated[cli.Count, "Devices of each program."] = 1,
-    microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 1,
+    microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 8,
     attention: cli.Attention = "auto",
     settings: cli.Settings = (),
 ) -> cli.Answer:
