@@ -97,7 +97,7 @@ def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
 )
 def test_settings_that_do_not_fit_each_other_are_refused(setting, said):
     with pytest.raises(UsageError, match=said):
-        contract.check(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
+        contract.checked(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
 
 
 def test_constants_are_random_signs_and_the_longest_prefix_of_each_id():

@@ -120,19 +120,19 @@ class Tiktoken:
 _LONG_CHARACTERS = 2**16
 _WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 #: Starts of words: white space after printable ASCII, and the last character of long white space.
-_BORDERS = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[{_WHITE}]{{1000}})")
+_BORDER = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])")
+_LONG_WHITE = re.compile(rf"[{_WHITE}]{{1000,}}(?=[{_WHITE}][^{_WHITE}])")
 
 
 def parts(text: str) -> Iterator[str]:
     """Split a long document at starts of words; the parts encode to the ids of the whole."""
-    start = 0
-    if len(text) > _LONG_CHARACTERS:
-        for border in _BORDERS.finditer(text):
-            far = border.start() - start >= _LONG_CHARACTERS
-            if far or text[border.start() - 1].isspace():
-                yield text[start : border.start()]
-                start = border.start()
-    yield text[start:]
+    start, scanned = 0, text if len(text) > _LONG_CHARACTERS else ""
+    for end in (*(white.end() for white in _LONG_WHITE.finditer(scanned)), len(text)):
+        while border := _BORDER.search(text, start + _LONG_CHARACTERS, end):
+            yield text[start : border.start()]
+            start = border.start()
+        yield text[start:end]
+        start = end
 
 
 # --- a file of `tokenizers` -------------------------------------------------------------------------------

@@ -83,8 +83,7 @@ def step(
     """
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
     watch = Stopwatch()
-    options = program.compiler_options | ({} if command_buffers else NO_COMMAND_BUFFERS)
-    train_step = lowered.compile(compiler_options=options)
+    train_step = program.compiled(lowered, **({} if command_buffers else NO_COMMAND_BUFFERS))
     compile_s, arrivals_ms, losses = watch.seconds, [0.0], []
     peak_bytes = train_step.memory_analysis().peak_memory_in_bytes
     footprint.require(program, peak_bytes)

@@ -115,7 +115,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         with tempfile.TemporaryDirectory() as scratch:
             return profile(program, num_steps=num_steps, first_step=first_step, folder=Path(scratch))
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
-    train_step = lowered.compile(compiler_options=program.compiler_options | NO_COMMAND_BUFFERS)
+    train_step = program.compiled(lowered, **NO_COMMAND_BUFFERS)
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
     jax.block_until_ready(state)

@@ -18,21 +18,29 @@ from speedrun.base.track import Track
 from speedrun.science.inputs import Plan
 from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
 from speedrun.train.checkpoint import differences, form, named
-from speedrun.train.program import Program, StepShape
+from speedrun.train.program import Program
 
 MOST_COMPILED = 32  #: executables for an input that is compiled in
 
 
-def check(program: Program) -> None:
-    """Trace all programs; raise UsageError for a mistake of the recipe."""
-    name = program.recipe.name
+def checked(program: Program) -> Program:
+    """Return a program with checks inside, traced; raise UsageError for a mistake of the recipe."""
+    recipe = program.recipe
     try:
-        describe(program.recipe)
-        _check_functions(program.recipe)
+        describe(recipe)
+        _check_functions(recipe)
+        program = replace(program, recipe=_checked(recipe))
         _check_schedule(program.step.plan)
-        _trace(replace(program, recipe=_checked(program.recipe)))
+        # With the types of the run's arrays, so that the run need not trace again.
+        state, schedule, num_steps = program.state, program.schedule, recipe.num_steps
+        last = program.eval_shape_at(num_steps)
+        score = program.eval_step_for(last.static)
+        jax.eval_shape(score, state.params, *program.ids(last), schedule, state.step)
+        for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
+            jax.eval_shape(program.train_step_for(shape.static), state, *program.ids(shape), schedule)
     except UsageError as error:
-        raise UsageError(f"recipe {name}: {error}") from None
+        raise UsageError(f"recipe {recipe.name}: {error}") from None
+    return program
 
 
 #: Arguments of a recipe's functions.
@@ -99,18 +107,6 @@ def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form)
         raise UsageError(f"{what}: {difference}")
     if jax.tree.structure(got) != jax.tree.structure(need):
         raise UsageError(f"{what}: the arrays of init in other containers; keep those")
-
-
-def _trace(program: Program) -> None:
-    state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
-
-    def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)] * 2
-
-    last, schedule = program.eval_shape_at(num_steps), program.schedule
-    jax.eval_shape(program.eval_step_for(last.static), state.params, *ids(last), schedule, state.step)
-    for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
-        jax.eval_shape(program.train_step_for(shape.static), state, *ids(shape), schedule)
 
 
 def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from speedrun.base import runlog
+from speedrun.base import processes, runlog
 from speedrun.base.clock import Stopwatch
 from speedrun.base.mesh import setting
 from speedrun.base.track import Track
@@ -87,7 +85,9 @@ def _training(
     program: Program, state: Any, names: dict[StepShape, str], lower: Any
 ) -> dict[str, export.Exported]:
     """Lower the programs that make states: init, constants, and a named step for each shape."""
-    structure, given = jax.tree.structure(state), program.step.plan.schedule
+    structure = jax.tree.structure(state)
+    # As in the run, whose trace of the step is used again. Constants cannot span processes.
+    given = program.schedule if processes.count() == 1 else program.step.plan.schedule
     where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
 
     def init(data: jax.Array) -> tuple[jax.Array, ...]:
@@ -108,18 +108,10 @@ def _training(
 
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     found = {"init": lower(jax.jit(init, out_shardings=where))(key), "constants": lower(jax.jit(constants))()}
-    whole, rows = (NamedSharding(program.mesh, spec) for spec in (P(), P(program.mesh.axis_names)))
-    computed = _computed(program, sharding=whole)
+    computed = [program.schedule[name] for name in program.computed]
     for shape, name in names.items():
-        ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)
-        found[name] = lower(step(shape.static))(*jax.tree.leaves(state), *computed, ids_BT, ids_BT)
+        found[name] = lower(step(shape.static))(*jax.tree.leaves(state), *computed, *program.ids(shape))
     return found
-
-
-def _computed(program: Program, **where: Any) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of the constants that a program computes."""
-    arrays = (program.step.plan.constants[name] for name in program.computed)
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, **where) for x in arrays]
 
 
 def _split(args: tuple[Any, ...], *sizes: int) -> tuple[tuple[Any, ...], ...]:
@@ -154,7 +146,8 @@ def _scoring(
 
     seq_len = recipe.eval_seq_len
     ids_BT = jax.ShapeDtypeStruct((max(1, _FORWARD_TOKENS // seq_len), seq_len), np.int32)
-    args, found = (*jax.tree.leaves(packed), *_computed(program), jax.ShapeDtypeStruct((), np.int32)), {}
+    arrays = [*map(plan.constants.__getitem__, program.computed), np.int32(0)]
+    args, found = (*jax.tree.leaves(packed), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)), {}
     for static, name in names.items():
         hidden, logits = (jax.jit(partial(run, f, static)) for f in (forward, program.logits))
         found[f"hidden-{name}"] = lower(hidden)(*args, ids_BT)

@@ -5,11 +5,12 @@ A recipe computes hidden states and logits. It never gets the targets of a valid
 Legend: B sequences, N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
 """
 
+import ctypes
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -195,6 +196,11 @@ class Program:
         shapes, placing = jax.eval_shape(self.init, jax.random.key(0)), self.shardings(self.specs)
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, placing)
 
+    def ids(self, shape: StepShape) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of the tokens and targets of a step."""
+        rows = NamedSharding(self.mesh, P(self.mesh.axis_names))
+        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)] * 2
+
     def shardings(self, specs: Any) -> Any:
         """Return a tree of specs as shardings on this mesh."""
         return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
@@ -209,9 +215,10 @@ class Program:
         """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
         return self.train_step_for(self.static_at(0))
 
-    def train_step_for(self, static: Static) -> Any:
-        """Return `train_step` with these inputs compiled in."""
-        return jax.jit(self.step.train_function(static), donate_argnums=0)
+    @cached_property
+    def train_step_for(self) -> Callable[[Static], Any]:
+        """Static -> `train_step` with these inputs compiled in. It is traced once."""
+        return cache(lambda static: jax.jit(self.step.train_function(static), donate_argnums=0))
 
     def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
         """Return the recipe's final hidden states: [B, T, D]."""
@@ -221,8 +228,12 @@ class Program:
         """Return the recipe's logits of hidden states: [N, V]."""
         return self.recipe.logits(params, x_ND, inputs, self.recipe.config)
 
-    def eval_step_for(self, static: Static) -> Any:
-        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each chunk, f32 [B, C]."""
+    @cached_property
+    def eval_step_for(self) -> Callable[[Static], Any]:
+        """Static -> (packed params, tokens_BT, targets_BT, schedule, step) -> nats of each chunk, f32 [B, C]."""
+        return cache(self._eval_step_for)
+
+    def _eval_step_for(self, static: Static) -> Any:
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
@@ -244,10 +255,12 @@ class Program:
         specs = self.layout.specs, batch, batch, P(), P()
         return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=batch))
 
-    def compiled(self, lowered: Any) -> Any:
-        """Return the executable of a lowered program that passes `inspect`."""
+    def compiled(self, lowered: Any, **more: Any) -> Any:
+        """Return the executable of a lowered program that passes `inspect`; `more` are options of XLA."""
         inspect(lowered.as_text())
-        return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
+        done = signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options | more))
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc would keep 150 MB of the compiler
+        return done
 
 
 def nll_sums(
