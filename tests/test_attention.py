@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.errors import UsageError
-from speedrun.science.kernels import attention_banded, attention_triton
+from speedrun.science import nn
+from speedrun.science.kernels import attention_banded, attention_triton, qk_norm_triton
 from speedrun.science.kernels.attention import Window, attention, sight, visible
 from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
-from speedrun.science.models.record89_attention import Heads, View, attend_in_pairs
+from speedrun.science.kernels.qk_norm import qk_norm
+from speedrun.science.models.record89_attention import Heads, View, attend
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
@@ -176,13 +178,33 @@ class TestForms:
             np.testing.assert_allclose(a, b, atol=3e-6)
 
 
+@pytest.mark.parametrize("tiles", [TILES, pytest.param(TILES._replace(queries=8), marks=pytest.mark.compile)])
+def test_norm_and_rotary_inside_the_kernels_are_those_before_them(tiles):
+    """Angles have a length and differ between heads, as in record 89."""
+    case = CASES["mixed documents"]
+    cos_TJ, sin_TJ = (a.reshape(case.num_tokens, -1) for a in nn.rotary_angles(2 * case.num_tokens, 16))
+    angles = 0.6 * cos_TJ, 0.6 * sin_TJ
+
+    def inside(q: jax.Array, k: jax.Array, *args: jax.Array, scale: float) -> jax.Array:
+        normed = qk_norm_triton.normed(k, angles, interpret=True)
+        return TRITON(q, k, *args, scale=scale, normed=normed, forward=tiles, backward=tiles)
+
+    def before(q: jax.Array, k: jax.Array, *args: jax.Array, scale: float) -> jax.Array:
+        return attention(*qk_norm(q, k, angles), *args, scale=scale)
+
+    args = inputs(case)
+    both = (differentiated(form, case)(*args) for form in (inside, before))
+    for got, want in zip(*both, strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-6)
+
+
 def test_paired_heads_are_one_softmax_for_each_query():
     """Half h // 2 of token t is number 2 t + h // 2 of its sequence; head h sees head h % 2 there, inside documents."""
     case, num_tokens = Case([2, 26, 6, 30], 9, 1), 32  # lengths in halves of tokens
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, num_tokens, 4, 16))
     kernels: Any = SimpleNamespace(attention=lambda *args, scale, **_: attention(*args, scale=scale))
-    seen = View(case.sight(), Window(case.window_blocks, case.window_blocks), (q, q))
-    got = jax.jit(lambda *qkv: attend_in_pairs(Heads(*qkv), seen, kernels))(q, k, v)
+    seen = View(case.sight(), Window(case.window_blocks, case.window_blocks), None)
+    got = jax.jit(lambda *qkv: attend(Heads(*qkv), seen, kernels))(q, k, v)
     for row, lengths in enumerate((case.lengths, case.lengths[::-1])):
         doc = np.repeat(np.arange(len(lengths)), lengths).tolist()
         for t, h in np.ndindex(num_tokens, 4):
@@ -217,7 +239,12 @@ def compiled_for(kind: str, form: Callable[..., jax.Array], head_dim: int, **opt
     seen_BT = jax.ShapeDtypeStruct((8, 49152), jnp.int32)
 
     def run(do: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
-        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, first, scale=0.12), *qkv)
+        angles = nn.rotary_angles(49152, head_dim)
+
+        def normed(*qkv: jax.Array) -> jax.Array:
+            return form(*qkv, first, scale=0.12, normed=qk_norm_triton.normed(qkv[1], angles))
+
+        o_BTHK, pull = jax.vjp(normed, *qkv)
         return o_BTHK, *pull(do)
 
     program = hopper.compiled(run, x_BTHK, seen_BT, *[x_BTHK] * 3, kind=kind, **options)
@@ -236,8 +263,8 @@ def test_what_auto_chooses_is_triton_and_fits_each_card(kind, head_dim):
     capability = "{}.{}".format(*accelerators.load(kind).compute_capability)
     choice = choose_attention("auto", CALL._replace(compute_capability=capability))
     text, scratch_bytes = compiled_for(kind, choice.function, head_dim, **hopper.NO_SPILLS)
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    assert scratch_bytes < 4 * 2**20
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 4, "keys have one of their own"
+    assert scratch_bytes < 16 * 2**20
 
 
 @pytest.mark.parametrize("window_tokens", [4, 5])

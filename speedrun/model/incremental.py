@@ -37,7 +37,9 @@ class DecodingKernels(Kernels):
     def attention(
         self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: jax.Array, /, **more: Any
     ) -> jax.Array:
-        """Compute `kernels.attention`."""
+        """Compute `Kernels.attention`."""
+        if more.get("angles"):
+            q_BTHK, k_BTHK = self.qk_norm(q_BTHK, k_BTHK, more["angles"])
         return definition.attention(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=more["scale"])
 
 

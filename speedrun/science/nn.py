@@ -94,8 +94,8 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate pairs (i, i + K/2) by position * f_i, in float32. Angles [T, n K/2] cycle through n heads."""
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    num_turns, shape = u[0, 0].size // angles[0].shape[1], (1, *u.shape[1:])
-    cos_BTHK, sin_BTHK = (jnp.tile(a, (1, num_turns)).reshape(shape) for a in angles)
+    width, shape, num_turns = u[0, 0].size, (1, *u.shape[1:]), -(-u[0, 0].size // angles[0].shape[1])
+    cos_BTHK, sin_BTHK = (jnp.tile(a, (1, num_turns))[:, :width].reshape(shape) for a in angles)
     turned_BTHK = jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1)
     return turned_BTHK.astype(x_BTHK.dtype)
 

@@ -1,15 +1,15 @@
 """Attention kernels in Pallas for Triton, which skip fully masked tiles.
 
 There is one forward kernel, and two backward ones: by queries (dq) and by keys (dk, dv), so that sums need no atomics
-and are deterministic. Plain JAX computes which tiles each program visits (`Bounds`).
+and are deterministic. Plain JAX computes which tiles each program visits (`Bounds`). QK-norm and rotary of queries, and
+their gradients, cost no pass, as a tile of them is in registers anyway. Keys are visited too often for that.
 
-Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile;
+Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile, J half a head;
 N tiles of queries, M tiles of keys.
 Source: the recurrence is that of Dao et al. 2022 and 2023, FlashAttention 1 and 2.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from speedrun.science.kernels.qk_norm_triton import halves, turned, turned_back
 
 #: Scores are in base 2: exp2 is one instruction.
 LOG2_E = math.log2(math.e)
@@ -36,7 +38,6 @@ class Tiles(NamedTuple):
 #: 128 queries of width 128 take 32 KB of shared memory; each stage of keys and values takes as much.
 FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
 BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
-BACKWARD_ON_8 = BACKWARD._replace(num_warps=8)  #: with four warps, registers spill on 8.x
 
 
 class Bounds(NamedTuple):
@@ -61,6 +62,7 @@ def attention(
     first_BT: jax.Array,
     *,
     scale: float,
+    normed: tuple[jax.Array, ...] = (),
     forward: Tiles = FORWARD,
     backward: Tiles = BACKWARD,
     interpret: bool = False,
@@ -69,20 +71,20 @@ def attention(
 
     Scores, sums and accumulators are float32. Weights and their gradients are rounded to the dtype of the values
     before each product. The backward pass recomputes scores, so memory is linear in T.
+
+    With `qk_norm_triton.normed` of the keys, QK-norm and rotary come first; gradients are those before both.
     """
-    return _attention(q_BTHK, k_BTHK, v_BTHK, first_BT, _Settings(scale, forward, backward, interpret))
+    settings = _Settings(scale, forward, backward, interpret)
+    return _attention(settings, q_BTHK, k_BTHK, v_BTHK, first_BT, *normed)
 
 
 def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
     """Return why the kernels cannot run on this shape."""
     _, num_tokens, _, head_dim = shape_BTHK
     multiple = math.lcm(FORWARD.queries, FORWARD.keys, BACKWARD.queries, BACKWARD.keys)
-    reasons = []
-    if num_tokens % multiple:
-        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}")
-    if head_dim not in (16, 32, 64, 128):
-        reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
-    return reasons
+    tokens = f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}"
+    width = f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128"
+    return [tokens] * (num_tokens % multiple > 0) + [width] * (head_dim not in (16, 32, 64, 128))
 
 
 class _Settings(NamedTuple):
@@ -92,38 +94,34 @@ class _Settings(NamedTuple):
     interpret: bool
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, first_BT: jax.Array, settings: _Settings
-) -> jax.Array:
-    return _forward(q_BTHK, k_BTHK, v_BTHK, first_BT, settings)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings: _Settings, *args: jax.Array) -> jax.Array:
+    return _forward(settings, *args)[0]
 
 
-def _forward(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, first_BT: jax.Array, settings: _Settings
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    tiles = settings.forward
+def _forward(settings: _Settings, *args: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, *normed = args
+    tiles, k_BTHK = settings.forward, [k_BTHK, *normed][normed != []]
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, seen.first_key_tile_BN
-    results = _like(q_BTHK, v_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))
-    parts = "tile all all tile one"
-    o_BTHK, lse_BHT = _call(_forward_kernel, tiles.queries, tiles, settings, parts, operands, results)
-    return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
+    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, seen.first_key_tile_BN, *normed[2:]
+    results = [_like(v_BTHK), _rows(q_BTHK)] + [_like(q_BTHK), _rows(q_BTHK)] * bool(normed)
+    parts = "tile all all tile one" + " angles" * bool(normed)
+    o_BTHK, lse_BHT, *more = _call(_forward_kernel, tiles.queries, tiles, settings, parts, operands, results)
+    y_BTHK, *r_BHT = more or [q_BTHK]
+    return o_BTHK, (y_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, [*r_BHT, *normed[2:]], normed[1:])
 
 
-def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
-    tiles = settings.backward
+def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, of_q, of_k = residuals
+    tiles, back = settings.backward, " tile angles" * bool(of_q)
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, seen.first_key_tile_BN
-    results = _like(q_BTHK, q_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))
-    parts = "tile all all tile tile tile tile one"
+    operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, seen.first_key_tile_BN, *of_q
+    results, parts = [_like(q_BTHK), _rows(q_BTHK)], "tile all all tile tile tile tile one" + back
     dq_BTHK, delta_BHT = _call(_query_kernel, tiles.queries, tiles, settings, parts, operands, results)
-    operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, seen.end_query_tile_BM
-    results = _like(k_BTHK, k_BTHK.dtype, k_BTHK.shape), _like(v_BTHK, v_BTHK.dtype, v_BTHK.shape)
-    parts = "all tile tile all all all all one"
+    operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, seen.end_query_tile_BM, *of_k
+    results, parts = [_like(k_BTHK), _like(v_BTHK)], "all tile tile all all all all one" + back
     dk_BTHK, dv_BTHK = _call(_key_kernel, tiles.keys, tiles, settings, parts, operands, results)
-    return dq_BTHK, dk_BTHK, dv_BTHK, None
+    return dq_BTHK, dk_BTHK, dv_BTHK, *[None] * (4 if of_q else 1)
 
 
 _attention.defvjp(_forward, _backward)
@@ -131,8 +129,8 @@ _attention.defvjp(_forward, _backward)
 
 def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     """Process a tile of queries: a running softmax over the key tiles it sees, the diagonal last."""
-    q_ref, k_ref, v_ref, first_ref, first_tile_ref, o_ref, lse_ref = refs
-    q_CK, first_C = q_ref[...], first_ref[...]
+    q_ref, k_ref, v_ref, first_ref, first_tile_ref, *angles, o_ref, lse_ref = refs[: min(len(refs), 8)]
+    q_CK, first_C = _turned(q_ref, *angles, *refs[8:]) if angles else q_ref[...], first_ref[...]
     t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
     def visit(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -155,7 +153,7 @@ def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 
 def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     """Compute dq of a tile of queries, over the key tiles it sees, and delta, the sum of o * do of each query."""
-    q_ref, k_ref, v_ref, o_ref, do_ref, lse_ref, first_ref, first_tile_ref, dq_ref, delta_ref = refs
+    q_ref, k_ref, v_ref, o_ref, do_ref, lse_ref, first_ref, first_tile_ref, *back, dq_ref, delta_ref = refs
     q_CK, do_CK, lse_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, first_ref))
     delta_C = jnp.sum(o_ref[...].astype(jnp.float32) * do_CK, axis=1)
     t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
@@ -171,12 +169,13 @@ def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 
     start = jnp.zeros(q_CK.shape, jnp.float32)
     dq_CK = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
-    dq_ref[...], delta_ref[...] = (dq_CK * scale).astype(dq_ref.dtype), delta_C
+    _put(dq_ref, dq_CK * scale, q_ref, *back)
+    delta_ref[...] = delta_C
 
 
 def _key_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     """Compute dk and dv of a tile of keys, over the query tiles that see it. Scores are transposed throughout."""
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, first_ref, end_tile_ref, dk_ref, dv_ref = refs
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, first_ref, end_tile_ref, *back, dk_ref, dv_ref = refs
     k_SK, v_SK = k_ref[...], v_ref[...]
     s_S = pl.program_id(0) * tiles.keys + jnp.arange(tiles.keys)
 
@@ -194,8 +193,29 @@ def _key_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     first_tile = pl.program_id(0) * tiles.keys // tiles.queries
     zeros_SK = jnp.zeros(k_SK.shape, jnp.float32)
     dk_SK, dv_SK = jax.lax.fori_loop(first_tile, end_tile_ref[...], visit, (zeros_SK, zeros_SK))
-    dk_ref[...] = (dk_SK * scale).astype(dk_ref.dtype)
     dv_ref[...] = dv_SK.astype(dv_ref.dtype)
+    _put(dk_ref, dk_SK * scale, k_ref, *back)
+
+
+def _turned(q_ref: Any, angles_ref: Any, y_ref: Any, r_ref: Any) -> jax.Array:
+    """Return a tile of queries after QK-norm and rotary, which is also stored, as is 1 / rms."""
+    *y, r_ref[...] = turned(*halves(q_ref), *halves(angles_ref))
+    y_CK = y_ref[...] = _joined(*y).astype(y_ref.dtype)
+    return y_CK
+
+
+def _put(dx_ref: Any, dx_CK: jax.Array, y_ref: Any, *back: Any) -> None:
+    """Store a gradient, before QK-norm and rotary if there are 1 / rms and angles."""
+    if back:
+        dy, (r_ref, angles_ref) = jnp.split(dx_CK, 2, axis=1), back
+        dx_CK = _joined(*turned_back(*dy, *halves(y_ref), r_ref[...], *halves(angles_ref)))
+    dx_ref[...] = dx_CK.astype(dx_ref.dtype)
+
+
+def _joined(u_CJ: jax.Array, w_CJ: jax.Array) -> jax.Array:
+    """Concatenate columns; Triton joins only along a new last axis."""
+    joined_CJ2 = jnp.concatenate([u_CJ[..., None], w_CJ[..., None]], axis=-1)
+    return joined_CJ2.swapaxes(1, 2).reshape(len(u_CJ), -1)
 
 
 def _sees(t: jax.Array, s: jax.Array, first: jax.Array) -> jax.Array:
@@ -212,21 +232,17 @@ def _end_key_tile(tiles: Tiles) -> jax.Array:
 
 
 def _call(
-    kernel: Callable[..., None],
-    tile: int,
-    tiles: Tiles,
-    settings: _Settings,
-    parts: str,
-    operands: tuple[jax.Array, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-) -> tuple[jax.Array, ...]:
+    kernel: Any, tile: int, tiles: Tiles, settings: _Settings, parts: str, operands: Any, results: Any
+) -> Any:
     """Run a kernel per tile, head and row. `parts` says what a program reads of each operand (`_spec`)."""
-    num_rows, num_tokens, num_heads, _ = operands[0].shape
+    num_rows, num_tokens, num_heads, head_dim = operands[0].shape
     return pl.pallas_call(
         partial(kernel, scale=settings.scale, tiles=tiles),
         grid=(num_tokens // tile, num_heads, num_rows),
-        in_specs=[_spec(x.shape, part, tile) for x, part in zip(operands, parts.split(), strict=True)],
-        out_specs=tuple(_spec(x.shape, "tile", tile) for x in results),
+        in_specs=[
+            _spec(x.shape, part, tile, head_dim) for x, part in zip(operands, parts.split(), strict=True)
+        ],
+        out_specs=tuple(_spec(x.shape, "tile", tile, head_dim) for x in results),
         out_shape=results,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=settings.interpret,
@@ -234,23 +250,27 @@ def _call(
     )(*operands)
 
 
-def _spec(shape: tuple[int, ...], part: str, tile: int) -> pl.BlockSpec:
-    """Return a program's block of [B, T, H, K], [B, H, T] or [B, T]: its tile or all; or its number in [B, N]."""
+def _spec(shape: tuple[int, ...], part: str, tile: int, head_dim: int) -> pl.BlockSpec:
+    """Return a program's block of [B, T, H, K], [B, H, T] or [B, T]: its tile or all; or its number in [B, N].
+
+    "angles" is its tile of [T, n K], for heads in turn.
+    """
     if part == "one":
         return pl.BlockSpec((None, None), lambda i, h, b: (b, i))
-    at = {2: 1, 3: 2, 4: 1}[len(shape)]
-    tokens, move = (tile, 1) if part == "tile" else (shape[at], 0)
-    if len(shape) == 2:
-        return pl.BlockSpec((None, tokens), lambda i, h, b: (b, i * move))
-    if len(shape) == 3:
-        return pl.BlockSpec((None, None, tokens), lambda i, h, b: (b, h, i * move))
-    return pl.BlockSpec((None, tokens, None, shape[3]), lambda i, h, b: (b, i * move, h, 0))
+    if part == "angles":
+        return pl.BlockSpec((tile, head_dim), lambda i, h, b: (i, h % (shape[1] // head_dim)))
+    if len(shape) == 4:
+        tokens, move = (tile, 1) if part == "tile" else (shape[1], 0)
+        return pl.BlockSpec((None, tokens, None, head_dim), lambda i, h, b: (b, i * move, h, 0))
+    tokens, move = (tile, 1) if part == "tile" else (shape[-1], 0)
+    of_head = [None] * (len(shape) - 2)
+    return pl.BlockSpec((None, *of_head, tokens), lambda i, h, b: (b, *[h] * len(of_head), i * move))
 
 
-def _rows(x_BTHK: jax.Array) -> tuple[int, int, int]:
-    return x_BTHK.shape[0], x_BTHK.shape[2], x_BTHK.shape[1]
+def _rows(x_BTHK: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda x_BTHK: x_BTHK[..., 0].swapaxes(1, 2).astype(jnp.float32), x_BTHK)
 
 
-def _like(x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Describe a result that varies over the mesh axes of `x`, as shard_map requires."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -20,7 +20,7 @@ from speedrun.science.kernels import mlp as mlps
 from speedrun.science.kernels import qk_norm_triton as fused
 from speedrun.science.kernels.attention import Window, attention
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
-from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
+from speedrun.science.kernels.cross_entropy_gpu import Fp8, Passes
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
 #: Limit for the scores of the definition; its backward pass keeps about three such arrays.
@@ -111,9 +111,10 @@ def _triton_refusals(call: AttentionCall | QkNormCall) -> list[str]:
 
 
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
-    is_8 = call.compute_capability.startswith("8.")
-    tiles = attention_triton.BACKWARD_ON_8 if is_8 else attention_triton.BACKWARD
-    return partial(attention_triton.attention, backward=tiles)
+    num_warps = 8 if call.compute_capability.startswith("8.") else 4  # with four, registers spill on 8.x
+    return partial(
+        attention_triton.attention, backward=attention_triton.BACKWARD._replace(num_warps=num_warps)
+    )
 
 
 ATTENTION: Mapping[str, Form] = MappingProxyType(
@@ -156,15 +157,11 @@ def passes_of(call: HeadCall) -> tuple[Passes, str]:
 
         if not (refusals := mosaic.refusals(call.num_tokens, call.num_columns, call.dtype)):
             return mosaic.PASSES, "mosaic's passes"
-    return PASSES, f"XLA's passes: {', '.join(refusals)}"
+    return gpu.PASSES, f"XLA's passes: {', '.join(refusals)}"
 
 
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
-    """Return the wanted form, or for "auto" the first in order of preference that can run.
-
-    Raises:
-        UsageError: if the name is unknown or the form cannot run.
-    """
+    """Return the wanted form, or for "auto" the first that can run; raise UsageError if there is none."""
     tokens = call.shape_BTHK[1]
     if call.platform != "cpu":
         order = ["triton", "banded", "definition"]
@@ -202,10 +199,7 @@ def _choose(
 def choose_head(call: HeadCall) -> Choice:
     """Return the form of the loss head: plain without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
-    Devices without FP8 units emulate FP8.
-
-    Raises:
-        UsageError: for FP8 without a cap.
+    Raise UsageError for FP8 without a cap. Devices without FP8 units emulate FP8.
     """
     num_tokens, fp8, is_cpu = call.num_tokens, call.fp8, call.platform == "cpu"
     if math.isinf(call.cap.height):
@@ -245,8 +239,9 @@ class Kernels:
         scale: float,
         window: Window,
         block_tokens: int,
+        angles: Angles | None = None,
     ) -> jax.Array:
-        """Compute `kernels.attention`, with `first_BT` from `sight` for this `window` and `block_tokens`."""
+        """Compute `kernels.attention`, after `qk_norm` by the angles; `first_BT` is from `sight` for this window."""
         rows, tokens, heads, width = q_BTHK.shape
         here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
         call = AttentionCall(*here, window.most * block_tokens)
@@ -254,8 +249,13 @@ class Kernels:
         kind = "fixed" if isinstance(window.blocks, int) else "traced"
         shape = f"{rows}x{tokens}x{heads}x{width}"
         self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
+        more: dict[str, Any] = {"scale": scale}
+        if angles is not None and choice.name == "triton":
+            more["normed"] = fused.normed(k_BTHK, angles)
+        elif angles is not None:
+            q_BTHK, k_BTHK = self.qk_norm(q_BTHK, k_BTHK, angles)
         with jax.named_scope("attention"):
-            return choice.function(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=scale)
+            return choice.function(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""

@@ -135,9 +135,7 @@ def in_chunks(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form,
     return _forward(x_ND, head_VD, targets, form, num_chunks)[0]
 
 
-def _forward(
-    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int
-) -> tuple[Losses, tuple[jax.Array, ...]]:
+def _forward(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int) -> Any:
     x_ND, factor_VD = form.factors(x_ND, head_VD)
     (losses, dhead_VD), dx_ND = _over_chunks(
         lambda x_ND, targets: form.differentiate(x_ND, factor_VD, targets), x_ND, targets, num_chunks
@@ -146,9 +144,7 @@ def _forward(
     return losses, (dx_ND, dhead_VD, jnp.zeros((), head_VD.dtype))
 
 
-def _backward(
-    form: Form, num_chunks: int, saved: tuple[jax.Array, ...], g: Losses
-) -> tuple[jax.Array, jax.Array, None]:
+def _backward(form: Form, num_chunks: int, saved: tuple[jax.Array, ...], g: Losses) -> Any:
     del num_chunks
     dx_ND, dhead_VD, like_head = saved
     by_x, by_head = (g.weighted / scale for scale in form.scales)
@@ -201,9 +197,7 @@ def weighted_on_cpu(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, ca
     return in_chunks(x_ND, head_VD, targets, form, fewest_chunks(len(x_ND), CHUNK_TOKENS))
 
 
-def _differentiate(
-    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap
-) -> tuple[tuple[Losses, jax.Array], jax.Array]:
+def _differentiate(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap) -> Any:
     wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
     tanh_NV = cap.tanh(wide("nd,vd->nv", x_ND, head_VD))
     exp_NV = jnp.exp(cap.height * tanh_NV - cap.height)

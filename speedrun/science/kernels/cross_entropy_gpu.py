@@ -50,9 +50,7 @@ def _sum_exp(z_NV: jax.Array, cap: Cap, scale: float) -> jax.Array:
     return jnp.sum(jnp.exp(cap.height * cap.tanh(z_NV, scale) - cap.height), axis=1)
 
 
-def _softmax_gradient(
-    z_NV: jax.Array, factor_N: jax.Array, cap: Cap, scale: float, dtype: Any
-) -> tuple[jax.Array, ...]:
+def _softmax_gradient(z_NV: jax.Array, factor_N: jax.Array, cap: Cap, scale: float, dtype: Any) -> Any:
     tanh_NV = cap.tanh(z_NV, scale)
     exp_NV = jnp.exp(cap.height * tanh_NV - cap.height)
     g_NV = _rounded(exp_NV * factor_N[:, None] * (1 - tanh_NV * tanh_NV), dtype)

@@ -5,7 +5,6 @@ XLA's passes are bound by instructions. These use the special-function units for
 Legend: N tokens, V vocabulary; in a kernel R rows and C columns of a tile.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,13 +129,9 @@ def _columns(z_NV: jax.Array) -> int:
 
 
 def _call(
-    kernel: Callable[..., None],
-    settings: _Settings,
-    results: list[tuple[tuple[int, ...], Any]],
-    stores: list[tuple[tuple[int, ...], Any]],
-    *operands: jax.Array,
+    kernel: Any, settings: _Settings, results: list[Any], stores: list[Any], *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel once per tile; tiles are swizzled against bank conflicts."""
+    """Run a kernel once per tile; tiles are swizzled against bank conflicts. Arrays are (shape, dtype)."""
     num_tokens, num_columns = operands[0].shape
     width = _columns(operands[0])
 

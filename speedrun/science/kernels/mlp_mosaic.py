@@ -81,9 +81,7 @@ def _mlp(x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Factors
     return _forward(x_ND, up_FD, down_DF, factors, interpret)[0]
 
 
-def _forward(
-    x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Factors, interpret: Any
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _forward(x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Factors, interpret: Any) -> Any:
     if jnp.finfo(factors).bits > 8:
         (h_NF,) = _call(_Product(_squared, 0, (x_ND.dtype,), interpret), x_ND, up_FD)
         return h_NF @ down_DF.T, (x_ND, up_FD, down_DF, h_NF)
@@ -98,9 +96,7 @@ def _forward(
     return y_ND, (x_ND, up_FD, down_DF, h_NF)
 
 
-def _backward(
-    factors: Factors, interpret: Any, saved: tuple[jax.Array, ...], dy_ND: jax.Array
-) -> tuple[jax.Array, ...]:
+def _backward(factors: Factors, interpret: Any, saved: tuple[jax.Array, ...], dy_ND: jax.Array) -> Any:
     del factors
     x_ND, up_FD, down_DF, h_NF = saved
     (dz_NF,) = _call(_Product(_sloped, 1, (h_NF.dtype,), interpret), dy_ND, down_DF, h_NF)

@@ -10,7 +10,7 @@ Legend: B batch, T time, H heads, K head width; inside a kernel C tokens of a ti
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ def qk_norm(
     q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, *, tokens: int = TOKENS, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `qk_norm.qk_norm`, rounded once, for widths that `refusals` permits. Angles have no gradient."""
-    return _qk_norm(q_BTHK, k_BTHK, angles, _Settings(tokens, interpret))
+    call = partial(_call, tokens=tokens, interpret=interpret)
+    return _normed(q_BTHK, angles, call), _normed(k_BTHK, angles, call)
 
 
 def refusals(head_dim: int) -> list[str]:
@@ -39,77 +40,79 @@ def refusals(head_dim: int) -> list[str]:
     return [] if fits else [f"heads of {head_dim} dimensions; the kernels need a power of two"]
 
 
-class _Settings(NamedTuple):
-    tokens: int
-    interpret: bool
+def normed(x_BTHK: jax.Array, angles: Angles, *, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """Return y, r and the table of angles, without gradients."""
+    call = partial(_call, tokens=TOKENS, interpret=interpret)
+    return _forward(jax.lax.stop_gradient(x_BTHK), angles, call)[1]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _qk_norm(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, settings: _Settings
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(q_BTHK, k_BTHK, angles, settings)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _normed(x_BTHK: jax.Array, angles: Angles, call: Callable[..., Any]) -> jax.Array:
+    return _forward(x_BTHK, angles, call)[0]
 
 
 def _forward(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, settings: _Settings
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    num_rows, num_tokens, num_heads, _ = q_BTHK.shape
-    r_BHT, qk = jax.ShapeDtypeStruct((num_rows, num_heads, num_tokens), jnp.float32), (q_BTHK, k_BTHK)
-    yq_BTHK, yk_BTHK, *r = _call(_forward_kernel, angles, qk, (*qk, r_BHT, r_BHT), settings)
-    return (yq_BTHK, yk_BTHK), (yq_BTHK, yk_BTHK, *r, angles)
+    x_BTHK: jax.Array, angles: Angles, call: Callable[..., Any]
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    rows, num_tokens, num_heads, width = x_BTHK.shape
+    # Cosines and sines of heads in turn, next to each other: [T, n K].
+    pairs_TnJ = [a.reshape(num_tokens, -1, width // 2) for a in angles]
+    angles_TN = varying_like(jnp.concatenate(pairs_TnJ, axis=2).reshape(num_tokens, -1), x_BTHK)
+    r_BHT = jax.ShapeDtypeStruct((rows, num_heads, num_tokens), jnp.float32)
+    y_BTHK, r_BHT = call(_forward_kernel, angles_TN, (x_BTHK,), (x_BTHK, r_BHT))
+    return y_BTHK, (y_BTHK, r_BHT, angles_TN)
 
 
 def _backward(
-    settings: _Settings, residuals: tuple[Any, ...], dy: tuple[jax.Array, jax.Array]
-) -> tuple[Any, ...]:
-    *y_and_r, angles = residuals
-    return *_call(_backward_kernel, angles, (*dy, *y_and_r), dy, settings), None
+    call: Callable[..., Any], saved: tuple[jax.Array, ...], dy_BTHK: jax.Array
+) -> tuple[jax.Array, None]:
+    y_BTHK, r_BHT, angles_TN = saved
+    return *call(_backward_kernel, angles_TN, (dy_BTHK, y_BTHK, r_BHT), (dy_BTHK,)), None
 
 
-_qk_norm.defvjp(_forward, _backward)
+_normed.defvjp(_forward, _backward)
 
 
-def _forward_kernel(*refs: Any) -> None:
-    """Apply norm, then rotary, to a tile of queries and keys, head by head."""
-    cos_ref, sin_ref, q_ref, k_ref, yq_ref, yk_ref, rq_ref, rk_ref = refs
-    turns = _turns(cos_ref, sin_ref, q_ref)
-    for h in range(q_ref.shape[1]):
-        cos_CJ, sin_CJ = turns[h % len(turns)]
-        loaded = _halves(q_ref, h), _halves(k_ref, h)  # loads are not moved before stores
-        for (u_CJ, w_CJ), y_ref, r_ref in zip(loaded, (yq_ref, yk_ref), (rq_ref, rk_ref), strict=True):
-            r_C = jax.lax.rsqrt(_mean(u_CJ * u_CJ, w_CJ * w_CJ) + nn.EPS)
-            r_ref[h, :] = r_C
-            _store(y_ref, h, r_C, u_CJ * cos_CJ + w_CJ * sin_CJ, w_CJ * cos_CJ - u_CJ * sin_CJ)
+def _forward_kernel(angles_ref: Any, x_ref: Any, y_ref: Any, r_ref: Any) -> None:
+    """Apply norm, then rotary, to a tile, head by head."""
+    for h in range(x_ref.shape[1]):
+        *y, r_ref[h, :] = turned(*halves(x_ref, h), *halves(angles_ref, h % angles_ref.shape[1]))
+        _store(y_ref, h, *y)
 
 
-def _backward_kernel(*refs: Any) -> None:
-    """Remove from dy its component along y, rotate back and scale."""
-    cos_ref, sin_ref, dyq_ref, dyk_ref, yq_ref, yk_ref, rq_ref, rk_ref, dq_ref, dk_ref = refs
-    turns, inputs = _turns(cos_ref, sin_ref, dq_ref), ((dyq_ref, yq_ref, rq_ref), (dyk_ref, yk_ref, rk_ref))
-    for h in range(dq_ref.shape[1]):
-        cos_CJ, sin_CJ = turns[h % len(turns)]
-        loaded = [(_halves(dy_ref, h), _halves(y_ref, h), r_ref[h, :]) for dy_ref, y_ref, r_ref in inputs]
-        for ((du_CJ, dw_CJ), (u_CJ, w_CJ), r_C), dx_ref in zip(loaded, (dq_ref, dk_ref), strict=True):
-            along_CJ = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None] / (cos_CJ * cos_CJ + sin_CJ * sin_CJ)
-            du_CJ, dw_CJ = du_CJ - along_CJ * u_CJ, dw_CJ - along_CJ * w_CJ
-            _store(dx_ref, h, r_C, du_CJ * cos_CJ - dw_CJ * sin_CJ, dw_CJ * cos_CJ + du_CJ * sin_CJ)
+def _backward_kernel(angles_ref: Any, dy_ref: Any, y_ref: Any, r_ref: Any, dx_ref: Any) -> None:
+    for h in range(dy_ref.shape[1]):
+        angles = halves(angles_ref, h % angles_ref.shape[1])
+        _store(dx_ref, h, *turned_back(*halves(dy_ref, h), *halves(y_ref, h), r_ref[h, :], *angles))
 
 
-def _turns(cos_ref: Any, sin_ref: Any, x_ref: Any) -> list[tuple[jax.Array, jax.Array]]:
-    half = x_ref.shape[2] // 2
-    return [(cos_ref[:, i : i + half], sin_ref[:, i : i + half]) for i in range(0, cos_ref.shape[1], half)]
+def turned(u_CJ: jax.Array, w_CJ: jax.Array, cos_CJ: jax.Array, sin_CJ: jax.Array) -> list[jax.Array]:
+    """Return both halves of y, given those of x in float32, and r [C]."""
+    r_C = jax.lax.rsqrt(_mean(u_CJ * u_CJ, w_CJ * w_CJ) + nn.EPS)
+    y = u_CJ * cos_CJ + w_CJ * sin_CJ, w_CJ * cos_CJ - u_CJ * sin_CJ
+    return [*(r_C[:, None] * half_CJ for half_CJ in y), r_C]
 
 
-def _halves(ref: Any, h: int) -> tuple[jax.Array, jax.Array]:
+def turned_back(
+    du_CJ: jax.Array, dw_CJ: jax.Array, u_CJ: jax.Array, w_CJ: jax.Array, r_C: jax.Array, *angles: jax.Array
+) -> list[jax.Array]:
+    """Return both halves of dx, given those of dy and y: remove its component along y, rotate back and scale."""
+    cos_CJ, sin_CJ = angles
+    along_CJ = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None] / (cos_CJ * cos_CJ + sin_CJ * sin_CJ)
+    du_CJ, dw_CJ = du_CJ - along_CJ * u_CJ, dw_CJ - along_CJ * w_CJ
+    dx = du_CJ * cos_CJ - dw_CJ * sin_CJ, dw_CJ * cos_CJ + du_CJ * sin_CJ
+    return [r_C[:, None] * half_CJ for half_CJ in dx]
+
+
+def halves(ref: Any, *head: int) -> list[jax.Array]:
+    """Return both halves of the dimensions of a tile [C, K], or of a head of [C, H, K], in float32."""
+    half = ref.shape[-1] // 2
+    return [ref[:, *head, at].astype(jnp.float32) for at in (slice(half), slice(half, None))]
+
+
+def _store(ref: Any, h: int, u_CJ: jax.Array, w_CJ: jax.Array) -> None:
     half = ref.shape[2] // 2
-    return ref[:, h, :half].astype(jnp.float32), ref[:, h, half:].astype(jnp.float32)
-
-
-def _store(ref: Any, h: int, r_C: jax.Array, u_CJ: jax.Array, w_CJ: jax.Array) -> None:
-    half = ref.shape[2] // 2
-    ref[:, h, :half] = (r_C[:, None] * u_CJ).astype(ref.dtype)
-    ref[:, h, half:] = (r_C[:, None] * w_CJ).astype(ref.dtype)
+    ref[:, h, :half], ref[:, h, half:] = u_CJ.astype(ref.dtype), w_CJ.astype(ref.dtype)
 
 
 def _mean(u_CJ: jax.Array, w_CJ: jax.Array) -> jax.Array:
@@ -118,31 +121,28 @@ def _mean(u_CJ: jax.Array, w_CJ: jax.Array) -> jax.Array:
 
 
 def _call(
-    kernel: Callable[..., None],
-    angles: Angles,
-    operands: tuple[jax.Array, ...],
-    results: tuple[Any, ...],
-    settings: _Settings,
+    kernel: Any, angles_TN: jax.Array, operands: Any, results: Any, *, tokens: int, interpret: bool
 ) -> Any:
-    first = operands[0]
-    num_rows, num_tokens = first.shape[:2]
-    tile = math.gcd(num_tokens, settings.tokens)  # divides any length, so no tile is cut off
+    num_rows, num_tokens, _, width = operands[0].shape
+    tile = math.gcd(num_tokens, tokens)  # divides any length, so no tile is cut off
 
     def spec(x: Any) -> pl.BlockSpec:
-        """Return the block of [B, T, H, K] or [B, H, T]."""
+        """Return the block of [B, T, H, K], [B, H, T] or [T, n, K]."""
         if x.ndim == 4:
             return pl.BlockSpec((None, tile, *x.shape[2:]), lambda i, b: (b, i, 0, 0))
+        if x is angles_TnK:
+            return pl.BlockSpec((tile, *x.shape[1:]), lambda i, _: (i, 0, 0))
         return pl.BlockSpec((None, x.shape[1], tile), lambda i, b: (b, 0, i))
 
-    angle = pl.BlockSpec((tile, angles[0].shape[1]), lambda i, b: (i, 0))
-    axes = jax.typeof(first).manual_axis_type
+    angles_TnK = angles_TN.reshape(num_tokens, -1, width)
+    axes = jax.typeof(operands[0]).manual_axis_type
     return pl.pallas_call(
         kernel,
         grid=(num_tokens // tile, num_rows),
-        in_specs=[angle, angle, *map(spec, operands)],
+        in_specs=[*map(spec, (angles_TnK, *operands))],
         out_specs=tuple(map(spec, results)),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in results),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS),
-        interpret=settings.interpret,
+        interpret=interpret,
         name=f"qk_norm{kernel.__name__}",
-    )(*(varying_like(a, first) for a in angles), *operands)
+    )(angles_TnK, *operands)

@@ -97,14 +97,8 @@ def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax
     q_BTHK, k_BTHK, v_BTHK = (x.reshape(heads) for x in nn.project(h_ND, q_MD, k_MD, nn.scaled(v_MD, own)))
     if value_table in ctx.values:
         v_BTHK = nn.blend((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))
-    o_BTHK = ctx.kernels.attention(
-        *ctx.kernels.qk_norm(q_BTHK, k_BTHK, ctx.angles),
-        v_BTHK,
-        ctx.first_BT[window],
-        scale=cfg.attention_scale,
-        window=ctx.windows[window],
-        block_tokens=cfg.block_tokens,
-    )
+    how = {"scale": cfg.attention_scale, "window": ctx.windows[window], "block_tokens": cfg.block_tokens}
+    o_BTHK = ctx.kernels.attention(q_BTHK, k_BTHK, v_BTHK, ctx.first_BT[window], angles=ctx.angles, **how)
     return o_BTHK.reshape(len(h_ND), -1) @ p[f"{block}.attn_out"].T
 
 

@@ -20,11 +20,11 @@ SMALLEST_NORM = 1e-8  #: squared, of a value
 
 
 class View(NamedTuple):
-    """What queries of a layer see, and the rotary angles. Windows are in tokens and include the query."""
+    """What queries see, and the rotary angles. Paired layers have two queries a token (record 58, @classiclarryd)."""
 
     first_BT: jax.Array
-    window: Window
-    angles: Angles  #: multiplied by the root of attention's scale
+    window: Window  #: in tokens, with the query
+    angles: Angles | None  #: multiplied by the root of attention's scale; None: queries and keys are rotated
 
 
 def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array) -> Angles:
@@ -53,10 +53,16 @@ def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads:
     return Heads(*(x_TN.reshape(heads) for x_TN in projected))
 
 
-def rotated(heads: Heads, angles: Angles, kernels: Kernels) -> Heads:
+def rotated(heads: Heads, view: View, kernels: Kernels) -> tuple[Heads, View]:
     """Apply QK-norm and rotary."""
-    q_BTHK, k_BTHK = kernels.qk_norm(heads.q, heads.k, angles)
-    return Heads(q_BTHK, k_BTHK, heads.v)
+    assert view.angles is not None
+    q_BTHK, k_BTHK = kernels.qk_norm(_seen_as(heads.q, view), _seen_as(heads.k, view), view.angles)
+    shape = heads.v.shape
+    return Heads(q_BTHK.reshape(shape), k_BTHK.reshape(shape), heads.v), view._replace(angles=None)
+
+
+def _seen_as(x_BTHK: jax.Array, view: View) -> jax.Array:
+    return x_BTHK.reshape(*view.first_BT.shape, -1, x_BTHK.shape[-1])
 
 
 def with_key_offset(heads: Heads) -> Heads:
@@ -72,15 +78,10 @@ def with_key_offset(heads: Heads) -> Heads:
 
 
 def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
-    """Return softmax(q k^T) v over what `view` shows."""
-    return kernels.attention(*heads, view.first_BT, scale=1.0, window=view.window, block_tokens=1)
-
-
-def attend_in_pairs(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
-    """Read each token as two, each with half of the heads. `view` is for 2 T tokens. Record 58, @classiclarryd."""
-    rows, num_tokens, num_heads, width = heads.q.shape
-    pairs = Heads(*(x.reshape(rows, 2 * num_tokens, num_heads // 2, width) for x in heads))
-    return attend(pairs, view, kernels).reshape(heads.v.shape)
+    """Return softmax(q k^T) v over what `view` shows, after QK-norm and rotary by its angles."""
+    q_BTHK, k_BTHK, v_BTHK = (_seen_as(x_BTHK, view) for x_BTHK in heads)
+    how = {"scale": 1.0, "window": view.window, "block_tokens": 1, "angles": view.angles}
+    return kernels.attention(q_BTHK, k_BTHK, v_BTHK, view.first_BT, **how).reshape(heads.v.shape)
 
 
 def exclusive(o_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax.Array:

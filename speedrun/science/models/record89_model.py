@@ -78,17 +78,17 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
     at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
     by_token, by_half = at(jnp.arange(num_tokens)), at(jnp.arange(2 * num_tokens))
-    # In paired layers, head h of token t is at 2 t + h mod 2.
-    cosines_TK, sines_TK = (a.reshape(num_tokens, -1) for a in by_half)
+    # In paired layers, head h of token t turns as at 2 t + h mod 2, so heads of one half of a token differ.
+    shape, num_turns = (2 * num_tokens, -1), (1, cfg.num_heads // 2)
+    cos_TJ, sin_TJ = (jnp.tile(a.reshape(num_tokens, -1), num_turns).reshape(shape) for a in by_half)
+    paired = cos_TJ[:, : cfg.head_dim], sin_TJ[:, : cfg.head_dim]
     short, long = inputs.window("short_keys"), inputs.window("long_keys")
     return Context(
         kernels=kernels,
         views={
             "short": View(sight(doc_BT, short.blocks, 1), short, by_token),
             "long": View(sight(doc_BT, long.blocks, 1), long, by_token),
-            "paired": View(
-                sight(jnp.repeat(doc_BT, 2, axis=1), short.blocks, 1), short, (cosines_TK, sines_TK)
-            ),
+            "paired": View(sight(jnp.repeat(doc_BT, 2, axis=1), short.blocks, 1), short, paired),
         },
         compose_first_BT=sight(doc_BT, cfg.compose_keys, 1),
         x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
@@ -125,13 +125,13 @@ def mix_positions(
     view, (value_ND, out_ND) = ctx.views[layer.attention], p[f"block.{i}.vo"]
     qk_HND, value_ND = (nn.scaled(w, scale_in) for w in (p[f"block.{i}.qk"], value_ND))
     heads = attention.project(h_BTD, qk_HND, value_ND, cfg.num_heads)
-    heads = attention.rotated(heads, view.angles, ctx.kernels)
+    if {"offset", "compose"} & {*layer.extras}:
+        heads, view = attention.rotated(heads, view, ctx.kernels)
     if "offset" in layer.extras:
         heads = attention.with_key_offset(heads)
     if value_BTHK is not None:
         heads = heads._replace(v=heads.v + value_BTHK.astype(heads.v.dtype))
-    attend = attention.attend_in_pairs if layer.attention == "paired" else attention.attend
-    o_BTHK = correct(attend(heads, view, ctx.kernels), heads, i, gates, ctx, cfg)
+    o_BTHK = correct(attention.attend(heads, view, ctx.kernels), heads, i, gates, ctx, cfg)
     return o_BTHK.reshape(h_BTD.shape) @ nn.scaled(out_ND, scale_out * post).T
 
 
