@@ -259,7 +259,8 @@ class Program:
         """Return the executable of a lowered program that passes `inspect`; `more` are options of XLA."""
         inspect(lowered.as_text())
         done = signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options | more))
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc would keep 150 MB of the compiler
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # glibc would keep 150 MB of the compiler
         return done
 
 

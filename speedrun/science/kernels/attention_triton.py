@@ -82,9 +82,12 @@ def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
     """Return why the kernels cannot run on this shape."""
     _, num_tokens, _, head_dim = shape_BTHK
     multiple = math.lcm(FORWARD.queries, FORWARD.keys, BACKWARD.queries, BACKWARD.keys)
-    tokens = f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}"
-    width = f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128"
-    return [tokens] * (num_tokens % multiple > 0) + [width] * (head_dim not in (16, 32, 64, 128))
+    reasons = []
+    if num_tokens % multiple:
+        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}")
+    if head_dim not in (16, 32, 64, 128):
+        reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
+    return reasons
 
 
 class _Settings(NamedTuple):
@@ -101,19 +104,21 @@ def _attention(settings: _Settings, *args: jax.Array) -> jax.Array:
 
 def _forward(settings: _Settings, *args: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
     q_BTHK, k_BTHK, v_BTHK, first_BT, *normed = args
-    tiles, k_BTHK = settings.forward, [k_BTHK, *normed][normed != []]
+    k_BTHK, *of_k = normed or [k_BTHK]  # 1 / rms and angles
+    tiles, angles = settings.forward, of_k[1:]
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, seen.first_key_tile_BN, *normed[2:]
-    results = [_like(v_BTHK), _rows(q_BTHK)] + [_like(q_BTHK), _rows(q_BTHK)] * bool(normed)
-    parts = "tile all all tile one" + " angles" * bool(normed)
+    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, seen.first_key_tile_BN, *angles
+    results, parts = [_like(v_BTHK), _rows(q_BTHK)], "tile all all tile one"
+    if angles:
+        results, parts = [*results, _like(q_BTHK), _rows(q_BTHK)], parts + " angles"
     o_BTHK, lse_BHT, *more = _call(_forward_kernel, tiles.queries, tiles, settings, parts, operands, results)
-    y_BTHK, *r_BHT = more or [q_BTHK]
-    return o_BTHK, (y_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, [*r_BHT, *normed[2:]], normed[1:])
+    q_BTHK, *r_BHT = more or [q_BTHK]
+    return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, [*r_BHT, *angles], of_k)
 
 
 def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
     q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, of_q, of_k = residuals
-    tiles, back = settings.backward, " tile angles" * bool(of_q)
+    tiles, back = settings.backward, " tile angles" if of_q else ""
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
     operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, seen.first_key_tile_BN, *of_q
     results, parts = [_like(q_BTHK), _rows(q_BTHK)], "tile all all tile tile tile tile one" + back
@@ -121,7 +126,7 @@ def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Arra
     operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, seen.end_query_tile_BM, *of_k
     results, parts = [_like(k_BTHK), _like(v_BTHK)], "all tile tile all all all all one" + back
     dk_BTHK, dv_BTHK = _call(_key_kernel, tiles.keys, tiles, settings, parts, operands, results)
-    return dq_BTHK, dk_BTHK, dv_BTHK, *[None] * (4 if of_q else 1)
+    return dq_BTHK, dk_BTHK, dv_BTHK, None, *(None for _ in [k_BTHK, *of_k] if of_k)
 
 
 _attention.defvjp(_forward, _backward)
@@ -129,9 +134,10 @@ _attention.defvjp(_forward, _backward)
 
 def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     """Process a tile of queries: a running softmax over the key tiles it sees, the diagonal last."""
-    q_ref, k_ref, v_ref, first_ref, first_tile_ref, *angles, o_ref, lse_ref = refs[: min(len(refs), 8)]
-    q_CK, first_C = _turned(q_ref, *angles, *refs[8:]) if angles else q_ref[...], first_ref[...]
-    t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
+    q_ref, k_ref, v_ref, first_ref, first_tile_ref, *rest = refs
+    angles_ref, o_ref, lse_ref, *made = rest if len(rest) > 2 else (None, *rest)
+    q_CK = q_ref[...] if angles_ref is None else _turned(q_ref, angles_ref, *made)
+    first_C, t_C = first_ref[...], pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
     def visit(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         o_CK, top_C, sum_C = carry
