@@ -31,10 +31,10 @@ LEAST_BYTES = 2 * sum(spec.size for spec in TABLE.values() if spec.packed != "ve
 
 #: By stage: tokens of a device and step, short and long windows in blocks, peak memory, and traffic without Adam.
 STAGES = [
-    (16_384, 1, 3, 8.7e9, 59.0e9),
-    (32_768, 3, 7, 16.4e9, 103.6e9),
-    (49_152, 5, 11, 23.7e9, 149.7e9),
-    (49_152, 6, 13, 23.7e9, 149.7e9),
+    (16_384, 1, 3, 8.4e9, 57.4e9),
+    (32_768, 3, 7, 15.9e9, 100.5e9),
+    (49_152, 5, 11, 22.9e9, 145.0e9),
+    (49_152, 6, 13, 22.9e9, 145.0e9),
 ]
 #: Adam's part: an eighth of the tables, of their sums and moments.
 ADAM_BYTES = 1.9e9
