@@ -95,13 +95,13 @@ def weighted_uncapped(
 
     @jax.checkpoint
     def score(x_ND: jax.Array, targets: Targets) -> tuple[Losses, None]:
-        return _define(_capped(_products(x_ND, wide_VD.astype(head_VD.dtype)), cap), targets), None
+        return _define(_capped(products(x_ND, wide_VD.astype(head_VD.dtype)), cap), targets), None
 
     return _over_chunks(score, x_ND, targets, num_chunks)[0]
 
 
 @jax.custom_vjp
-def _products(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
+def products(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
     """Return x W^T in float32. For fast products, the backward pass rounds the gradient to the dtype of `x_ND`."""
     return jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32)
 
@@ -112,7 +112,7 @@ def _products_backward(factors: tuple[jax.Array, jax.Array], dz_NV: jax.Array) -
     return dz_NV @ head_VD, dz_NV.T @ x_ND
 
 
-_products.defvjp(lambda x_ND, head_VD: (_products(x_ND, head_VD), (x_ND, head_VD)), _products_backward)
+products.defvjp(lambda x_ND, head_VD: (products(x_ND, head_VD), (x_ND, head_VD)), _products_backward)
 
 
 class Form(NamedTuple):

@@ -12,6 +12,7 @@ from speedrun.science import nn
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.cross_entropy import products
 
 Angles = tuple[jax.Array, jax.Array]
 
@@ -99,7 +100,7 @@ def composed(
     """Return the output of dynamically composed heads: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
 
     A = sum_h w1'_h P_h, with w1' of unit mean square over the heads, and P_h = softmax(q_h k_h^T) over at most
-    `most_keys` keys from `first_BT`. The backward pass recomputes it.
+    `most_keys` keys from `first_BT`.
     Source: Xiao et al. 2024, Improving Transformers with Dynamically Composable Multi-Head Attention.
     """
     num_tokens, tile = heads.q.shape[1], max(128, most_keys)
@@ -115,10 +116,9 @@ def composed(
     seen_NBCS = s_NS[:, None, None] <= t_NC[:, None, :, None]
     seen_NBCS &= s_NS[:, None, None] >= first_NBC[..., None]
 
-    @jax.checkpoint
     def compose(q_NBCHK: jax.Array, k_NBSHK: jax.Array, v_NBSHK: jax.Array, w_NBCH: jax.Array) -> jax.Array:
-        z = jnp.einsum("nbchk,nbshk->nbhcs", q_NBCHK, k_NBSHK, preferred_element_type=jnp.float32)
-        p_NBHCS = jax.nn.softmax(jnp.where(seen_NBCS[:, :, None], z, -jnp.inf), axis=-1)
+        z_NBHCS = jax.vmap(jax.vmap(jax.vmap(products, 1)))(q_NBCHK, k_NBSHK)
+        p_NBHCS = jax.nn.softmax(jnp.where(seen_NBCS[:, :, None], z_NBHCS, -jnp.inf), axis=-1)
         a_NBCS = jnp.einsum("nbch,nbhcs->nbcs", w_NBCH, p_NBHCS)
         return jnp.einsum("nbcs,nbshk->nbchk", a_NBCS.astype(v_NBSHK.dtype), v_NBSHK)
 
