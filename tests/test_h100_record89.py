@@ -35,12 +35,13 @@ LEAST_BYTES = 2 * sum(
     if name not in {*LAYOUT.vectors, *LAYOUT.reads}
 )
 
-#: By stage: tokens of a device and step, short and long windows in blocks, peak memory, and traffic without Adam.
+#: By stage: tokens of a device and step, short and long windows in blocks, peak memory without Adam and with it, and
+#: traffic without it.
 STAGES = [
-    (16_384, 1, 3, 9.85e9, 57.7e9),
-    (32_768, 3, 7, 17.2e9, 102.5e9),
-    (49_152, 5, 11, 24.6e9, 148.9e9),
-    (49_152, 6, 13, 24.6e9, 148.9e9),
+    (16_384, 1, 3, (9.7e9, 10.1e9), 56.0e9),
+    (32_768, 3, 7, (16.5e9, 17.5e9), 99.2e9),
+    (49_152, 5, 11, (23.2e9, 24.9e9), 143.8e9),
+    (49_152, 6, 13, (23.2e9, 24.9e9), 143.8e9),
 ]
 #: Adam's part: an eighth of the tables, of their sums and moments.
 ADAM_BYTES = 1.9e9
@@ -109,7 +110,7 @@ def check_arrays(found: Anatomy, num_tokens: int) -> None:
 @pytest.mark.parametrize("adam", [False, True], ids=["without Adam", "with Adam"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_is_the_one_that_was_meant(program, stage, adam):
-    num_tokens, _, _, peak_bytes, traffic_bytes = STAGES[stage]
+    num_tokens, _, _, peaks_bytes, traffic_bytes = STAGES[stage]
     step = next(step for step in RECORD.steps_of(stage) if RECORD.inputs_at(step)["adam"] == adam)
     compiled = deviceless.compiled_step(program, step)
     found = deviceless.dissect(compiled)
@@ -118,7 +119,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     sent = found.sent_bytes("all-to-all") / (2 * 2 * num_tokens * RECORD.config.model_dim)
     assert 1 < sent < 1.2, names(found)
     check_arrays(found, num_tokens)
-    assert found.memory.peak_memory_in_bytes == pytest.approx(peak_bytes, rel=0.03)
+    assert found.memory.peak_memory_in_bytes == pytest.approx(peaks_bytes[adam], rel=0.03)
     assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.03)
     assert found.unknown_loops == 0
     # Attention's own are three; one normalises and turns keys, or with an offset four of both and their gradients.
