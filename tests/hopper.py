@@ -37,25 +37,29 @@ def compiled(
     )
 
 
-def teach_interpreter_transposes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of JAX 0.10 knows no transposed factor of a product; that of 0.11 does."""
-    if jax.__version_info__ >= (0, 11):
-        return
+def teach_interpreter_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's interpreter knows no product with a first factor in registers; that of JAX 0.10 also no transposed one."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    plain, is_transposed = gpu_callbacks.wgmma, threading.local()  # warpgroups are threads
+    plain: Any = gpu_callbacks.wgmma
+    factors, knows_transposes = threading.local(), jax.__version_info__ >= (0, 11)  # warpgroups are threads
 
     class Products:
         def __getattr__(self, name: str) -> Any:
             return getattr(np, name)
 
         def matmul(self, a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
-            return np.matmul(a, b.T if is_transposed.here else b, dtype=dtype)
+            a = a if factors.in_registers is None else factors.in_registers
+            return np.matmul(a, b.T if factors.is_transposed else b, dtype=dtype)
 
-    def wgmma(*, b_transforms: tuple[Any, ...], **rest: Any) -> Any:
+    def wgmma(**given: Any) -> Any:
+        a, b_transforms = given["a_allocation_key_as_array"], given["b_transforms"]
         others = tuple(x for x in b_transforms if type(x).__name__ != "TransposeTransform")
-        is_transposed.here = len(others) < len(b_transforms)
-        return plain(b_transforms=others, **rest)
+        factors.is_transposed = not knows_transposes and len(others) < len(b_transforms)
+        factors.in_registers = np.asarray(a) if a.ndim == 2 else None
+        if factors.in_registers is not None:  # it has no key; what is read in its place is dropped above
+            given |= {f"a_{name}": given[f"acc_{name}"] for name in ("allocation_key_as_array", "transforms")}
+        return plain(**given | {"b_transforms": b_transforms if knows_transposes else others})
 
     monkeypatch.setattr(gpu_callbacks, "np", Products())
     monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)

@@ -227,16 +227,21 @@ def compiled_for(kind: str, form: Callable[..., jax.Array], head_dim: int, **opt
     return text, memory.temp_size_in_bytes
 
 
+OF_TRITON = [("h100", 64), ("a100", 128), ("l40s", 128), ("b200", 128)]
+
+
 @hopper.needs_compiler
 @pytest.mark.parametrize(
-    ("kind", "head_dim"), [("h100", 64), ("h100", 128), ("a100", 128), ("l40s", 128), ("b200", 128)]
+    ("kind", "head_dim", "target"),
+    [("h100", 128, "mosaic_gpu_v2"), *((kind, dim, "__gpu$xla.gpu.triton") for kind, dim in OF_TRITON)],
 )
-def test_what_auto_chooses_is_triton_and_fits_each_card(kind, head_dim):
-    """XLA refuses kernels with more shared memory than a block may use, and here those that spill registers, too."""
+def test_what_auto_chooses_fits_each_card(kind, head_dim, target):
+    """XLA refuses kernels with more shared memory than a block may use, and Triton's that spill registers, too."""
     capability = "{}.{}".format(*accelerators.load(kind).compute_capability)
-    choice = choose_attention("auto", CALL._replace(compute_capability=capability))
+    here = {"compute_capability": capability, "shape_BTHK": (1, 49152, 6, head_dim)}
+    choice = choose_attention("auto", CALL._replace(**here))
     text, scratch_bytes = compiled_for(kind, choice.function, head_dim, **hopper.NO_SPILLS)
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert text.count(f'custom_call_target="{target}"') == 3
     assert scratch_bytes < 4 * 2**20
 
 
@@ -278,7 +283,13 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
 @pytest.mark.parametrize(
     ("call", "name", "reason"),
     [
-        (CALL, "triton", "first of triton, banded, definition that can run here"),
+        (CALL, "mosaic", "first of mosaic, triton, banded, definition that can run here"),
+        (CALL._replace(shape_BTHK=(1, 49152, 6, 64)), "triton", "not mosaic: heads of 64 dimensions; the"),
+        (
+            CALL._replace(compute_capability="8.0"),
+            "triton",
+            "not mosaic: this is a gpu 8.0; the kernels need an H100",
+        ),
         (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not triton: sequences of 49,153 tokens"),
         (CALL._replace(compute_capability="7.5"), "banded", "7.5; the kernels need an A100 (gpu 8.0), L40S"),
         (CALL._replace(platform="rocm"), "banded", "not triton: this is a rocm 9.0; the"),
@@ -330,7 +341,7 @@ def in_warps(number: int) -> attention_triton.Tiles:
     ("form", "changes", "bound"),
     [
         ("auto", {"compute_capability": "8.0"}, {"backward": in_warps(8)}),
-        ("auto", {"compute_capability": "9.0"}, {"backward": in_warps(4)}),
+        ("triton", {"compute_capability": "9.0"}, {"backward": in_warps(4)}),
         ("banded", {}, {"window_tokens": 14 * 128}),
     ],
 )

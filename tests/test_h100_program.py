@@ -204,12 +204,13 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
 
 
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, compiled, program):
-    """Three of them are attention's own; one normalises and turns queries and keys, one does so with gradients."""
+    """Three are attention's own. In Triton, one normalises and turns queries and keys, one does so with gradients."""
     # Some in fusions, which slice for them.
     of_mosaic = compiled.as_text().count('custom_call_target="mosaic_gpu')
-    assert of_mosaic == 2 + 2 * RECORD.config.num_layers, "of the head, and of each MLP"
+    of_layers = 2 * RECORD.config.num_layers + 3 * LAYERS_WITH_ATTENTION
+    assert of_mosaic == 2 + of_layers, "of the head, of each MLP and of attention"
     assert step.custom_calls["__cublas$lt$matmul$f8"] == 3
-    assert step.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
+    assert step.custom_calls["__gpu$xla.gpu.triton"] == 2 * LAYERS_WITH_ATTENTION
     assert {one.name for one in program.kernels.choices.values()} >= {"triton", "fp8", "mosaic"}
     arrays = [parsed(name) for name in step.arrays]
     assert not [sizes for _, sizes in arrays if sizes.count(TOKENS) > 1], "scores, of any type"

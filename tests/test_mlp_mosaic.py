@@ -41,7 +41,7 @@ def test_it_is_the_definition(monkeypatch, factors, most):
 
     In 8 bits the definition has the same factors; a square on the border of two numbers may go to the other.
     """
-    hopper.teach_interpreter_transposes(monkeypatch)
+    hopper.teach_interpreter_products(monkeypatch)
     form = partial(mlp_mosaic.mlp, factors=factors, interpret=InterpretGPUParams(detect_races=True))
     got = with_gradients(form, *operands())
     assert not interpret_pallas_call.get_races().races_found

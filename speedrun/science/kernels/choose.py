@@ -105,9 +105,24 @@ def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[st
     return [f"this is a {here}; the kernels need an {need}"]
 
 
-def _triton_refusals(call: AttentionCall | QkNormCall) -> list[str]:
+def _bfloat16_refusals(call: AttentionCall | QkNormCall, cards: Mapping[str, str] = _TRITON) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
-    return _platform_refusals(call, _TRITON) + other
+    return _platform_refusals(call, cards) + other
+
+
+def _mosaic_refusals(call: AttentionCall) -> list[str]:
+    if refusals := _bfloat16_refusals(call, _HOPPER):
+        return refusals
+    from speedrun.science.kernels import attention_mosaic
+
+    return attention_mosaic.refusals(call.shape_BTHK)
+
+
+def _bind_mosaic(call: AttentionCall) -> Callable[..., jax.Array]:
+    del call
+    from speedrun.science.kernels import attention_mosaic
+
+    return attention_mosaic.attention
 
 
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
@@ -122,8 +137,9 @@ ATTENTION: Mapping[str, Form] = MappingProxyType(
         "banded": Form(
             lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
+        "mosaic": Form(_mosaic_refusals, _bind_mosaic),
         "triton": Form(
-            lambda call: _triton_refusals(call) + attention_triton.refusals(call.shape_BTHK), _bind_triton
+            lambda call: _bfloat16_refusals(call) + attention_triton.refusals(call.shape_BTHK), _bind_triton
         ),
     }
 )
@@ -132,7 +148,7 @@ QK_NORM: Mapping[str, Form] = MappingProxyType(
     {
         "definition": Form(lambda _: [], lambda _: qk_norm),
         "triton": Form(
-            lambda call: _triton_refusals(call) + fused.refusals(call.head_dim), lambda _: fused.qk_norm
+            lambda call: _bfloat16_refusals(call) + fused.refusals(call.head_dim), lambda _: fused.qk_norm
         ),
     }
 )
@@ -167,7 +183,7 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """
     tokens = call.shape_BTHK[1]
     if call.platform != "cpu":
-        order = ["triton", "banded", "definition"]
+        order = ["mosaic", "triton", "banded", "definition"]
         why = f"first of {', '.join(order)} that can run here"
     elif call.window_tokens <= tokens // 2:
         order, why = ["banded"], f"{tokens:,} tokens, windows of at most {call.window_tokens:,}"
