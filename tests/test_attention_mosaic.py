@@ -56,7 +56,7 @@ def test_it_is_the_definition(interpreted, name):
 
 @pytest.mark.compile
 def test_large_scores_of_equal_values_have_no_gradient(interpreted):
-    """Scores of about 100, of which 16 bits leave halves. Two sums cancel, of which none may be rounded."""
+    """Scores of about 100, of which 16 bits leave halves. Two sums cancel: neither may be rounded."""
     seen, (q, k, v, g) = jnp.zeros((1, 128), jnp.int32), inputs(128)
     q, k = q.at[..., 0].set(32), k.at[..., 0].set(32)
     _, dq, dk, dv = differentiated(interpreted, seen, q, k, jnp.broadcast_to(v[:, :1], v.shape), g)
@@ -65,7 +65,6 @@ def test_large_scores_of_equal_values_have_no_gradient(interpreted):
 
 @pytest.mark.compile
 def test_a_query_that_sees_nothing_is_no_number(interpreted):
-    """Its own tile may be visited or not. The others are as they would be without it."""
     first_T, (q, k, v, _) = np.arange(256) // 64 * 64, inputs(256)
     nothing_T = np.arange(256) >= 190
     first_T = np.where(nothing_T, 256, first_T)
@@ -105,5 +104,5 @@ def test_a_tile_takes_few_instructions_between_products(tmp_path, shape):
     assert counts == pytest.approx([23.3, 47.1, 43.3], rel=0.08)
     # Forward, two rows of a thread also shrink, and at last have the logarithm and the inverse of their sums.
     assert [one.count("MUFU") for one in kernels] == [64 + 3 * 2, 32, 32]
-    # The interpreter stores at once, so only here does a missing wait show: for sums at 0 and 1, and for all stores.
+    # The interpreter stores at once, so only here does a missing wait for all stores show.
     assert [one.count("DEPBAR") for one in kernels] == [1, 1, 1]

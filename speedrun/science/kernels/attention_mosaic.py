@@ -71,10 +71,8 @@ def _forward(
     return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
 
 
-def _backward(
-    scale: float, interpret: Any, residuals: tuple[jax.Array, ...], do_BTHK: jax.Array
-) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
+def _backward(scale: float, interpret: Any, saved: tuple[jax.Array, ...], do_BTHK: jax.Array) -> Any:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = saved
     own = [q_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, _now(first_BT)]
     run = partial(_call, _query_kernel, BACKWARD, scale, interpret)
     dq_BTHK, delta_BHT = run(own, [[k_BTHK], [v_BTHK]], [q_BTHK, lse_BHT])
@@ -177,7 +175,7 @@ def _query_kernel(part: _Part) -> list[jax.Array]:
     delta_C = jnp.sum(own_o[...].astype(jnp.float32) * own_do[...].astype(jnp.float32), axis=1)
 
     def compute(dq_CK: Any) -> list[jax.Array]:
-        def step(tile: Any, slot: Any, _: None) -> None:
+        def step(tile: Any, slot: Any, _carry: None) -> None:
             (k_PK,), (v_PK,) = keys.wait(slot), values.wait(slot)
             pairs = (own_q, k_PK.T), (own_do, v_PK.T)
             _, dscores_CP = _differentiated(part, tile, pairs, own_lse[...], delta_C, 0)
@@ -197,7 +195,7 @@ def _key_kernel(part: _Part) -> list[jax.Array]:
     queries, gradients = part.pipes
 
     def compute(dk_CK: Any, dv_CK: Any) -> list[jax.Array]:
-        def step(tile: Any, slot: Any, _: None) -> None:
+        def step(tile: Any, slot: Any, _carry: None) -> None:
             (q_PK, lse_P), (do_PK, delta_P) = queries.wait(slot), gradients.wait(slot)
             own_k, own_v, *_ = part.own(tile)
             pairs = (own_k, q_PK.T), (own_v, do_PK.T)
@@ -259,15 +257,10 @@ def _now(first_BT: jax.Array) -> jax.Array:
 
 
 def _visits(low_BT: jax.Array, high_BT: jax.Array, tile: int) -> jax.Array:
-    """Return, for each warpgroup's rows, their first tile, first whole one, end of whole ones, and end: [B, N, 4].
-
-    Neither `low` nor `high` decreases.
-    """
-    (first_low_BN, last_low_BN), (first_high_BN, last_high_BN) = (
-        (x_BT[:, ::ROWS], x_BT[:, ROWS - 1 :: ROWS]) for x_BT in (low_BT, high_BT + 1)
-    )
-    numbers = first_low_BN, last_low_BN + tile - 1, first_high_BN, last_high_BN + tile - 1
-    return jnp.stack(numbers, axis=-1) // tile
+    """Return the first tile of each warpgroup's rows, the first and the end of whole ones, and the end: [B, N, 4]."""
+    ends = ((x_BT[:, ::ROWS], x_BT[:, ROWS - 1 :: ROWS]) for x_BT in (low_BT, high_BT + 1))
+    (start_BN, whole_BN), (end_whole_BN, end_BN) = ends
+    return jnp.stack([start_BN, whole_BN + tile - 1, end_whole_BN, end_BN + tile - 1], axis=-1) // tile
 
 
 def _program(kernel: Callable[..., Any], scale: float, *refs: Any) -> None:
@@ -310,13 +303,7 @@ def _program(kernel: Callable[..., Any], scale: float, *refs: Any) -> None:
 
 
 def _call(
-    kernel: Callable[..., Any],
-    tile: int,
-    scale: float,
-    interpret: Any,
-    own: list[jax.Array],
-    piped: list[list[jax.Array]],
-    results: Sequence[Any],
+    kernel: Any, tile: int, scale: float, interpret: Any, own: list[jax.Array], piped: Any, results: Any
 ) -> tuple[jax.Array, ...]:
     """Run a kernel once per `OWN` rows, head and row of the batch."""
     rows, tokens, heads, _ = own[0].shape
@@ -329,7 +316,8 @@ def _call(
 
     pipes = [(memory(STAGES, tile, x), barriers(len(x), STAGES), barriers(WARPGROUPS, STAGES)) for x in piped]
     stores = memory(WARPGROUPS, ROWS, own), memory(WARPGROUPS, ROWS, results)
-    program = plgpu.kernel(
+    semantics = plgpu.LoweringSemantics.Warpgroup
+    program: Any = plgpu.kernel(
         partial(_program, kernel, scale),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         grid=(tokens // OWN, heads, rows),
@@ -337,9 +325,7 @@ def _call(
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[*stores, pipes, barriers(len(own), WARPGROUPS), barriers(WARPGROUPS, 1)],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics),
         interpret=interpret,
         kernel_name=kernel.__name__.strip("_"),
     )
