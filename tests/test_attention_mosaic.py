@@ -26,7 +26,7 @@ CASES = {
 
 def inputs(num_tokens: int) -> jax.Array:
     """Return queries, keys, values and a cotangent: [4, B, T, H, K]."""
-    return jax.random.normal(jax.random.key(0), (4, 1, num_tokens, 1, 128)).astype(jnp.bfloat16)
+    return jax.random.normal(jax.random.key(0), (4, 2, num_tokens, 2, 128)).astype(jnp.bfloat16)
 
 
 def differentiated(form: Callable[..., jax.Array], seen: jax.Array, q: Any, k: Any, v: Any, g: Any) -> Any:
@@ -45,8 +45,8 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_definition(interpreted, name):
     lengths, blocks, block_tokens = CASES[name]
-    doc_T = np.repeat(np.arange(len(lengths)), lengths)
-    seen, (q, k, v, g) = sight(jnp.asarray(doc_T)[None], blocks, block_tokens), inputs(len(doc_T))
+    doc_BT = np.stack([np.repeat(np.arange(len(n)), n) for n in (lengths, lengths[::-1])])
+    seen, (q, k, v, g) = sight(jnp.asarray(doc_BT), blocks, block_tokens), inputs(doc_BT.shape[1])
     got = differentiated(interpreted, seen, q, k, v, g)
     assert not interpret_pallas_call.get_races().races_found
     want = differentiated(attention, seen, *(x.astype(jnp.float32) for x in (q, k, v, g)))
@@ -57,7 +57,7 @@ def test_it_is_the_definition(interpreted, name):
 @pytest.mark.compile
 def test_large_scores_of_equal_values_have_no_gradient(interpreted):
     """Scores of about 100, of which 16 bits leave halves. Two sums cancel: neither may be rounded."""
-    seen, (q, k, v, g) = jnp.zeros((1, 128), jnp.int32), inputs(128)
+    seen, (q, k, v, g) = jnp.zeros((2, 128), jnp.int32), inputs(128)
     q, k = q.at[..., 0].set(32), k.at[..., 0].set(32)
     _, dq, dk, dv = differentiated(interpreted, seen, q, k, jnp.broadcast_to(v[:, :1], v.shape), g)
     assert max(np.abs(dq).max(), np.abs(dk).max()) < 1e-4 * np.abs(dv).max()
@@ -68,9 +68,11 @@ def test_a_query_that_sees_nothing_is_no_number(interpreted):
     first_T, (q, k, v, _) = np.arange(256) // 64 * 64, inputs(256)
     nothing_T = np.arange(256) >= 190
     first_T = np.where(nothing_T, 256, first_T)
-    o_BTHK = interpreted(q, k, v, jnp.asarray(first_T[None], jnp.int32), scale=0.1)
+    first_BT = jnp.asarray(np.stack([first_T, np.arange(256)]), jnp.int32)
+    o_BTHK = np.asarray(interpreted(q, k, v, first_BT, scale=0.1), np.float32)
     np.testing.assert_array_equal(np.isnan(o_BTHK[0, :, 0]).all(1), nothing_T)
     assert np.isfinite(o_BTHK[0, ~nothing_T]).all()
+    np.testing.assert_array_equal(o_BTHK[1], v[1])  # of a query that sees itself alone
 
 
 DUMP = """

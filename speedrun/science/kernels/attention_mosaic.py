@@ -203,6 +203,7 @@ def _key_kernel(part: _Part) -> list[jax.Array]:
             plgpu.wgmma(dv_CK, weights_CP, do_PK)
             plgpu.wgmma(dk_CK, dscores_CP, q_PK)
             plgpu.wgmma_wait(0)
+            plgpu.commit_smem()  # of lse and delta: what threads read is written again by a copy
             queries.free(slot)
             gradients.free(slot)
 
@@ -317,7 +318,7 @@ def _call(
     pipes = [(memory(STAGES, tile, x), barriers(len(x), STAGES), barriers(WARPGROUPS, STAGES)) for x in piped]
     stores = memory(WARPGROUPS, ROWS, own), memory(WARPGROUPS, ROWS, results)
     semantics = plgpu.LoweringSemantics.Warpgroup
-    program: Any = plgpu.kernel(
+    program = plgpu.kernel(
         partial(_program, kernel, scale),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         grid=(tokens // OWN, heads, rows),
@@ -329,4 +330,5 @@ def _call(
         interpret=interpret,
         kernel_name=kernel.__name__.strip("_"),
     )
-    return tuple(varying_like(x, own[0]) for x in program(own, piped, _visits(*own[-2:], tile)))
+    operands: list[Any] = [own, piped, _visits(*own[-2:], tile)]
+    return tuple(varying_like(x, own[0]) for x in program(*operands))
