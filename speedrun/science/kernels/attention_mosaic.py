@@ -264,7 +264,7 @@ def _visits(low_BT: jax.Array, high_BT: jax.Array, tile: int) -> jax.Array:
     return jnp.stack([start_BN, whole_BN + tile - 1, end_whole_BN, end_BN + tile - 1], axis=-1) // tile
 
 
-def _program(kernel: Callable[..., Any], scale: float, *refs: Any) -> None:
+def _program(*refs: Any, kernel: Callable[..., Any], scale: float) -> None:
     """Compute results of own rows in all warpgroups but the last, which copies tiles as slots are freed."""
     own, piped, visits, *results, own_stores, stores, pipes, loaded, turn = refs
     index, row, group = (lax.axis_index(name) for name in ("index", "row", "warpgroup"))
@@ -319,7 +319,7 @@ def _call(
     stores = memory(WARPGROUPS, ROWS, own), memory(WARPGROUPS, ROWS, results)
     semantics = plgpu.LoweringSemantics.Warpgroup
     program = plgpu.kernel(
-        partial(_program, kernel, scale),
+        partial(_program, kernel=kernel, scale=scale),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         grid=(tokens // OWN, heads, rows),
         grid_names=("index", "head", "row"),
@@ -330,5 +330,4 @@ def _call(
         interpret=interpret,
         kernel_name=kernel.__name__.strip("_"),
     )
-    operands: list[Any] = [own, piped, _visits(*own[-2:], tile)]
-    return tuple(varying_like(x, own[0]) for x in program(*operands))
+    return tuple(varying_like(x, own[0]) for x in program(own, piped, _visits(own[-2], own[-1], tile)))
