@@ -269,7 +269,8 @@ def _program(*refs: Any, kernel: Callable[..., Any], scale: float) -> None:
     own, piped, visits, *results, own_stores, stores, pipes, loaded, turn = refs
     index, row, group = (lax.axis_index(name) for name in ("index", "row", "warpgroup"))
     first, mine = index * WARPGROUPS, index * WARPGROUPS + group
-    start, end = visits[row, first, 0], visits[row, first + WARPGROUPS - 1, 3]
+    # Sums vary over no mesh axes in a kernel, what is read does: a loop needs indices of one type.
+    start, end = visits[row, first, 0] + 0, visits[row, first + WARPGROUPS - 1, 3] + 0
     pipes = [_Pipe(*pipe) for pipe in pipes]
 
     def own_rows(tile: Any) -> list[Any]:
