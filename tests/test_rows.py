@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 from test_step import gradients, placed
 
 from speedrun.base import mesh
+from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 from speedrun.science import rows
 from speedrun.science.params import ParamSpec, normal
 from speedrun.science.recipe import Recipe
+from speedrun.train import contract
 from speedrun.train.program import Program
 
 RNG = np.random.default_rng(0)
@@ -71,13 +72,19 @@ def test_rows_that_do_not_fit_are_counted_and_all_others_arrive():
 
 def test_evenly_spread_ids_fit():
     """As many as the table of record 89 gets, and as few as a laptop's; drawn a hundred times."""
+    rng = np.random.default_rng(1)
     for num_ids, num_rows in [(49_152, 377_280), (256, 1_920), (32, 1_920)]:
-        most = rows.most_rows(num_ids, num_rows // 8, 8)
-        worst = [
-            np.bincount(np.unique(RNG.integers(0, num_rows, num_ids)) // (num_rows // 8)).max()
-            for _ in range(100)
-        ]
-        assert max(worst) < (num_ids / 8 + most) / 2, "half of the room for chance is never used"
+        most, num_local = rows.most_rows(num_ids, num_rows // 8, 8), num_rows // 8
+        drawn = (np.unique(rng.integers(0, num_rows, num_ids)) // num_local for _ in range(100))
+        assert max(np.bincount(owners).max() for owners in drawn) < most < num_ids
+
+
+def test_ids_outside_the_table_are_counted():
+    ids_SN = np.tile(np.array([0, -1, 64, 5], np.int32), (8, 1))
+    _, _, unread = travelled(
+        np.ones((64, 1), np.float32), ids_SN, np.ones((8, 4, 1), np.float32), all_fit=True
+    )
+    assert unread.tolist() == [2] * 8
 
 
 def test_gradients_are_summed_in_float32_before_and_after_they_are_sent():
@@ -100,21 +107,20 @@ def skewed(tokens_BT: jax.Array) -> jax.Array:
 def pair_of(recipe: Recipe, ids: Callable[[jax.Array], jax.Array]) -> tuple[Recipe, Recipe]:
     """Return a recipe with a vector for each token, from a table that is gathered, or of which rows are read."""
 
-    def table(config, reads):
-        spec = ParamSpec((1024, config.model_dim), ("row", "model"), normal, "embed", reads=reads)
-        return {
-            **recipe.table(config),
-            "pairs": spec,
-            "head": replace(recipe.table(config)["head"], init=normal),
-        }
+    def variant(reads: Any) -> Recipe:
+        def table(config):
+            spec = ParamSpec((1024, config.model_dim), ("row", "model"), normal, "embed", reads=reads)
+            own = recipe.table(config)
+            return {**own, "pairs": spec, "head": replace(own["head"], init=normal)}
 
-    def forward(p, tokens_BT, *rest, gathered):
-        x_BTD = recipe.forward({k: v for k, v in p.items() if k != "pairs"}, tokens_BT, *rest)
-        return x_BTD + (p["pairs"][ids(tokens_BT)] if gathered else p["pairs"])
+        def forward(p, tokens_BT, inputs, config, kernels):
+            rest = {name: x for name, x in p.items() if name != "pairs"}
+            x_BTD = recipe.forward(rest, tokens_BT, inputs, config, kernels)
+            return x_BTD + (p["pairs"] if reads else p["pairs"][ids(tokens_BT)])
 
-    whole = {"table": partial(table, reads=None), "forward": partial(forward, gathered=True)}
-    parts = {"table": partial(table, reads=ids), "forward": partial(forward, gathered=False)}
-    return replace(recipe, **whole), replace(recipe, **parts)
+        return replace(recipe, table=table, forward=forward)
+
+    return variant(None), variant(ids)
 
 
 @pytest.mark.parametrize(("devices", "replicas", "parts"), [(8, 1, 8), (2, 1, 8), (4, 2, 16)])
@@ -128,6 +134,15 @@ def test_a_table_that_stays_gets_the_gradients_of_one_that_is_gathered(tiny, dev
     assert np.linalg.norm(wanted["pairs"]) > 0
     for name, grad in grads.items():
         assert np.linalg.norm(grad - wanted[name]) <= 1e-5 * np.linalg.norm(wanted[name]), name
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda ids: ids * 1.0, lambda ids: ids.T, lambda ids: ids[..., None], lambda _: 5]
+)
+def test_ids_of_another_form_are_refused(tiny, wrong):
+    recipe = pair_of(tiny, lambda tokens_BT: wrong(spread(tokens_BT)))[1]
+    with pytest.raises(UsageError, match=r"its table reads .* of 'pairs'; need int32 \[16, N\]"):
+        contract.checked(Program(recipe, mesh.make_mesh(2)))
 
 
 def test_validation_reads_all_rows_however_they_are_spread(tiny):

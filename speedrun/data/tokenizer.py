@@ -121,7 +121,7 @@ _LONG_CHARACTERS = 2**16
 _WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 #: Starts of words: white space after printable ASCII, and the last character of long white space.
 _BORDER = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])")
-_LONG_WHITE = re.compile(rf"[{_WHITE}]{{1000,}}(?=[{_WHITE}][^{_WHITE}])")
+_LONG_WHITE = re.compile(rf"(?<![{_WHITE}])[{_WHITE}]{{1000,}}(?=[{_WHITE}][^{_WHITE}])")
 
 
 def parts(text: str) -> Iterator[str]:

@@ -58,6 +58,10 @@ class ParamSpec:
             raise ValueError(f"shape {self.shape}, axes {self.axes}; need a name for each dimension")
         if len(self.shape) < {"bank": 2, "rows": 1, "vector": 0}[self.packed]:
             raise ValueError(f"shape {self.shape} has too few dimensions for a {self.packed}")
+        if self.reads and (self.packed != "rows" or self.shape[0] < SHARDS):
+            raise ValueError(
+                f"a {self.packed} of shape {self.shape} is read; need a table of {SHARDS} rows or more"
+            )
 
     @property
     def size(self) -> int:

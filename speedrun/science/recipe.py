@@ -105,7 +105,7 @@ Forward = Callable[[Params, jax.Array, Inputs, ConfigT, Kernels], jax.Array]
 class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     """The science of a run. Create variants with `dataclasses.replace`, not with flags.
 
-    Functions get whole parameters by name, in the compute dtype, and the inputs of the step.
+    Functions get whole parameters by name, or rows that are read, in the compute dtype, and the inputs of the step.
     """
 
     name: str

@@ -40,7 +40,7 @@ class Wants(NamedTuple):
 
     local_SC: jax.Array  #: i32, by owner: its rows without repetition; R where there is none
     slot_BN: jax.Array  #: i32, where each id's row arrives among S * C; beyond if it does not fit
-    missing: jax.Array  #: f32 [], distinct rows that do not fit
+    missing: jax.Array  #: f32 [], distinct rows that do not fit, and ids outside the table
 
 
 def most_rows(num_ids: int, num_local: int, shards: int) -> int:
@@ -55,12 +55,14 @@ def wants(ids_BN: jax.Array, num_local: int, *, all_fit: bool = False) -> Wants:
     last_N = jnp.zeros(shards * num_local, jnp.int32).at[ids_N].max(t_N)[ids_N]  # last place of the same id
     asks_N, owner_N = last_N == t_N, ids_N // num_local
     asks_NS = jax.nn.one_hot(jnp.where(asks_N, owner_N, shards), shards, dtype=jnp.int32)
-    nth_NS = jnp.cumsum(asks_NS, axis=0) - 1
-    place_N = nth_NS[t_N, owner_N]
-    place_N = jnp.where(asks_N & (place_N < most), place_N, shards * most)
+    nth_N = (jnp.cumsum(asks_NS, axis=0) - 1)[t_N, owner_N]
+    place_N = jnp.where(asks_N & (nth_N < most), nth_N, shards * most)
     local_SC = jnp.full((shards, most), num_local).at[owner_N, place_N].set(ids_N % num_local, mode="drop")
-    missing = jnp.sum(jnp.maximum(nth_NS[-1] + 1 - most, 0), dtype=jnp.float32)
-    return Wants(local_SC, (owner_N * most + place_N)[last_N].reshape(ids_BN.shape), missing)
+    outside_N = (ids_N < 0) | (ids_N >= shards * num_local)
+    missing = jnp.sum(jnp.maximum(jnp.sum(asks_NS, axis=0) - most, 0)) + jnp.sum(outside_N)
+    return Wants(
+        local_SC, (owner_N * most + place_N)[last_N].reshape(ids_BN.shape), missing.astype(jnp.float32)
+    )
 
 
 def fetch(table_RD: jax.Array, wanted: Wants) -> jax.Array:
@@ -71,4 +73,4 @@ def fetch(table_RD: jax.Array, wanted: Wants) -> jax.Array:
 
     exchanged = partial(jax.lax.all_to_all, axis_name=DATA, split_axis=0, concat_axis=0, tiled=True)
     rows_SCD = exchanged(taken(table_RD, exchanged(wanted.local_SC)))
-    return taken(rows_SCD.reshape(-1, table_RD.shape[1]), wanted.slot_BN)
+    return taken(rows_SCD.reshape(-1, *table_RD.shape[1:]), wanted.slot_BN)

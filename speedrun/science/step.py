@@ -100,8 +100,8 @@ class Step:
 
     def init(self, key: jax.Array) -> TrainState:
         """Return the initial state."""
-        params, rows = self.layout.init(key), self.recipe.stages[0].num_sequences
-        carry = {name: jnp.stack([x] * rows) for name, x in self.recipe.carry(self.recipe.config).items()}
+        params, number = self.layout.init(key), self.recipe.stages[0].num_sequences
+        carry = {name: jnp.stack([x] * number) for name, x in self.recipe.carry(self.recipe.config).items()}
         return TrainState(jnp.zeros((), jnp.int32), params, self.transform.init(params), carry)
 
     def train_function(self, static: Static) -> Callable[..., tuple[TrainState, StepMetrics]]:

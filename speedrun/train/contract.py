@@ -31,6 +31,7 @@ def checked(program: Program) -> Program:
         _check_functions(recipe)
         program = replace(program, recipe=_checked(recipe))
         _check_schedule(program.step.plan)
+        _check_reads(program)
         # With the types of the run's arrays, so that the run need not trace again.
         state, schedule, num_steps = program.state, program.schedule, recipe.num_steps
         last = program.eval_shape_at(num_steps)
@@ -66,6 +67,15 @@ def _check_schedule(plan: Plan) -> None:
             each = f"{found} Python values, and compiles an executable for each"
             hint = f"need at most {MOST_COMPILED}; give a NumPy value, which is traced"
             raise UsageError(f"its schedule gives {name!r} as {each}; {hint}")
+
+
+def _check_reads(program: Program) -> None:
+    """Check the ids of rows that tokens read."""
+    tokens_BT = program.ids(program.shape_at(0))[0]
+    for name, ids_of in program.layout.reads.items():
+        ids = jax.eval_shape(ids_of, tokens_BT)
+        if getattr(ids, "dtype", None) != np.int32 or ids.shape[:-1] != tokens_BT.shape[:1]:
+            raise UsageError(f"its table reads {form(ids)} of {name!r}; need int32 [{tokens_BT.shape[0]}, N]")
 
 
 def _checked(recipe: Recipe) -> Recipe:

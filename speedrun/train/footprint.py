@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from speedrun.base import mesh as meshes
 from speedrun.base.errors import UsageError
-from speedrun.science.params import Table, count
+from speedrun.science.params import Table
 from speedrun.science.recipe import Stage
 from speedrun.train.program import Program
 
@@ -34,7 +34,7 @@ def step_bytes(program: Program, stage: Stage) -> int:
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
     activations = activations if program.memory == "ample" else activations * 2 // 3
-    held, gradients = state_bytes(program) + whole_bytes(program), 4 * count(gathered(program))
+    held, gradients = state_bytes(program) + whole_bytes(program), 4 * arrived(program, program.layout.table)
     return held + gradients + activations + 2 * logits_bytes(program, tokens)
 
 
@@ -43,6 +43,7 @@ def validation_bytes(program: Program) -> int:
     table, seq_len = program.layout.table, program.recipe.eval_seq_len
     width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
     stream = 2 * itemsize(program) * seq_len * width
+    stream += itemsize(program) * sum(spec.size for spec in table.values() if spec.reads)  # room for all rows
     return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
 
 
@@ -56,15 +57,14 @@ def state_bytes(program: Program) -> int:
 
 
 def whole_bytes(program: Program) -> int:
-    """Return the memory of all gathered parameters in the compute dtype, without scalars."""
-    return itemsize(program) * sum(
-        spec.size for spec in gathered(program).values() if spec.packed != "vector"
-    )
+    """Return the memory of parameters in the compute dtype, as a device has them in a step, without scalars."""
+    table = {name: spec for name, spec in program.layout.table.items() if spec.packed != "vector"}
+    return itemsize(program) * arrived(program, table)
 
 
-def gathered(program: Program) -> Table:
-    """Return the parameters that are gathered: all but tables of which only rows travel."""
-    return {name: spec for name, spec in program.layout.table.items() if not spec.reads}
+def arrived(program: Program, table: Table) -> int:
+    """Return the scalars of whole parameters, and of this device's shard of tables of which rows are read."""
+    return sum(spec.size // (program.num_shards if spec.reads else 1) for spec in table.values())
 
 
 def matrix_width(program: Program) -> int:

@@ -190,7 +190,7 @@ class Training:
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
         if unread:
             names, need = ", ".join(self.ready.program.layout.reads), "need ids that spread evenly over it"
-            raise SpeedrunError(f"step {step}: {unread:.0f} rows of {names} did not fit on their way; {need}")
+            raise SpeedrunError(f"step {step}: {unread:.0f} rows of {names} could not be read; {need}")
         if bad or not np.isfinite(loss):
             leaf = self.ready.program.layout.first_flagged(meshes.fetch(metrics.nonfinite))
             found = f"step {step}: loss is {loss}; first non-finite gradient: {leaf}"

@@ -198,8 +198,8 @@ class Program:
 
     def ids(self, shape: StepShape) -> list[jax.ShapeDtypeStruct]:
         """Return the types of the tokens and targets of a step."""
-        rows = NamedSharding(self.mesh, P(self.mesh.axis_names))
-        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)] * 2
+        split = NamedSharding(self.mesh, P(self.mesh.axis_names))
+        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=split)] * 2
 
     def shardings(self, specs: Any) -> Any:
         """Return a tree of specs as shardings on this mesh."""
@@ -225,8 +225,9 @@ class Program:
         return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)
 
     def logits(self, params: Params, x_ND: jax.Array, inputs: Inputs) -> jax.Array:
-        """Return the recipe's logits of hidden states: [N, V]."""
-        return self.recipe.logits(params, x_ND, inputs, self.recipe.config)
+        """Return the recipe's logits of hidden states: [N, V]. They get no table of which rows are read."""
+        given = {name: x for name, x in params.items() if name not in self.layout.reads}
+        return self.recipe.logits(given, x_ND, inputs, self.recipe.config)
 
     @cached_property
     def eval_step_for(self) -> Callable[[Static], Any]:

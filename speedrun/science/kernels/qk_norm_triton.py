@@ -43,7 +43,7 @@ def refusals(head_dim: int) -> list[str]:
 def normed(x_BTHK: jax.Array, angles: Angles, *, interpret: bool = False) -> tuple[jax.Array, ...]:
     """Return y, r and the table of angles, without gradients."""
     call = partial(_call, tokens=TOKENS, interpret=interpret)
-    return _forward(jax.lax.stop_gradient(x_BTHK), angles, call)[1]
+    return _forward(*jax.lax.stop_gradient((x_BTHK, angles)), call)[1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

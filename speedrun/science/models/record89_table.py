@@ -65,8 +65,8 @@ class Config:
         if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:
             need = "need an even number of heads, each of a multiple of 4 dimensions"
             raise ValueError(f"model_dim {self.model_dim} and num_heads {self.num_heads}: {need}")
-        if self.bigram_rows < 2:
-            raise ValueError("bigram_rows is 1; need one for the first token, and others")
+        if self.bigram_rows < params.SHARDS:
+            raise ValueError(f"bigram_rows is {self.bigram_rows}; need at least {params.SHARDS}")
         if "value" not in self.layers[LAST].extras:
             raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
         for i, layer in enumerate(self.layers):
