@@ -133,7 +133,8 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     mlp = sum(spec.size for name, spec in TABLE.items() if name.endswith((".up", ".down")))
     products = flops(compiled)
     assert products["fp8"] == (6 * of["head"] + 2 * mlp) * num_tokens
-    assert products["bf16"] == pytest.approx((6 * of["matrix"] - 2 * mlp) * num_tokens, rel=0.01)
+    # And a sixtieth for composed heads.
+    assert products["bf16"] == pytest.approx((6 * of["matrix"] - 2 * mlp) * num_tokens, rel=0.02)
 
 
 @pytest.mark.compile
