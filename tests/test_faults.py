@@ -375,7 +375,7 @@ def test_a_run_ends_if_rows_of_a_table_do_not_fit(config, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward, table=table))
         with pytest.raises(
-            SpeedrunError, match="step 0: 264 rows of skewed could not be read; need ids that"
+            SpeedrunError, match="step 0: 264 rows of skewed could not be read; need ids inside it"
         ):
             run.train(at(config, tmp_path / "out", overrides={}))
 

@@ -120,7 +120,8 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     assert 1 < sent < 1.2, names(found)
     check_arrays(found, num_tokens)
     # Later compilers make the zeros of gradients later.
-    assert 0.85 < found.memory.peak_memory_in_bytes / peaks_bytes[adam] < 1.03
+    least = 0.97 if jax.__version_info__ < (0, 11) else 0.85
+    assert least < found.memory.peak_memory_in_bytes / peaks_bytes[adam] < 1.03
     assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.03)
     assert found.unknown_loops == 0
     # Attention's own are three; one normalises and turns keys, or with an offset four of both and their gradients.
@@ -133,8 +134,9 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     mlp = sum(spec.size for name, spec in TABLE.items() if name.endswith((".up", ".down")))
     products = flops(compiled)
     assert products["fp8"] == (6 * of["head"] + 2 * mlp) * num_tokens
-    # And a sixtieth for composed heads.
-    assert products["bf16"] == pytest.approx((6 * of["matrix"] - 2 * mlp) * num_tokens, rel=0.02)
+    # Composed heads: scores and values of two tiles of keys, forward and twice backward.
+    composed = 3 * 2 * 2 * RECORD.config.model_dim * 2 * BLOCK
+    assert products["bf16"] == pytest.approx((6 * of["matrix"] - 2 * mlp + composed) * num_tokens, rel=0.01)
 
 
 @pytest.mark.compile

@@ -202,7 +202,7 @@ class Layout:
             wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.place]) for m in bank]
             packed[name] = _pad_rows(jnp.stack(wide))
         for name in self.tables:
-            is_whole = len(params[name]) == self.table[name].shape[0]
+            is_whole = len(params[name]) == self.table[name].shape[0]  # shards are shorter, or padded
             packed[name] = _pad_rows(params[name]) if is_whole else params[name]
         for vector, names in self.vectors.items():
             packed[vector] = jnp.concatenate([params[name].reshape(-1) for name in names])

@@ -189,7 +189,7 @@ class Training:
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
         if unread:
-            names, need = ", ".join(self.ready.program.layout.reads), "need ids that spread evenly over it"
+            names, need = ", ".join(self.ready.program.layout.reads), "need ids inside it, spread evenly"
             raise SpeedrunError(f"step {step}: {unread:.0f} rows of {names} could not be read; {need}")
         if bad or not np.isfinite(loss):
             leaf = self.ready.program.layout.first_flagged(meshes.fetch(metrics.nonfinite))

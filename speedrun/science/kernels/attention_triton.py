@@ -126,7 +126,7 @@ def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Arra
     operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, seen.end_query_tile_BM, *of_k
     results, parts = [_like(k_BTHK), _like(v_BTHK)], "all tile tile all all all all one" + back
     dk_BTHK, dv_BTHK = _call(_key_kernel, tiles.keys, tiles, settings, parts, operands, results)
-    return dq_BTHK, dk_BTHK, dv_BTHK, None, *(None for _ in [k_BTHK, *of_k] if of_k)
+    return dq_BTHK, dk_BTHK, dv_BTHK, *[None] * (4 if of_k else 1)  # of `first_BT`, and of `normed`
 
 
 _attention.defvjp(_forward, _backward)
