@@ -118,7 +118,11 @@ def pair_of(recipe: Recipe, ids: Callable[[jax.Array], jax.Array]) -> tuple[Reci
             x_BTD = recipe.forward(rest, tokens_BT, inputs, config, kernels)
             return x_BTD + (p["pairs"] if reads else p["pairs"][ids(tokens_BT)])
 
-        return replace(recipe, table=table, forward=forward)
+        def logits(p, *rest):
+            assert ("pairs" in p) == (reads is None), "a shard would be taken for the table"
+            return recipe.logits(p, *rest)
+
+        return replace(recipe, table=table, forward=forward, logits=logits)
 
     return variant(None), variant(ids)
 
