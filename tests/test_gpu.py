@@ -73,6 +73,27 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
 
         case = f"{name}, window of {window_blocks} blocks, {kind}"
         yield case, partial(results, form), partial(results, attention), (do, seen, *qkv), 0.02
+        if name == "triton":
+            both = partial(results, _with_norm(form, interpreted)), partial(results, _after_norm)
+            yield f"{case}, after QK-norm", *both, (do, seen, *qkv), 0.02
+
+
+def _with_norm(form: Callable[..., Any], interpreted: bool) -> Callable[..., Any]:
+    """Return attention with QK-norm and rotary inside its kernels."""
+
+    def call(q: jax.Array, k: jax.Array, *args: Any, **settings: Any) -> jax.Array:
+        normed = qk_norm_triton.normed(k, _angles(q), interpret=interpreted)
+        return form(q, k, *args, normed=normed, **settings)
+
+    return call
+
+
+def _after_norm(q: jax.Array, k: jax.Array, *args: Any, **settings: Any) -> jax.Array:
+    return attention(*qk_norm(q, k, _angles(q)), *args, **settings)
+
+
+def _angles(q_BTHK: jax.Array) -> Any:
+    return nn.rotary_angles(q_BTHK.shape[1], q_BTHK.shape[3])
 
 
 _TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)

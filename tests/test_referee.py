@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import json
 import lzma
 import math
 import os
@@ -991,6 +992,38 @@ def test_source_of_a_harness_that_nobody_knows_proves_nothing(trained, smoke_dat
     options = Options("some", NONCE, data=smoke_data)
     result = relowered(trained.out, Report(tuple(unknown), strict=True), options, io.StringIO()).results[-1]
     assert (result.check.id, result.status, "V503" in result.messages[0]) == ("V610", "warning", True)
+
+
+@pytest.fixture
+def of_gpu(trained, tmp_path) -> Path:
+    """A record that says that it was made on a GPU, which its environment names."""
+    folder = Path(shutil.copytree(trained.out, tmp_path / "of_gpu"))
+    (log,) = folder.glob("runs/*/metrics.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (preflight,) = (line["event"] for line in lines if line["event"]["ev"] == "preflight")
+    preflight |= {"platform": "gpu", "environment": {"CUDA_VISIBLE_DEVICES": "3", "JAX_PLATFORMS": "cuda"}}
+    log.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return folder
+
+
+def test_a_machine_without_a_gpu_does_not_lower_the_programs_of_one(of_gpu, trained, smoke_data, monkeypatch):
+    monkeypatch.setattr(Rerun, "lowered", None)
+    options = Options("some", NONCE, data=smoke_data)
+    result = relowered(of_gpu, validate(trained.out), options, io.StringIO()).results[-1]
+    assert (result.check.id, result.status, "GPU" in result.messages[0]) == ("V610", "warning", True)
+
+
+def test_the_gpus_of_another_machine_are_not_looked_for_here(of_gpu, smoke_data, monkeypatch):
+    seen = {}
+
+    def run(*_, environment, **__):
+        seen.update(environment)
+        raise SpeedrunError("enough")
+
+    monkeypatch.setattr(sandbox, "run", run)
+    with pytest.raises(SpeedrunError, match="enough"):
+        Rerun(of_gpu, smoke_data, io.StringIO()).lowered()
+    assert not {"JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"} & seen.keys()
 
 
 def test_source_sees_no_validation_text(smoke_data, tmp_path):

@@ -30,12 +30,10 @@ def prepare(platform: str) -> None:
 
     "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if $JAX_PLATFORMS names CUDA.
     """
-    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]  # the second: under Windows
-    has_gpu = bool(found) or "cuda" in (getattr(jax.config, "jax_platforms", None) or "")
     # Without JAX's frames, a recipe would be blamed for its errors.
     jax.config.update("jax_traceback_filtering", "off")
     # Without a GPU, CUDA would print a page before JAX takes the CPU.
-    if platform in ("gpu", "any") and has_gpu:
+    if platform in ("gpu", "any") and has_gpu():
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())
     if rest:
@@ -44,6 +42,12 @@ def prepare(platform: str) -> None:
     for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
         if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
             jax.config.update(name, value)
+
+
+def has_gpu() -> bool:
+    """Say whether this machine has a GPU, or $JAX_PLATFORMS names CUDA."""
+    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]  # the second: under Windows
+    return bool(found) or "cuda" in (getattr(jax.config, "jax_platforms", None) or "")
 
 
 @contextmanager

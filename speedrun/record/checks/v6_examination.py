@@ -274,7 +274,7 @@ def _sizes(run: Run, findings: Findings) -> Iterator[str]:
 LOWERED = check(
     "V610 the source makes the programs",
     why="people read, credit and fork the text, but examiners run the programs",
-    hint="use the run's version of JAX; programs may depend only on the recipe and its settings",
+    hint="use the run's version of JAX, and a GPU for a GPU's; programs may depend only on the recipe and its settings",
 )(_unasked)
 
 REPLAY_CHECKS = (_loss, _normalised, _causal, _separate, _repeated, _its_own, _memory, _generalises, _sizes)

@@ -139,6 +139,10 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
     (harness,) = (result for result in report.results if result.check.id == "V503")
     theirs, ours = jax(run.preflight.software), jax(provenance.software())
     unproven = f"lowered by {theirs}; here is {ours}, which may lower differently" if theirs != ours else ""
+    from speedrun.base.mesh import has_gpu  # it imports JAX
+
+    if run.preflight.platform == "gpu" and not has_gpu():
+        unproven = "lowered for a GPU, which only a machine with one does; --replay examines it here"
     if harness.status != "ok":
         unproven = "the harness of its source is unknown: see V503"
     if unproven:

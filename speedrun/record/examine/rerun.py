@@ -108,13 +108,20 @@ class Rerun:
                 f"{folder}/source.txt is not the source of {self.old.folder}; nothing was executed; "
                 f"'speedrun validate {folder}' says what is wrong"
             )
-        self._environment = self.old.preflight.environment
+        self._environment = dict(self.old.preflight.environment)
+        if self._on_gpu:
+            for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):  # they name GPUs of another machine
+                self._environment.pop(name, None)
         # Other variables could load code.
         if foreign := sorted(self._environment.keys() - set(provenance.VARIABLES)):
             raise UsageError(
                 f"{folder}: the environment of {self.old.folder} holds {clean(', '.join(foreign))}; "
                 f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
             )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.old.preflight.platform == "gpu"
 
     @property
     def rules(self) -> tracks.Track:
@@ -214,7 +221,7 @@ class Rerun:
             environment={**keep, **self._environment, "PYTHONPATH": str(code)},
             stdout=self._echo,
             wall_s=limit_s,
-            gpu=self.old.preflight.platform == "gpu",
+            gpu=self._on_gpu,
             unsafe=self._unsafe,
         )
         if found:
