@@ -70,7 +70,8 @@ CASES = {
 
 #: So small that every case has several.
 TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
-TRITON = partial(attention_triton.attention, forward=TILES, backward=TILES, interpret=True)
+SMALL = attention_triton.Tiling(TILES, TILES, TILES)
+TRITON = partial(attention_triton.attention, tiling=SMALL, interpret=True)
 
 
 def in_turns(*args: jax.Array, **more: Any) -> jax.Array:
@@ -90,7 +91,10 @@ FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     ),
     "triton": lambda _: TRITON,
     "triton in oblong tiles": lambda _: partial(
-        TRITON, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
+        TRITON,
+        tiling=attention_triton.Tiling(
+            TILES._replace(queries=8), TILES._replace(keys=8), TILES._replace(queries=8)
+        ),
     ),
 }
 
@@ -187,7 +191,7 @@ def test_norm_and_rotary_inside_the_kernels_are_those_before_them(tiles):
 
     def inside(q: jax.Array, k: jax.Array, *args: jax.Array, scale: float) -> jax.Array:
         normed = qk_norm_triton.normed(k, angles, interpret=True)
-        return TRITON(q, k, *args, scale=scale, normed=normed, forward=tiles, backward=tiles)
+        return TRITON(q, k, *args, scale=scale, normed=normed, tiling=attention_triton.Tiling(*[tiles] * 3))
 
     def before(q: jax.Array, k: jax.Array, *args: jax.Array, scale: float) -> jax.Array:
         return attention(*qk_norm(q, k, angles), *args, scale=scale)
@@ -228,7 +232,7 @@ def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, bloc
     first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block)
     pairs_NCMS = np.asarray(visible(first_BT))[0].reshape(len(doc) // query_tile, query_tile, -1, key_tile)
     busy_NM = pairs_NCMS.any((1, 3))
-    got = attention_triton.bounds(first_BT, query_tile=query_tile, key_tile=key_tile)
+    got = attention_triton.bounds(first_BT, TILES._replace(queries=query_tile, keys=key_tile))
     np.testing.assert_array_equal(got.first_key_tile_BN[0], busy_NM.argmax(1))
     np.testing.assert_array_equal(got.end_query_tile_BM[0], len(busy_NM) - busy_NM[::-1].argmax(0))
 
@@ -350,16 +354,11 @@ def test_a_form_that_cannot_run_gives_all_reasons():
         choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))
 
 
-def in_warps(number: int) -> attention_triton.Tiles:
-    """Only warps differ, so `plan.cost` counts the tiles of every card."""
-    return attention_triton.BACKWARD._replace(num_warps=number)
-
-
 @pytest.mark.parametrize(
     ("form", "changes", "bound"),
     [
-        ("auto", {"compute_capability": "8.0"}, {"backward": in_warps(8)}),
-        ("auto", {"compute_capability": "9.0"}, {"backward": in_warps(4)}),
+        ("auto", {"compute_capability": "8.0"}, {"tiling": attention_triton.AMPERE}),
+        ("auto", {"compute_capability": "9.0"}, {"tiling": attention_triton.HOPPER}),
         ("banded", {}, {"window_tokens": 14 * 128}),
     ],
 )

@@ -94,7 +94,8 @@ def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_block
         return int(seen_TS.reshape(shape).any(axis=(1, 3)).sum()) * tiles.queries * tiles.keys
 
     found = cost.visited_pairs(num_tokens, window_blocks, block_tokens)
-    assert [*found] == [2 * pairs(attention_triton.FORWARD), 7 * pairs(attention_triton.BACKWARD)]
+    forward, by_queries, by_keys = map(pairs, attention_triton.HOPPER)
+    assert [*found] == [2 * forward, 3 * by_queries + 4 * by_keys]
 
 
 def test_attention_is_counted_for_every_window_of_the_schedule(monkeypatch):

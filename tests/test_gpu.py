@@ -97,14 +97,15 @@ def _angles(q_BTHK: jax.Array) -> Any:
 
 
 _TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
-_interpreted = partial(attention_triton.attention, forward=_TILES, backward=_TILES, interpret=True)
+_TILING = attention_triton.Tiling(_TILES, _TILES, _TILES)
+_interpreted = partial(attention_triton.attention, tiling=_TILING, interpret=True)
 
 
 def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
     for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
         call = choose.QkNormCall(size.head_dim, DTYPE, PLATFORM, CAPABILITY)
         fast = partial(qk_norm_triton.qk_norm, interpret=True)
-        fast = fast if PLATFORM == "cpu" else choose.choose_qk_norm("triton", call).function
+        fast = fast if PLATFORM == "cpu" else choose.qk_norm_form(call).function
         qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), DTYPE)
         angles = tuple(0.36 * a for a in nn.rotary_angles(tokens, size.head_dim))  # with record 89's length
 

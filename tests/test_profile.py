@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,10 @@ from typed import as_words, invoke
 
 from speedrun.base import accelerators
 from speedrun.base.mesh import make_mesh
+from speedrun.machine import profile as profiles
 from speedrun.machine.bench_step import lowered_step
 from speedrun.machine.profile import Event, Profile, profile, usage
-from speedrun.plan import hlo
+from speedrun.plan import cost, hlo
 from speedrun.science.recipe import Recipe
 from speedrun.train.program import Program
 
@@ -67,6 +69,44 @@ def test_kernels_are_compared_with_the_cost_model_by_kind(found):
     assert 0.9 * kernels_ms < sum(one.ms for one in found.kinds) <= kernels_ms * (1 + 1e-9)
     assert {"GEMM f32", "elementwise"} <= {one.kind for one in found.kinds}
     assert all(one.predicted_ms > 0 for one in found.kinds)
+
+
+SLICED = """\
+HloModule step, is_scheduled=true
+
+%dynamic-slice-fusion (p0: bf16[8,256,256], p1: bf16[256,256]) -> bf16[256,256] {
+  %p0 = bf16[8,256,256]{2,1,0} parameter(0)
+  %p1 = bf16[256,256]{1,0} parameter(1)
+  %slice = bf16[1,256,256]{2,1,0} slice(%p0), slice={[7:8], [0:256], [0:256]}
+  %taken = bf16[256,256]{1,0} bitcast(%slice)
+  ROOT %matmul.0 = bf16[256,256]{1,0} custom-call(%p1, %taken), custom_call_target="kernel"
+}
+
+ENTRY %main (w: bf16[8,256,256], x: bf16[256,256]) -> bf16[256,256] {
+  %w = bf16[8,256,256]{2,1,0} parameter(0)
+  %x = bf16[256,256]{1,0} parameter(1)
+  ROOT %fusion.9 = bf16[256,256]{1,0} fusion(%w, %x), kind=kCustom, calls=%dynamic-slice-fusion
+}
+"""
+
+
+def test_a_call_inside_a_fusion_is_that_fusion_though_it_starts_two_kernels():
+    """As cuBLAS and Mosaic do on a GPU, where a trace names the call."""
+
+    def event(start_ns: int) -> SimpleNamespace:
+        stats = {"hlo_op": "matmul.0"}
+        return SimpleNamespace(name="nvjet", stats=stats, start_ns=start_ns, duration_ns=5)
+
+    line = SimpleNamespace(name="Stream #7", events=[event(0), event(5)])
+    data = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[line])])
+    schedule = hlo.parse(SLICED)
+    rows = profiles.rows_of([*profiles.events_of(data, schedule)], schedule, num_runs=1)
+    assert [(row.name, row.calls, row.ms) for row in rows] == [("fusion.9", 2, pytest.approx(1e-5))]
+    (one,) = schedule[-1:]
+    device = accelerators.load("h100")
+    work = cost.Work("elementwise", num_bytes=1e6)
+    (kind,) = profiles.compared(rows, [(one, work)], device)
+    assert kind.predicted_ms == pytest.approx(1e3 * cost.seconds(work, device)[0])
 
 
 @pytest.mark.compile

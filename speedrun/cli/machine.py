@@ -107,19 +107,6 @@ def attention(sizes: AttentionSizes) -> cli.Answer:
     return _answer(bench_kernels.attention(**sizes._asdict()))
 
 
-@cli.command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=bench)
-def norm(
-    *,
-    tokens: Annotated[cli.Count, "Sequence length."] = 2048,
-    heads: Annotated[cli.Count, "Number of heads."] = 4,
-    dim: Annotated[int, cli.Integer(4), "Width of a head."] = 32,
-) -> cli.Answer:
-    """QK-norm and rotary with their gradients, in every form that runs here, against the definition."""
-    from speedrun.machine import bench_kernels
-
-    return _answer(bench_kernels.norm(num_tokens=tokens, num_heads=heads, head_dim=dim))
-
-
 @cli.command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=bench)
 def muon(
     *,

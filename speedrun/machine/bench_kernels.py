@@ -1,9 +1,9 @@
-"""Times kernels against their definitions and bounds: attention, QK-norm, the loss head, Newton-Schulz.
+"""Times kernels against their definitions and bounds: attention, the loss head, Newton-Schulz.
 
 Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary; stacks of K matrices [m, n].
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,8 @@ import optax
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import UsageError
-from speedrun.science import nn
 from speedrun.science.kernels import choose, cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
-from speedrun.science.kernels.choose import Choice, Form
 from speedrun.science.optim.groups import MuonAndAdam
 from speedrun.science.optim.orthogonal import orthogonalize
 from speedrun.science.params import SHARDS
@@ -51,27 +49,6 @@ class FormTimings(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         others = [f"{name:<16} not here: {'; '.join(reasons)}" for name, reasons in self.left_out.items()]
         return "\n".join([*map(str, self.timings), *others, f"{'auto':<16} {self.auto}: {self.reason}"])
-
-
-def compare_forms(
-    forms: Mapping[str, Form], choose: Callable[[str, Any], Choice], call: Any, *args: Any, **settings: Any
-) -> FormTimings:
-    """Time each form that can run `call`, with its gradients.
-
-    A form takes `x`, then `fixed`, then settings. `args` are `fixed`, the gradients of the result, and `x`.
-    """
-
-    def program(form: Callable[..., Any]) -> Callable[..., Any]:
-        def run(fixed: Any, dy: Any, *x: jax.Array) -> Any:
-            y, pull = jax.vjp(lambda *x: form(*x, fixed, **settings), *x)
-            return y, pull(dy)
-
-        return run
-
-    left_out = {name: reasons for name, form in forms.items() if (reasons := form.refusals(call))}
-    programs = {name: program(choose(name, call).function) for name in forms if name not in left_out}
-    auto = choose("auto", call)
-    return FormTimings(compare(programs, *args), left_out, auto.name, auto.reason)
 
 
 def compare(forms: dict[str, Callable[..., Any]], *args: Any) -> list[Timing]:
@@ -121,17 +98,19 @@ def attention(
     seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
     do, *qkv = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
 
-    return compare_forms(choose.ATTENTION, choose.choose_attention, call, seen, do, *qkv, scale=_SCALE)
+    def program(name: str) -> Callable[..., Any]:
+        form = choose.choose_attention(name, call).function
 
+        def run(do: jax.Array, *qkv: jax.Array) -> Any:
+            o, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=_SCALE), *qkv)
+            return o, pull(do)
 
-def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
-    """Time QK-norm and rotary with their gradients in every form; memory is the bound."""
-    platform, compute_capability, dtype = _here()
-    call = choose.QkNormCall(head_dim, dtype, platform, compute_capability)
-    qk, dqk = jax.random.normal(jax.random.key(0), (2, 2, 1, num_tokens, num_heads, head_dim), dtype)
-    angles = nn.rotary_angles(num_tokens, head_dim)
+        return run
 
-    return compare_forms(choose.QK_NORM, choose.choose_qk_norm, call, angles, tuple(dqk), *qk)
+    left_out = {name: why for name, form in choose.ATTENTION.items() if (why := form.refusals(call))}
+    auto = choose.choose_attention("auto", call)
+    programs = {name: program(name) for name in choose.ATTENTION if name not in left_out}
+    return FormTimings(compare(programs, do, *qkv), left_out, auto.name, auto.reason)
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:

@@ -129,20 +129,21 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     found = _read(folder, schedule, num_steps)
     if device := accelerators.named(program.mesh.devices.flat[0].device_kind):
         works = cost.priced(schedule, cost.attention_at(program, first_step))
-        found = found._replace(kinds=_compared(found.rows, works, device))
+        found = found._replace(kinds=compared(found.rows, works, device))
     return found
 
 
-def _compared(
+def compared(
     rows: list[Row], works: Iterable[tuple[hlo.Executed, cost.Work | None]], device: Device
 ) -> list[Compared]:
     """Sum measured and predicted time by kind, longest first."""
-    by_name = {step.instruction.name: work for step, work in works}
+    by_name = {step.instruction.name: (step.times, work) for step, work in works if work}
     sums: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in rows:
-        if work := by_name.get(row.name):
+        if found := by_name.get(row.name):
+            times, work = found
             sums[work.kind][0] += row.ms
-            sums[work.kind][1] += 1e3 * row.calls * cost.seconds(work, device)[0]
+            sums[work.kind][1] += 1e3 * times * cost.seconds(work, device)[0]
     longest_first = sorted(sums.items(), key=lambda item: -item[1][0])
     return [Compared(kind, *both) for kind, both in longest_first]
 
@@ -150,37 +151,44 @@ def _compared(
 def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile:
     """Join the newest trace in a folder with the program."""
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    known = {step.instruction.name: step for step in schedule}
-    events = [*_events(jax.profiler.ProfileData.from_file(str(path)), known)]
+    events = [*events_of(jax.profiler.ProfileData.from_file(str(path)), schedule)]
     if not events:
         raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
+    step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
+    return Profile(step_ms, rows_of(events, schedule, num_steps * len(devices)), devices, num_steps, [])
+
+
+def rows_of(events: Sequence[Event], schedule: list[hlo.Executed], num_runs: int) -> list[Row]:
+    """Sum events by instruction, longest first, for one of `num_runs` steps of a device."""
+    known = {step.instruction.name: step for step in schedule}
     calls = Counter(event.name for event in events)
     total_ns: defaultdict[str, float] = defaultdict(float)
     for event in events:
         total_ns[event.name] += event.end_ns - event.start_ns
-    runs, whole_ns = num_steps * len(devices), sum(total_ns.values())
-    rows = []
+    whole_ns, rows = sum(total_ns.values()), []
     for name, ns in sorted(total_ns.items(), key=lambda item: -item[1]):
         step = known.get(name)
-        moved = step.traffic_bytes * calls[name] if step else 0
+        moved = step.traffic_bytes * step.times * num_runs if step else 0
         rows.append(
             Row(
                 name=name,
                 kind=_kind(step),
                 source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", step.instruction.source if step else ""),
-                calls=calls[name] / runs,
-                ms=ns / runs / 1e6,
+                calls=calls[name] / num_runs,
+                ms=ns / num_runs / 1e6,
                 share=ns / whole_ns,
                 gb_per_s=moved / ns if moved and ns else None,
             )
         )
-    step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
-    return Profile(step_ms, rows, devices, num_steps, [])
+    return rows
 
 
-def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:
+def events_of(data: Any, schedule: list[hlo.Executed]) -> Iterator[Event]:
     """Yield kernels of GPUs, which have a plane each, or instructions from threads of a CPU."""
+    # A trace has the name of a custom call that is inside a fusion, because it reads a slice.
+    known = {one.name: step for step in schedule for one in step.inside.values() if one.target}
+    known |= {step.instruction.name: step for step in schedule}
     for plane in data.planes:
         gpu = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
         for line in plane.lines:
@@ -189,9 +197,10 @@ def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:
             for event in line.events:
                 stats = dict(event.stats)
                 if gpu or "hlo_op" in stats:
-                    name = str(stats.get("hlo_op", event.name))
-                    step, device = known.get(name), int(gpu[1] if gpu else stats["device_ordinal"])
-                    sends = "nccl" in event.name.lower() or _kind(step) in hlo.COLLECTIVES
+                    step = known.get(name := str(stats.get("hlo_op", event.name)))
+                    name, kind = (step.instruction.name if step else name), _kind(step)
+                    device = int(gpu[1] if gpu else stats["device_ordinal"])
+                    sends = "nccl" in event.name.lower() or kind in hlo.COLLECTIVES
                     if step is None or step.instruction.opcode not in _CONTROL:
                         yield Event(name, device, event.start_ns, event.start_ns + event.duration_ns, sends)
 

@@ -35,9 +35,18 @@ class Tiles(NamedTuple):
     num_stages: int  #: of the software pipeline
 
 
-#: 128 queries of width 128 take 32 KB of shared memory; each stage of keys and values takes as much.
-FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
-BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
+class Tiling(NamedTuple):
+    """Tiles of the three kernels."""
+
+    forward: Tiles
+    by_queries: Tiles
+    by_keys: Tiles
+
+
+#: The fastest of 20 on an H200 (docs/LOG.md, 2026-11-26).
+HOPPER = Tiling(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 2))
+#: Not timed. With four warps, registers spill on 8.x.
+AMPERE = Tiling(Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2))
 
 
 class Bounds(NamedTuple):
@@ -47,12 +56,12 @@ class Bounds(NamedTuple):
     end_query_tile_BM: jax.Array  #: i32, exclusive, for each tile of keys
 
 
-def bounds(first_BT: jax.Array, *, query_tile: int, key_tile: int) -> Bounds:
+def bounds(first_BT: jax.Array, tiles: Tiles) -> Bounds:
     """Return the tile of the lowest key of each query tile, and the end of the queries that see each key tile."""
-    last_key_M = jnp.arange(key_tile - 1, first_BT.shape[1], key_tile)
+    last_key_M = jnp.arange(tiles.keys - 1, first_BT.shape[1], tiles.keys)
     search = partial(jnp.searchsorted, v=last_key_M, side="right", method="scan_unrolled")
-    end_BM = jax.vmap(search)(first_BT)
-    return Bounds(first_BT[:, ::query_tile] // key_tile, (-(-end_BM // query_tile)).astype(jnp.int32))
+    end_BM = -(-jax.vmap(search)(first_BT) // tiles.queries)
+    return Bounds(first_BT[:, :: tiles.queries] // tiles.keys, end_BM.astype(jnp.int32))
 
 
 def attention(
@@ -63,8 +72,7 @@ def attention(
     *,
     scale: float,
     normed: tuple[jax.Array, ...] = (),
-    forward: Tiles = FORWARD,
-    backward: Tiles = BACKWARD,
+    tiling: Tiling = HOPPER,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute `attention.attention` to the rounding of the inputs' dtype, for shapes that `refusals` permits.
@@ -74,17 +82,16 @@ def attention(
 
     With `qk_norm_triton.normed` of the keys, QK-norm and rotary come first; gradients are those before both.
     """
-    settings = _Settings(scale, forward, backward, interpret)
+    settings = _Settings(scale, tiling, interpret)
     return _attention(settings, q_BTHK, k_BTHK, v_BTHK, first_BT, *normed)
 
 
 def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
     """Return why the kernels cannot run on this shape."""
     _, num_tokens, _, head_dim = shape_BTHK
-    multiple = math.lcm(FORWARD.queries, FORWARD.keys, BACKWARD.queries, BACKWARD.keys)
     reasons = []
-    if num_tokens % multiple:
-        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}")
+    if num_tokens % 128:  # a multiple of every tile
+        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of 128")
     if head_dim not in (16, 32, 64, 128):
         reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
     return reasons
@@ -92,8 +99,7 @@ def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
 
 class _Settings(NamedTuple):
     scale: float
-    forward: Tiles
-    backward: Tiles
+    tiling: Tiling
     interpret: bool
 
 
@@ -105,9 +111,8 @@ def _attention(settings: _Settings, *args: jax.Array) -> jax.Array:
 def _forward(settings: _Settings, *args: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
     q_BTHK, k_BTHK, v_BTHK, first_BT, *normed = args
     k_BTHK, *of_k = normed or [k_BTHK]  # 1 / rms and angles
-    tiles, angles = settings.forward, of_k[1:]
-    seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, seen.first_key_tile_BN, *angles
+    tiles, angles = settings.tiling.forward, of_k[1:]
+    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, bounds(first_BT, tiles).first_key_tile_BN, *angles
     results, parts = [_like(v_BTHK), _rows(q_BTHK)], "tile all all tile one"
     if angles:
         results, parts = [*results, _like(q_BTHK), _rows(q_BTHK)], parts + " angles"
@@ -118,14 +123,17 @@ def _forward(settings: _Settings, *args: jax.Array) -> tuple[jax.Array, tuple[An
 
 def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
     q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, of_q, of_k = residuals
-    tiles, back = settings.backward, " tile angles" if of_q else ""
-    seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, seen.first_key_tile_BN, *of_q
+    (_, tiles, by_keys), back = settings.tiling, " tile angles" if of_q else ""
+    starts_BN, ends_BM = (
+        bounds(first_BT, tiles).first_key_tile_BN,
+        bounds(first_BT, by_keys).end_query_tile_BM,
+    )
+    operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, starts_BN, *of_q
     results, parts = [_like(q_BTHK), _rows(q_BTHK)], "tile all all tile tile tile tile one" + back
     dq_BTHK, delta_BHT = _call(_query_kernel, tiles.queries, tiles, settings, parts, operands, results)
-    operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, seen.end_query_tile_BM, *of_k
+    operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, ends_BM, *of_k
     results, parts = [_like(k_BTHK), _like(v_BTHK)], "all tile tile all all all all one" + back
-    dk_BTHK, dv_BTHK = _call(_key_kernel, tiles.keys, tiles, settings, parts, operands, results)
+    dk_BTHK, dv_BTHK = _call(_key_kernel, by_keys.keys, by_keys, settings, parts, operands, results)
     return dq_BTHK, dk_BTHK, dv_BTHK, *[None] * (4 if of_k else 1)  # of `first_BT`, and of `normed`
 
 

@@ -111,10 +111,8 @@ def _triton_refusals(call: AttentionCall | QkNormCall) -> list[str]:
 
 
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
-    num_warps = 8 if call.compute_capability.startswith("8.") else 4  # with four, registers spill on 8.x
-    return partial(
-        attention_triton.attention, backward=attention_triton.BACKWARD._replace(num_warps=num_warps)
-    )
+    tiling = attention_triton.AMPERE if call.compute_capability[0] == "8" else attention_triton.HOPPER
+    return partial(attention_triton.attention, tiling=tiling)
 
 
 ATTENTION: Mapping[str, Form] = MappingProxyType(
@@ -129,14 +127,12 @@ ATTENTION: Mapping[str, Form] = MappingProxyType(
     }
 )
 
-QK_NORM: Mapping[str, Form] = MappingProxyType(
-    {
-        "definition": Form(lambda _: [], lambda _: qk_norm),
-        "triton": Form(
-            lambda call: _triton_refusals(call) + fused.refusals(call.head_dim), lambda _: fused.qk_norm
-        ),
-    }
-)
+
+def qk_norm_form(call: QkNormCall) -> Choice:
+    """Return the form that reads and writes each number once where it can run, else the definition."""
+    if refusals := _triton_refusals(call) + fused.refusals(call.head_dim):
+        return Choice("definition", qk_norm, f"not triton: {', '.join(refusals)}")
+    return Choice("triton", fused.qk_norm, "one pass")
 
 
 def mlp_form(call: MlpCall) -> Choice:
@@ -171,29 +167,17 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     else:
         order = ["definition", "banded"]
         why = f"{tokens:,} tokens, windows of up to {call.window_tokens:,}: too little to skip"
-    return _choose("attention", ATTENTION, wanted, order, why, call)
-
-
-def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
-    """Return a form from `QK_NORM`, as `choose_attention` does."""
-    order, why = ["triton", "definition"], "one pass where it can run"
-    return _choose("qk_norm", QK_NORM, wanted, order, why, call)
-
-
-def _choose(
-    operation: str, of: Mapping[str, Form], wanted: str, order: list[str], why: str, call: Any
-) -> Choice:
     if wanted != "auto":
-        if wanted not in of:
-            raise unknown(f"form of {operation}", wanted, ["auto", *of])
-        if reasons := "; ".join(of[wanted].refusals(call)):
+        if wanted not in ATTENTION:
+            raise unknown("form of attention", wanted, ["auto", *ATTENTION])
+        if reasons := "; ".join(ATTENTION[wanted].refusals(call)):
             hint = "or let 'auto' choose another"
-            raise UsageError(f"{operation} form {wanted!r} cannot run: {reasons}; {hint}")
-        return Choice(wanted, of[wanted].bind(call), "asked for")
-    refusals = {name: of[name].refusals(call) for name in order}
+            raise UsageError(f"attention form {wanted!r} cannot run: {reasons}; {hint}")
+        return Choice(wanted, ATTENTION[wanted].bind(call), "asked for")
+    refusals = {name: ATTENTION[name].refusals(call) for name in order}
     name = next(name for name in order if not refusals[name])
     skipped = [f"not {other}: {', '.join(refusals[other])}" for other in order[: order.index(name)]]
-    return Choice(name, of[name].bind(call), "; ".join([why, *skipped]))
+    return Choice(name, ATTENTION[name].bind(call), "; ".join([why, *skipped]))
 
 
 def choose_head(call: HeadCall) -> Choice:
@@ -260,7 +244,7 @@ class Kernels:
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""
         call = QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
-        choice = choose_qk_norm("auto", call)
+        choice = qk_norm_form(call)
         self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
         return choice.function(q_BTHK, k_BTHK, angles)
 
