@@ -52,7 +52,7 @@ KERNEL_LINES = 1_350
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, and 1,000 for record 92, of which rows that travel are
 #: the first part.
-ALLOWANCES = {"speed": 600, "record 92": 150}
+ALLOWANCES = {"speed": 600, "record 92": 300}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60
@@ -118,7 +118,7 @@ def test_no_module_reaches_itself():
 def test_science_imports_no_instrument():
     """The register of recipes is one itself: `record.source` does not count it as science."""
     code = ("science", "recipes")
-    allowed = {"speedrun.base.errors", "speedrun.base.limits", "speedrun.base.mesh", "speedrun.base.sizes"}
+    allowed = {f"speedrun.base.{name}" for name in ("canonical", "errors", "limits", "mesh", "sizes")}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES
