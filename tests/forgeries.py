@@ -16,6 +16,7 @@ from record_forge import (
     alone,
     both,
     change,
+    edit_track,
     forge,
     moments,
     shard,
@@ -264,6 +265,16 @@ def fixed(*edits: Edit, rules: tuple[str, str] = ("", ""), **spec) -> Build:
             runlog.Step, inputs=lambda step: {"lr_scale": 0.5, "window_blocks": WINDOWS[step.step]}
         )
         forge(folder, edit_log=both(windows, *edits), **spec)
+
+    return build
+
+
+def capped(most_params: int) -> Build:
+    """Runs on a track with a cap."""
+
+    def build(folder: Path) -> None:
+        edit_track("ranked = true", f"ranked = true\nmost_params = {most_params}")
+        forge(folder)
 
     return build
 
@@ -571,6 +582,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V505", "a table beside the parameters", logged(change(runlog.Plan, state_bytes_per_device=2**22))),
     ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),
     ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),
+    ("V506", "more than the track permits", capped(999_999)),
     ("V506", "another model in one run", in_one_run(change(runlog.Plan, shapes={"table": (1000, 1000)}))),
     ("V506", "arithmetic of nothing", logged(change(runlog.Plan, shapes=MATRICES, flops_per_token=1.0))),
     ("V506", "do not fit into the state", logged(change(runlog.Plan, state_bytes_per_device=1000))),

@@ -54,6 +54,7 @@ def problems(report: Report) -> dict[str, tuple[str, ...]]:
 
 TOUCHING = shard("t_train_1.bin", 0, 300), shard("t_train_1.bin", 300, 600), shard("t_train_2.bin", 0, 400)
 HONEST = {
+    "as many parameters as the track permits": forgeries.capped(1_000_000),
     "as it is": forge,
     "an optimiser that differs where the model is fixed":
         fixed(edit_source=forgeries.with_file("speedrun/science/optim/groups.py", "Adam = abs\n")),

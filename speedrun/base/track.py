@@ -57,6 +57,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranked: bool  #: else results are shown, not ranked
     rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
     device_kind: str = ""  #: as its driver names it; empty: any
+    most_params: int | None = None  #: None: models may have any size
     state_bytes_per_param: float = 16.0  #: at most; a float32 parameter, two moments and one copy make 16
 
 

@@ -99,8 +99,11 @@ def advice(checks: list[Check], *, asked: str | None) -> str:
         for track in map(tracks.load, tracks.names())
         if track.rules.ranked and marks.get(f"track {track.name}")
     ]
-    hardest = max(ranked, key=lambda track: track.rules.num_devices, default=tracks.load(SMOKE))
-    track = tracks.load(asked) if asked else hardest
+
+    def difficulty(track: tracks.Track) -> tuple[int, bool]:
+        return track.rules.num_devices, track.rules.most_params is None
+
+    track = tracks.load(asked) if asked else max(ranked, key=difficulty, default=tracks.load(SMOKE))
     if not marks.get(f"data {track.name}"):
         return track.data.get
     if track.rules.ranked:

@@ -16,6 +16,7 @@ from speedrun import recipes
 from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
 from speedrun.science.inputs import Plan
+from speedrun.science.params import Table, count
 from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
 from speedrun.train.checkpoint import differences, form, named
 from speedrun.train.program import Program
@@ -117,6 +118,15 @@ def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form)
         raise UsageError(f"{what}: {difference}")
     if jax.tree.structure(got) != jax.tree.structure(need):
         raise UsageError(f"{what}: the arrays of init in other containers; keep those")
+
+
+def check_size(table: Table, track: Track) -> None:
+    """Check that a model has no more parameters than the track permits."""
+    most, found = track.rules.most_params, count(table)
+    if most is not None and found > most:
+        raise UsageError(
+            f"got {found:,} parameters; {track.id} permits {most:,}; choose smaller tables or another track"
+        )
 
 
 def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:

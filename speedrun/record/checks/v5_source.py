@@ -136,6 +136,8 @@ def _parameters(run: Run, record: Record) -> Iterator[str]:
     (plan,) = run.of(runlog.Plan)
     if (count := sum(map(prod, plan.shapes.values()))) != plan.num_params:
         yield f"says {plan.num_params:,} parameters, its shapes sum to {count:,}"
+    if (most := record.rules.rules.most_params) is not None and plan.num_params > most:
+        yield f"{plan.num_params:,} parameters; the track permits {most:,}"
     (first,) = record.finished[0].of(runlog.Plan)
     if (plan.num_params, plan.shapes) != (first.num_params, first.shapes):
         yield f"has other parameters than {record.finished[0].folder}"
