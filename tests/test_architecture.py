@@ -52,7 +52,7 @@ KERNEL_LINES = 1_350
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, and 1,000 for record 92, of which rows that travel are
 #: the first part.
-ALLOWANCES = {"speed": 600, "record 92": 340}
+ALLOWANCES = {"speed": 600, "record 92": 400}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

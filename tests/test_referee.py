@@ -550,7 +550,7 @@ def programs_of(monkeypatch, **functions) -> Programs:
     texts = {name: jax.jit(one).lower(args[name]).as_text() for name, one in functions.items()}
     monkeypatch.setattr(Programs, "text", lambda _, name: texts[name])
     lowered = SimpleNamespace(programs=texts, steps=("train",))
-    given: Any = SimpleNamespace(platforms={"cpu": lowered})
+    given: Any = SimpleNamespace(platforms={"cpu": lowered}, derived=())
     return Programs(given, make_mesh(1))
 
 

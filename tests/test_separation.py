@@ -78,7 +78,7 @@ def without_attention(recipe: Recipe) -> Recipe:
 
 def local_gradients() -> Program:
     program = on_node()
-    own = LocalGradients(SMOKE, program.mesh, program.microbatches, program.kernels, program.constants)
+    own = LocalGradients(SMOKE, program.mesh, program.microbatches, program.kernels, program.constants.arrays)
     vars(program)["step"] = own
     return program
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+#: Among the constants of a recipe, the inputs NAME.bits, NAME.row_of and NAME.column_of.
+IMPOSSIBLE_PAIRS = "impossible pairs"
 #: GPT-2's pattern ends a word after these.
 _CONTRACTION = re.compile(r"(^|[^\W_])'(s|t|re|ve|m|ll|d)$")
 _NEVER = 2**31 - 1  #: a rank that no merge has
@@ -27,14 +29,8 @@ class Pairs(NamedTuple):
     column_of: np.ndarray  #: u16 [V]
 
 
-class _Piece(NamedTuple):
-    """The first or last bytes of a token while ranks are in a range; `end` is exclusive."""
-
-    text: bytes
-    start: int
-    end: int
-
-
+#: Bytes of a token's first or last piece, and the ranks at which it begins and ends to be that.
+_Piece = tuple[bytes, int, int]
 #: Merges that a piece of a token would enter; the character at the seam: S space, N digit, L letter, O other, ? cut.
 _Key = tuple[tuple[int, ...], str]
 
@@ -51,17 +47,20 @@ def impossible_pairs(tokens: Sequence[bytes]) -> Pairs:
         if pair:
             lefts[pair[0]].append(rank)
             rights[pair[1]].append(rank)
-    row_of, rows = _numbered((_entered(lasts[i], lefts), _last(token)) for i, token in enumerate(tokens))
-    column_of, columns = _numbered(
-        (_entered(firsts[i], rights), _first(token)) for i, token in enumerate(tokens)
+    texts = [token.decode(errors="surrogateescape") for token in tokens]
+    row_of, last_R, by_row = _numbered(
+        (_entered(lasts[i], lefts), _last(text)) for i, text in enumerate(texts)
     )
-    found, by_row, by_column = np.zeros((len(rows), len(columns)), bool), _by_merge(rows), _by_merge(columns)
+    column_of, first_C, by_column = _numbered(
+        (_entered(firsts[i], rights), _kind(text[:1])) for i, text in enumerate(texts)
+    )
+    found = np.zeros((len(last_R), len(first_C)), bool)
     for rank in by_row.keys() & by_column.keys():
         found[np.ix_(by_row[rank], by_column[rank])] = True
-    kinds = np.array([kind for _, kind in rows]), np.array([kind for _, kind in columns])
-    for last, first in product(*(np.unique(kind) for kind in kinds)):
-        if not _joined(str(last), str(first)):
-            found[np.ix_(kinds[0] == last, kinds[1] == first)] = False
+    # GPT-2's pattern splits the text at these seams.
+    for last, first in product(map(str, np.unique(last_R)), map(str, np.unique(first_C))):
+        if first == "?" or last == "'" or last + first in ("SS", "OL"):
+            found[np.ix_(last_R == last, first_C == first)] = False
     (first_row, same_row), (first_column, same_column) = _distinct(found), _distinct(found.T)
     bits = np.packbits(found[first_row][:, first_column], axis=1, bitorder="little")
     return Pairs(bits, same_row[row_of], same_column[column_of])
@@ -74,29 +73,22 @@ def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.unique(of, return_index=True)[1], np.array(of, np.uint16)
 
 
-def _replayed(
-    token: bytes, ranks: Mapping[bytes, int]
-) -> tuple[list[_Piece], list[_Piece], tuple[bytes, bytes] | None]:
-    """Merge the bytes of a token; return its first pieces, its last pieces, and the merge that makes it."""
+def _replayed(token: bytes, ranks: Mapping[bytes, int]) -> tuple[list[_Piece], list[_Piece], list[bytes]]:
+    """Merge the bytes of a token; return its first pieces, its last pieces, and both sides of the last merge."""
     parts = [token[i : i + 1] for i in range(len(token))]
-    firsts, lasts, pair = [(token[:1], 0)], [(token[-1:], 0)], None
+    firsts, lasts, pair = [(token[:1], 0, _NEVER)], [(token[-1:], 0, _NEVER)], []
     while len(parts) > 1:
         rank, at = min((ranks.get(a + b, _NEVER), i) for i, (a, b) in enumerate(pairwise(parts)))
         if rank == _NEVER:
             break
-        pair = parts[at], parts[at + 1]
-        parts[at : at + 2] = [pair[0] + pair[1]]
+        pair = parts[at : at + 2]
+        parts[at : at + 2] = [b"".join(pair)]
         # A merge of this rank at the seam comes after one to its left, before one to its right.
-        if at == 0:
-            firsts.append((parts[0], rank + 1))
-        if at == len(parts) - 1:
-            lasts.append((parts[-1], rank))
-    return _pieces(firsts), _pieces(lasts), pair
-
-
-def _pieces(starts: list[tuple[bytes, int]]) -> list[_Piece]:
-    ends = [*(start for _, start in starts[1:]), _NEVER]
-    return [_Piece(text, start, end) for (text, start), end in zip(starts, ends, strict=True)]
+        for pieces, changed, start in ((firsts, at == 0, rank + 1), (lasts, at == len(parts) - 1, rank)):
+            if changed:
+                pieces[-1] = (*pieces[-1][:2], start)
+                pieces.append((parts[at], start, _NEVER))
+    return firsts, lasts, pair
 
 
 def _entered(pieces: list[_Piece], merges: Mapping[bytes, list[int]]) -> tuple[int, ...]:
@@ -108,34 +100,19 @@ def _entered(pieces: list[_Piece], merges: Mapping[bytes, list[int]]) -> tuple[i
     return tuple(found)
 
 
-def _numbered(keys: Iterable[_Key]) -> tuple[np.ndarray, list[_Key]]:
-    """Return the number of each key, and the distinct keys."""
-    numbers: dict[_Key, int] = {}
-    of = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return np.array(of), [*numbers]
-
-
-def _by_merge(keys: list[_Key]) -> dict[int, list[int]]:
-    found = defaultdict[int, list[int]](list)
-    for number, (ranks, _) in enumerate(keys):
+def _numbered(keys: Iterable[_Key]) -> tuple[np.ndarray, np.ndarray, dict[int, list[int]]]:
+    """Return the number of each key; the characters of the distinct keys, and their numbers by merge."""
+    numbers, by_merge = dict[_Key, int](), defaultdict[int, list[int]](list)
+    of = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+    for (ranks, _), number in numbers.items():
         for rank in ranks:
-            found[rank].append(number)
-    return found
+            by_merge[rank].append(number)
+    return of, np.array([kind for _, kind in numbers]), by_merge
 
 
-def _joined(last: str, first: str) -> bool:
-    """Say whether GPT-2's pattern can keep both sides of a seam in one word."""
-    return first != "?" and last != "'" and last + first not in ("SS", "OL")
-
-
-def _last(token: bytes) -> str:
+def _last(text: str) -> str:
     """Return the kind of the last character, or ' for a contraction."""
-    text = token.decode(errors="surrogateescape")
     return "'" if _CONTRACTION.search(text) else _kind(text[-1:])
-
-
-def _first(token: bytes) -> str:
-    return _kind(token.decode(errors="surrogateescape")[:1])
 
 
 def _kind(character: str) -> str:

@@ -1,7 +1,7 @@
 """`programs-<digest>.xz`: the programs of a run, so that an examiner needs to run no source of a record.
 
     init       u32[2], the data of a key -> the leaves of the state
-    constants  nothing -> the constants that the recipe computes
+    constants  nothing -> the constants that the recipe computes; those that are derived follow them
     train      leaves, constants, tokens_BT, targets_BT -> leaves, loss; one for each shape
     hidden     parameters, constants, step, tokens_BT -> hidden state before the head [B, T, D]; one for each `Static`
     logits     parameters, constants, step, x_ND -> [N, V]; one for each `Static`
@@ -42,6 +42,7 @@ class Archive(Strict, frozen=True):
     )
     document_tokens: Numbers  #: most tokens of a document in each step; 0: contiguous text
     platforms: dict[str, Lowered]  #: by their names in `jax.export`: cpu, cuda
+    derived: Names = ()  #: constants that are the impossible pairs of the track's vocabulary; none is contained
 
 
 def name_of(sha256: str) -> str:

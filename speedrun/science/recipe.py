@@ -45,8 +45,8 @@ def no_carry(_: Any) -> Params:
 
 #: The bytes of each id, b"" for special tokens; () if the data does not define them.
 Vocabulary = tuple[bytes, ...]
-#: Arrays by name, or functions that compute them, so that a record need not contain the arrays.
-Constants = dict[str, np.ndarray | Callable[[], jax.Array]]
+#: Arrays by name; a record need not contain functions that compute them, nor `base.canonical.IMPOSSIBLE_PAIRS`.
+Constants = dict[str, np.ndarray | Callable[[], jax.Array] | str]
 
 
 def no_constants(_: Any, __: Vocabulary) -> Constants:

@@ -122,11 +122,9 @@ def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form)
 
 def check_size(table: Table, track: Track) -> None:
     """Check that a model has no more parameters than the track permits."""
-    most, found = track.rules.most_params, count(table)
-    if most is not None and found > most:
-        raise UsageError(
-            f"got {found:,} parameters; {track.id} permits {most:,}; choose smaller tables or another track"
-        )
+    most = track.rules.most_params
+    if most is not None and (found := count(table)) > most:
+        raise UsageError(f"got {found:,} parameters; {track.id} permits {most:,}; choose smaller tables")
 
 
 def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:

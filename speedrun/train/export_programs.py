@@ -62,6 +62,7 @@ def exported(ready: Ready) -> Archive:
             recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
         ),
         platforms=platforms,
+        derived=tuple(program.constants.derived_names),
     )
 
 
@@ -94,12 +95,12 @@ def _training(
         return tuple(jax.tree.leaves(program.init(jax.random.wrap_key_data(data))))
 
     def constants() -> tuple[jax.Array, ...]:
-        return tuple(one() for one in program.computed.values())
+        return tuple(one() for one in program.constants.computed.values())
 
     def step(static: Static) -> Any:
         def train(*args: jax.Array) -> tuple[jax.Array, ...]:
-            leaves, computed, ids = _split(args, len(where), len(program.computed))
-            schedule = given | dict(zip(program.computed, computed, strict=True))
+            leaves, passed, ids = _split(args, len(where), len(program.constants.passed))
+            schedule = given | dict(zip(program.constants.passed, passed, strict=True))
             before = jax.tree.unflatten(structure, leaves)
             after, metrics = program.train_step_for(static)(before, *ids, schedule)
             return *jax.tree.leaves(after), jnp.sum(metrics.loss)
@@ -108,9 +109,9 @@ def _training(
 
     key = jax.ShapeDtypeStruct((2,), np.uint32)
     found = {"init": lower(jax.jit(init, out_shardings=where))(key), "constants": lower(jax.jit(constants))()}
-    computed = [program.schedule[name] for name in program.computed]
+    passed = [program.schedule[name] for name in program.constants.passed]
     for shape, name in names.items():
-        found[name] = lower(step(shape.static))(*jax.tree.leaves(state), *computed, *program.ids(shape))
+        found[name] = lower(step(shape.static))(*jax.tree.leaves(state), *passed, *program.ids(shape))
     return found
 
 
@@ -123,7 +124,7 @@ def _scoring(
     program: Program, params: Params, names: dict[Static, str], lower: Any
 ) -> dict[str, export.Exported]:
     """Lower the programs that score, for one device: a forward pass and the head for each name."""
-    recipe, plan, num_computed = program.recipe, program.step.plan, len(program.computed)
+    recipe, plan, passed = program.recipe, program.step.plan, program.constants.passed
     kinds = recipe.table(recipe.config)
     packed = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     structure = jax.tree.structure(packed)
@@ -137,8 +138,8 @@ def _scoring(
         }
 
     def run(function: Any, static: Static, *args: jax.Array) -> jax.Array:
-        leaves, computed, (step, x) = _split(args, len(packed), num_computed)
-        schedule = plan.schedule | dict(zip(program.computed, computed, strict=True))
+        leaves, arrays, (step, x) = _split(args, len(packed), len(passed))
+        schedule = plan.schedule | dict(zip(passed, arrays, strict=True))
         return function(view(leaves), x, plan.at(step, jax.tree.map(jnp.asarray, schedule), static))
 
     def forward(params: Params, tokens_BT: jax.Array, inputs: Any) -> jax.Array:
@@ -146,7 +147,7 @@ def _scoring(
 
     seq_len = recipe.eval_seq_len
     ids_BT = jax.ShapeDtypeStruct((max(1, _FORWARD_TOKENS // seq_len), seq_len), np.int32)
-    arrays = [*map(plan.constants.__getitem__, program.computed), np.int32(0)]
+    arrays = [*map(plan.constants.__getitem__, passed), np.int32(0)]
     args, found = (*jax.tree.leaves(packed), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)), {}
     for static, name in names.items():
         hidden, logits = (jax.jit(partial(run, f, static)) for f in (forward, program.logits))

@@ -27,11 +27,12 @@ from speedrun.base.mesh import DATA
 from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
 from speedrun.science import rows
-from speedrun.science.inputs import Arrays, Inputs, Static
+from speedrun.science.inputs import Inputs, Static
 from speedrun.science.kernels.choose import HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
-from speedrun.science.recipe import Constants, Forward, Recipe, Vocabulary
+from speedrun.science.recipe import Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
+from speedrun.train.constants import RecipeConstants
 
 #: Custom calls that a program may contain: kernels of Pallas.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
@@ -42,7 +43,6 @@ _CALLS = re.compile(
 )
 #: Operations whose results are stored for the backward pass if memory is scarce.
 STORED = ("dot_general", "pallas_call", "custom_vjp_call")
-MOST_CONSTANT_BYTES = 2**25  #: of a recipe: on each device, and in each program of a record
 #: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
@@ -145,35 +145,12 @@ class Program:
         recipe = self.recipe
         if self.memory == "scarce":
             recipe = replace(recipe, forward=recomputed(recipe.forward))
-        return Step(recipe, self.mesh, self.microbatches, self.kernels, self.constants)
+        return Step(recipe, self.mesh, self.microbatches, self.kernels, self.constants.arrays)
 
     @cached_property
-    def _given(self) -> Constants:
-        config = self.recipe.config
-        known = (b"",) * config.vocab_size if self.vocabulary is None else self.vocabulary
-        try:
-            return dict(self.recipe.constants(config, known))
-        except LookupError as error:
-            need = "need some for any vocabulary, and for none"
-            raise UsageError(f"its constants raise {error!r}; {need}") from None
-
-    @cached_property
-    def computed(self) -> dict[str, Callable[[], jax.Array]]:
-        """The constants that are functions: a record carries their programs instead of the arrays."""
-        return {name: jax.jit(x) for name, x in self._given.items() if callable(x)}
-
-    def constants(self) -> Arrays:
-        """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
-        given: dict[str, Any] = {**self._given}
-        given |= {name: np.asarray(make()) for name, make in self.computed.items()}
-        for name, x in given.items():
-            if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
-                what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
-                need = "need NumPy numbers of 32 bits or less"
-                raise UsageError(f"its constants give {name!r} as {what}; {need}")
-        if (size := sum(x.nbytes for x in given.values())) > MOST_CONSTANT_BYTES:
-            raise UsageError(f"its constants have {size:,} bytes; need {MOST_CONSTANT_BYTES:,} or less")
-        return {name: x.copy() for name, x in given.items()}
+    def constants(self) -> RecipeConstants:
+        """The constants of the recipe."""
+        return RecipeConstants(self.recipe, self.vocabulary)
 
     @property
     def layout(self) -> Layout:

@@ -25,7 +25,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import CheckpointError, SpeedrunError, UsageError
 from speedrun.base.output import reported
 from speedrun.base.wholefile import require_regular
-from speedrun.data import shards, stream
+from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.record.examine import causality
 from speedrun.record.examine.stablehlo import Programs
@@ -61,7 +61,8 @@ class _Examiner:
     def __init__(self, request: Examination) -> None:
         self.request, self.track = request, tracks.load(request.track)
         self.archive = read_programs(request.programs.read_bytes())
-        self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas))
+        known = vocabulary.load(self.track, request.data) if self.archive.derived else ()
+        self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas), known)
         self.shards = shards.open_track(request.data, self.track.data)
         self.end = request.num_steps
         validated = {self.end, *filter(self.track.validates_at, range(self.end))}

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 from jax.sharding import Mesh
 
@@ -14,7 +15,9 @@ from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.record.archive import Archive
 from speedrun.science.params import SHARDS
+from speedrun.science.recipe import Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS
+from speedrun.train.constants import derived
 from speedrun.train.program import inspect
 
 #: A constant as MLIR prints it: the hex digits of an array, or nested numbers.
@@ -26,7 +29,8 @@ _NARROW = re.compile(r"[x<](bf16|f16|f8)")
 class Programs:
     """The programs of an archive for the devices of a mesh, by name. Each is read and compiled once."""
 
-    def __init__(self, archive: Archive, mesh: Mesh) -> None:
+    def __init__(self, archive: Archive, mesh: Mesh, vocabulary: Vocabulary = ()) -> None:
+        self.derived = [*derived(archive.derived, vocabulary).values()]
         self.mesh, self.platform = mesh, "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
         if self.platform not in archive.platforms:
             got = clean(", ".join(archive.platforms)) or "no platform"
@@ -58,7 +62,8 @@ class Programs:
     def state(self) -> list[jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of each leaf of a state."""
         args, num_leaves = self._args(self.lowered.steps[0]), len(self.archive.leaves)
-        if len(args) != (need := num_leaves + len(self.exported("constants").out_avals) + 2):
+        num_constants = len(self.exported("constants").out_avals) + len(self.derived)
+        if len(args) != (need := num_leaves + num_constants + 2):
             raise UsageError(f"a step takes {len(args)} arrays, its archive says {need}; run again")
         return args[:num_leaves]
 
@@ -120,7 +125,7 @@ class Programs:
     @cached_property
     def constants(self) -> tuple[jax.Array, ...]:
         """The constants that the programs take as arguments."""
-        return self.compiled("constants")()
+        return *self.compiled("constants")(), *map(jnp.asarray, self.derived)
 
     def compiled(self, name: str, *, outs: Any = None) -> Any:
         """Inspect and compile a program; with `outs`, the shardings of its results, donate the leaves of a state."""
