@@ -16,13 +16,12 @@ import safetensors.numpy
 from browsers import chromium, tab
 from test_trained import laptop, moved
 
-from speedrun import recipes
 from speedrun.base import track
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.serving import CONTENT_TYPES, Reply, serving
 from speedrun.base.wholefile import make_folder
-from speedrun.data import synthetic, tokenizer, vocabulary
-from speedrun.model import page_folder, page_server, page_training
+from speedrun.data import tokenizer, vocabulary
+from speedrun.model import page_folder, page_server
 from speedrun.model.decode import Decoder, Draw
 from speedrun.model.page_program import ELEMENTWISE, Constants, program
 from speedrun.science.inputs import Inputs
@@ -55,18 +54,9 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recipe_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("web") / "recipe"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(page_training.TINY, "stages.0.num_steps", 12)
-        page_training.write(recipes.load("smoke"), out)
-    return out
-
-
-@pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page with all modules."""
-    answer = page_server.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
+    answer = page_server.answering([request.getfixturevalue("root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
         blank = Reply(
@@ -78,7 +68,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
         page.goto(f"{url}blank")
         page.evaluate(
             """async () => {
-              for (const name of ["jaxpr", "draw", "tokenizer", "safetensors", "model", "training"]) {
+              for (const name of ["jaxpr", "draw", "tokenizer", "safetensors", "model"]) {
                 window[name] = await import(`/${name}.js`);
               }
               await model.start();
@@ -392,78 +382,3 @@ def test_the_page_writes_and_says_what_is_wrong(page, hand):
         hand.click("#write")
         hand.wait_for_selector("#write:not([disabled])")
         assert said in hand.inner_text("#error")
-
-
-COMPARE = """
-async (factor) => {
-  const one = await training.Trainer.load("training");
-  const rate = one.facts.schedule[0];
-  rate.values = rate.values.map((x) => x * factor);
-  return await one.compare();
-}
-"""
-TRAIN = """
-async (numSteps) => {
-  const one = await training.Trainer.load("training");
-  const losses = [];
-  while (losses.length < numSteps) losses.push(await one.next());
-  one.reset();
-  return [losses, await one.next(), one.facts];
-}
-"""
-
-
-def test_a_training_step_is_that_of_jax_and_so_are_losses(page):
-    """At step 10. Muon's update amplifies the gradient's rounding."""
-    found = page.evaluate(COMPARE, 1.0)
-    packed = {"bank.64x128.0", "bank.64x64.0", "bank.64x64.1", "embed", "head", "scalars", "value_embed.0"}
-    assert {*found["gradient"]} == {*found["update"]} == packed
-    assert found["loss"] < 3e-6
-    assert max(found["gradient"].values()) < 2e-5
-    assert max(found["update"].values()) < 5e-5
-    found = page.evaluate(COMPARE, 1.01)  # a wrong learning rate is visible
-    assert max(found["gradient"].values()) < 2e-5
-    np.testing.assert_allclose(list(found["update"].values()), 0.01, rtol=0.01)
-    losses, again, facts = page.evaluate(TRAIN, 10)
-    expected = np.array(facts["losses"])[:10]
-    np.testing.assert_allclose(losses[:2], expected[:2], rtol=5e-6)
-    np.testing.assert_allclose(losses, expected, rtol=1e-2)
-    assert again == losses[0]
-    assert expected[9] < expected[0] - 0.5
-
-
-def test_batches_of_the_page_are_the_first_of_the_track():
-    whole = synthetic.generate(synthetic.Source(**(TRACK.synthetic or {})), 1, 200).reshape(-1)
-    found = page_training.batches(9, 4, 64)
-    assert len(found) == 9
-    for i, (tokens_BT, targets_BT) in enumerate(found):
-        assert tokens_BT.ravel().tolist() == whole[i * 256 : (i + 1) * 256].tolist()
-        assert targets_BT.ravel().tolist() == whole[i * 256 + 1 : (i + 1) * 256 + 1].tolist()
-
-
-@pytest.mark.parametrize("name", ["docs", "record89"])
-def test_a_recipe_that_does_not_fit_is_refused(name):
-    with pytest.raises(UsageError):
-        page_training.tiny(recipes.load(name))
-
-
-def test_the_page_trains_and_stops(page, hand):
-    hand.goto(page.url.replace("blank", "train.html"))
-    hand.wait_for_selector("#start:not([disabled])")
-    assert "config.model_dim=64" in hand.inner_text("#settings")
-    hand.focus("#start")
-    hand.keyboard.press("Enter")
-    hand.wait_for_function("() => parseInt(document.getElementById('step').textContent) > 0")
-    hand.click("#stop")
-    hand.wait_for_function("() => document.getElementById('status').textContent === 'Stopped.'")
-    assert hand.locator("#checks tr").count() == 3
-    assert re.fullmatch(r"\d\.\de-\d", hand.inner_text("#largest"))
-    assert hand.inner_text("#start") == "Go on"
-    hand.click("#start")
-    hand.wait_for_function("() => document.getElementById('step').textContent === '12 of 12'")
-    hand.focus("#chart")
-    hand.keyboard.press("End")
-    for name in ("JAX", "this page"):
-        assert re.search(rf"step 11, {name}: \d\.\d{{4}}", hand.inner_text("#chart .readout"))
-    hand.click("#reset:not([disabled])")
-    assert hand.inner_text("#step") == "0 of 12"

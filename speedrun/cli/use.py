@@ -3,7 +3,6 @@
 import os
 import shlex
 import socket
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -147,43 +146,23 @@ def _write(
             click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
 
 
-@cli.command("speedrun play docs-web", "speedrun play docs-web smoke-web", "speedrun play --recipe smoke")
+@cli.command("speedrun play docs-web", "speedrun play docs-web smoke-web")
 def play(
     ctx: click.Context,
-    folders: Annotated[tuple[Path, ...], "[DIR...]"] = (),
+    folders: Annotated[tuple[Path, ...], "DIR..."],
     *,
-    recipe: cli.Recipe | None = None,
     port: cli.Port = 3281,
 ) -> None:
     """Serve the page of DIR, from 'speedrun export RUN --to web', on this machine only.
 
     The browser computes. With several folders, two models write next to each other, with the same seed. Ctrl-C or
     SIGTERM ends it.
-
-    Options:
-        recipe: Also serve a page that trains a tiny form of this recipe, and compare with JAX, which trains it first.
     """
     from speedrun.model.page_server import answering
 
-    if not folders and recipe is None:
-        raise UsageError("nothing to serve; name a folder that 'export --to web' made, or pass --recipe")
-    with tempfile.TemporaryDirectory() as scratch, signals.handled_by(signals.stop):
-        if recipe is not None:
-            folders = (_trainable(recipe, Path(scratch) / "page"), *folders)
-        with stoppable() as stopped, serving(answering(folders), port) as url:
-            url += "train.html" if recipe is not None else ""
-            cli.show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=ctx.params["as_json"])
-            stopped()
-
-
-def _trainable(recipe: str, out: Path) -> Path:
-    from speedrun import recipes
-    from speedrun.base import mesh
-    from speedrun.model import page_training
-
-    mesh.prepare("cpu")
-    page_training.write(recipes.load(recipe), out)
-    return out
+    with signals.handled_by(signals.stop), stoppable() as stopped, serving(answering(folders), port) as url:
+        cli.show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=ctx.params["as_json"])
+        stopped()
 
 
 @cli.command(

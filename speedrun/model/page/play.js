@@ -128,7 +128,6 @@ async function submit(event) {
 async function begin() {
   const backends = await start();
   const names = await read("models.json", "json");
-  if (!names.length) return location.replace("train.html"); // the folder of a recipe
   const { facts } = await model(names[0], backends[0]);
   $("left").replaceChildren(...names.map((name) => new Option(name)));
   $("right").replaceChildren(new Option("none", NONE), ...names.map((name) => new Option(name)));
