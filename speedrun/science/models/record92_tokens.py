@@ -40,13 +40,13 @@ def ngram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
 
 def ngrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
     """Return the sum of the vectors of pairs and triples, each times random signs of another hash: [B, T, D]."""
-    num_signs, total_BTD = len(signs_SD), jnp.zeros(())
-    for i, (factors, vectors_BTD) in enumerate(
-        zip((PAIR_SIGN, TRIPLE_SIGN), jnp.split(p["ngram_embed"], 2, axis=1), strict=True)
-    ):
-        sign_BT = (hashed(tokens_BT, factors) % num_signs).at[:, : i + 1].set(0)
-        total_BTD += vectors_BTD * signs_SD[sign_BT].astype(vectors_BTD.dtype)
-    return total_BTD
+
+    def signed(vectors_BTD: jax.Array, factors: tuple[int, ...]) -> jax.Array:
+        sign_BT = (hashed(tokens_BT, factors) % len(signs_SD)).at[:, : len(factors) - 1].set(0)
+        return vectors_BTD * signs_SD[sign_BT].astype(vectors_BTD.dtype)
+
+    pairs_BTD, triples_BTD = jnp.split(p["ngram_embed"], 2, axis=1)
+    return signed(pairs_BTD, PAIR_SIGN) + signed(triples_BTD, TRIPLE_SIGN)
 
 
 def segments(tokens_BT: jax.Array, document_token: int, most: int) -> jax.Array:
