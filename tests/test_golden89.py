@@ -7,6 +7,7 @@ lengths and schedules come from the file.
 import copy
 import dataclasses
 import json
+import math
 import runpy
 from collections.abc import Mapping
 from functools import partial
@@ -204,14 +205,19 @@ def test_golden89_schedules_agree(golden):
     assert (last["short_keys"], last["rotary"].tolist()) == (before["short_keys"], before["rotary"].tolist())
 
 
-def with_all_losses(recipe: Recipe) -> Recipe:
+def with_all_losses(recipe: Recipe, copies: int) -> Recipe:
+    """Copies of a sequence have its number in the step."""
 
     def loss(p: Params, batch: Batch, *rest: Any) -> Loss:
-        own = model.loss(p, batch, *rest)
+        carried = {name: x for name, x in batch.carry.items() if name != "ce"}
+        own = recipe.loss(p, batch._replace(carry=carried, index_B=batch.index_B // copies), *rest)
         rows, num_tokens = batch.tokens_BT.shape
-        return Loss(own.objective, own.objective / num_tokens, {"ce": jnp.full(rows, own.nll)})
+        ce = {"ce": jnp.full(rows, own.nll)}
+        return Loss(own.objective, own.objective / num_tokens, own.carry | ce)
 
-    return dataclasses.replace(recipe, loss=loss, carry=lambda _: {"ce": np.float32(0)})
+    return dataclasses.replace(
+        recipe, loss=loss, carry=lambda config: recipe.carry(config) | {"ce": np.float32(0)}
+    )
 
 
 class Run:
@@ -219,9 +225,9 @@ class Run:
 
     def __init__(self, golden: File, num_devices: int, options: Any = None) -> None:
         self.options = options
-        self.golden, self.copies = golden, max(1, num_devices // golden.config["micro_batches"])
-        num_rows = self.copies * golden.config["micro_batches"]
-        recipe = with_all_losses(golden.recipe(num_rows))
+        num_rows = math.lcm(num_devices, golden.config["micro_batches"])
+        self.golden, self.copies = golden, num_rows // golden.config["micro_batches"]
+        recipe = with_all_losses(golden.recipe(num_rows), self.copies)
         self.program = Program(recipe, mesh.make_mesh(num_devices), microbatches=num_rows)
         self.compiled: dict[Any, Any] = {}
 
@@ -240,9 +246,10 @@ class Run:
     def named(self, packed: Params) -> dict[str, np.ndarray]:
         return jax.device_get(self.golden.named(self.program.layout.unpack(jax.device_get(packed))))
 
-    def step(self, state: Any, step: int) -> tuple[Any, float, float]:
-        """Return the next state, the objective of each token, and the plain loss."""
-        program, shape = self.program, self.program.shape_at(step)
+    def step(self, state: Any, step: int, **changed: Any) -> tuple[Any, float, float]:
+        """Return the next state, the objective of each token, and the plain loss; `changed` inputs are compiled in."""
+        program, own = self.program, self.program.shape_at(step)
+        shape = own._replace(static=tuple((name, changed.get(name, x)) for name, x in own.static))
         batch = [mesh.place(np.repeat(x, self.copies, axis=0), program.mesh) for x in self.golden.rows(step)]
         if shape not in self.compiled:
             lowered = program.train_step_for(shape.static).lower(state, *batch, program.schedule)

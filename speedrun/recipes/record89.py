@@ -8,6 +8,7 @@ Credits: modded-nanogpt, records 22 to 89; functions name their authors.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,8 +34,6 @@ class Phase:
     long_blocks: Count
     target_weights: tuple[Rate, ...]  #: of the next token, the second next, ...
     end_weights: tuple[Rate, ...]
-    prefix_weight: Rate = 0.0
-    end_prefix_weight: Rate = 0.0
 
     def __post_init__(self) -> None:
         if len(self.target_weights) != len(self.end_weights):
@@ -44,8 +43,16 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """The inputs of each step. The last phase, the extension, does not count as scheduled steps."""
+class PrefixPhase(Phase):
+    """The weight of prefixes changes linearly, too."""
+
+    prefix_weight: Rate = 0.0
+    end_prefix_weight: Rate = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The inputs that records 89 and 92 share. The last phase, the extension, does not count as scheduled steps."""
 
     phases: tuple[Phase, ...]
     cooldown_fraction: Fraction  #: part of the scheduled steps in which the learning rate falls
@@ -59,7 +66,6 @@ class Schedule:
     rotary_pairs: Count  #: a quarter of the width of a head
     slow_turns: Rate  #: frequencies with fewer turns in the old window stretch with it
     fast_turns: Rate  #: frequencies with more turns do not stretch
-    attention_scale: Positive  #: of the first phase
 
     def __post_init__(self) -> None:
         if self.slow_turns >= self.fast_turns:
@@ -79,41 +85,27 @@ class Schedule:
             raise UsageError(f"{found}; give each phase the steps of its stage: {hint}")
         return [sum(lengths[:i]) for i in range(len(lengths))]
 
-    def untie_step(self, num_steps: int) -> int:
-        """Return the step of the last update that ties head and embedding: an odd one, as Adam's steps are."""
-        return self.starts(num_steps)[-2] | 1
+    def place(self, step: int, num_steps: int) -> tuple[int, float]:
+        """Return the index of the phase of a step, and how much of it is done."""
+        starts = [*self.starts(num_steps), num_steps]
+        index = max(i for i, start in enumerate(starts[:-1]) if start <= step)
+        return index, (step - starts[index]) / (starts[index + 1] - starts[index])
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of a step; `num_steps` itself is the last validation."""
-        starts = [*self.starts(num_steps), num_steps]
-        index = max(i for i, start in enumerate(starts[:-1]) if start <= step)
-        phase = self.phases[index]
-        done = (step - starts[index]) / (starts[index + 1] - starts[index])
-        rotary, scale = self.rotary(index)
-        long = phase.long_blocks if step < num_steps else self.final_long_blocks
-        return {
-            "lr_scale": np.float32(self.lr_scale(step, starts[-2], phase)),
-            "momentum": np.float32(self.momentum(step, num_steps)),
-            "adam": step % 2 == 1 and step < num_steps,
-            "tied": np.bool_(step <= self.untie_step(num_steps)),
-            "short_keys": phase.short_blocks * self.block_tokens + 1,
-            "long_keys": long * self.block_tokens + 1,
-            "rotary": rotary.astype(np.float32),
-            "attention_scale": np.float32(scale),
-            **self.weights(phase, done),
-        }
-
-    def weights(self, phase: Phase, done: float) -> dict[str, Any]:
-        """Return the weights of the targets, and how many there are."""
-        most = max(len(one.target_weights) for one in self.phases)
+        index, done = self.place(step, num_steps)
+        phase, most = self.phases[index], max(len(one.target_weights) for one in self.phases)
         both = phase.target_weights, phase.end_weights
         start, end = (np.array(w + (0.0,) * (most - len(w))) for w in both)
-        prefix = phase.prefix_weight + done * (phase.end_prefix_weight - phase.prefix_weight)
+        long = phase.long_blocks if step < num_steps else self.final_long_blocks
         return {
+            "lr_scale": np.float32(self.lr_scale(step, self.starts(num_steps)[-1], phase)),
+            "momentum": np.float32(self.momentum(step, num_steps)),
+            "adam": step % 2 == 1 and step < num_steps,
+            "short_keys": phase.short_blocks * self.block_tokens + 1,
+            "long_keys": long * self.block_tokens + 1,
             "target_weights": (start + done * (end - start)).astype(np.float32),
-            "prefix_weight": np.float32(prefix),
             "targets": len(phase.target_weights),
-            "has_prefix": max(phase.prefix_weight, phase.end_prefix_weight) > 0,
         }
 
     def lr_scale(self, step: int, scheduled: int, phase: Phase) -> float:
@@ -129,20 +121,48 @@ class Schedule:
         cool = max(0.0, 1 - (num_steps - step) / self.momentum_cooldown_steps)
         return low + (high - low) * (warm - cool)
 
-    def rotary(self, index: int) -> tuple[np.ndarray, float]:
-        """Return the frequencies [K/4] and attention's scale of a phase. Both change when the long window grows.
+    def stretched(self, blocks: Sequence[int], scale: float) -> tuple[np.ndarray, float]:
+        """Return frequencies [K/4] and attention's scale, which change as a window grows, `scale` for the first one.
 
         f becomes f (old/new + w (1 - old/new)), where w = clip((r - slow) / (fast - slow), 0, 1) and r = old f / 2 pi
         is the number of turns in the old window. Record 31, after YaRN (Peng et al. 2023).
         """
-        f_K, scale = (1 / 1024) ** np.linspace(0, 1, self.rotary_pairs), self.attention_scale
-        tokens = [phase.long_blocks * self.block_tokens for phase in self.phases[: index + 1]]
-        for old, new in pairwise(tokens):
+        f_K = (1 / 1024) ** np.linspace(0, 1, self.rotary_pairs)
+        for old, new in pairwise(number * self.block_tokens for number in blocks):
             turns_K = old * f_K / (2 * math.pi)
             keep_K = np.clip((turns_K - self.slow_turns) / (self.fast_turns - self.slow_turns), 0, 1)
             f_K = f_K * (old / new + keep_K * (1 - old / new))
             scale *= 1 + 0.2 * math.log(new / old)
         return f_K, scale
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(Phases):
+    """The inputs of each step."""
+
+    phases: tuple[PrefixPhase, ...]
+    attention_scale: Positive  #: of the first phase
+
+    def untie_step(self, num_steps: int) -> int:
+        """Return the step of the last update that ties head and embedding: an odd one, as Adam's steps are."""
+        return self.starts(num_steps)[-2] | 1
+
+    def at(self, step: int, num_steps: int) -> dict[str, Any]:
+        """Return the inputs of a step; `num_steps` itself is the last validation."""
+        index, done = self.place(step, num_steps)
+        (rotary, scale), phase = self.rotary(index), self.phases[index]
+        prefix = phase.prefix_weight + done * (phase.end_prefix_weight - phase.prefix_weight)
+        return Phases.at(self, step, num_steps) | {
+            "tied": np.bool_(step <= self.untie_step(num_steps)),
+            "rotary": rotary.astype(np.float32),
+            "attention_scale": np.float32(scale),
+            "prefix_weight": np.float32(prefix),
+            "has_prefix": max(phase.prefix_weight, phase.end_prefix_weight) > 0,
+        }
+
+    def rotary(self, index: int) -> tuple[np.ndarray, float]:
+        """Return the frequencies and attention's scale of a phase."""
+        return self.stretched([phase.long_blocks for phase in self.phases[: index + 1]], self.attention_scale)
 
 
 RECIPE = Recipe(
@@ -209,10 +229,10 @@ RECIPE = Recipe(
     ),
     schedule=Schedule(
         phases=(
-            Phase(423, 1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), 0.25, 0.25),
-            Phase(424, 1.52, 3, 7, (1.0, 0.5), (1.0, 0.0), 0.25, 0.0),
-            Phase(423, 1.73, 5, 11, (1.0,), (1.0,)),
-            Phase(15, 1.0, 6, 13, (1.0,), (1.0,)),
+            PrefixPhase(423, 1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), 0.25, 0.25),
+            PrefixPhase(424, 1.52, 3, 7, (1.0, 0.5), (1.0, 0.0), 0.25, 0.0),
+            PrefixPhase(423, 1.73, 5, 11, (1.0,), (1.0,)),
+            PrefixPhase(15, 1.0, 6, 13, (1.0,), (1.0,)),
         ),
         cooldown_fraction=0.6,
         final_lr_scale=0.15,

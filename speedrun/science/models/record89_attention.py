@@ -15,6 +15,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import products
 
 Angles = tuple[jax.Array, jax.Array]
+Turns = tuple[jax.Array, jax.Array]  #: frequencies [K/4] and attention's scale
 
 COMPOSE_EPS = 1e-6  #: for the norm of the weights that mix heads
 SMALLEST_NORM = 1e-8  #: squared, of a value
@@ -28,15 +29,25 @@ class View(NamedTuple):
     angles: Angles | None  #: multiplied by the root of attention's scale; None: queries and keys are rotated
 
 
-def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array) -> Angles:
-    """Return cosines and sines [N, K/2] of each position, times sqrt(scale). Half of the pairs do not rotate.
+def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array, width: int) -> Angles:
+    """Return cosines and sines [N, K/2] of each position, times sqrt(scale). Pairs beyond `rotary_K` do not rotate.
 
     Products of queries and keys then have the scale, which may change at every step and costs no pass.
     """
-    f_K = jnp.concatenate([rotary_K, jnp.zeros_like(rotary_K)])
+    f_K = jnp.pad(rotary_K, (0, width // 2 - len(rotary_K)))
     theta_NK = positions_N.astype(jnp.float32)[:, None] * f_K[None, :]
     root = jnp.sqrt(scale)
     return root * jnp.cos(theta_NK), root * jnp.sin(theta_NK)
+
+
+def paired(cos_NK: jax.Array, sin_NK: jax.Array, num_heads: int) -> Angles:
+    """Return the angles of paired layers, given those of every half token.
+
+    Head h of token t turns as at 2 t + h mod 2, so heads of one half of a token differ.
+    """
+    width, turns = 2 * cos_NK.shape[1], (1, num_heads // 2)
+    cos_NJ, sin_NJ = (jnp.tile(a.reshape(-1, width), turns).reshape(len(a), -1) for a in (cos_NK, sin_NK))
+    return cos_NJ[:, :width], sin_NJ[:, :width]
 
 
 class Heads(NamedTuple):
@@ -45,6 +56,12 @@ class Heads(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
+
+
+def narrowed(w_ND: jax.Array, num_heads: int, width: int) -> jax.Array:
+    """Return the first `width` rows of each head."""
+    w_HKD = w_ND.reshape(num_heads, -1, w_ND.shape[-1])
+    return w_ND if w_HKD.shape[1] == width else w_HKD[:, :width].reshape(-1, w_ND.shape[-1])
 
 
 def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads: int) -> Heads:
@@ -58,8 +75,8 @@ def rotated(heads: Heads, view: View, kernels: Kernels) -> tuple[Heads, View]:
     """Apply QK-norm and rotary."""
     assert view.angles is not None
     q_BTHK, k_BTHK = kernels.qk_norm(_seen_as(heads.q, view), _seen_as(heads.k, view), view.angles)
-    shape = heads.v.shape
-    return Heads(q_BTHK.reshape(shape), k_BTHK.reshape(shape), heads.v), view._replace(angles=None)
+    heads = heads._replace(q=q_BTHK.reshape(heads.q.shape), k=k_BTHK.reshape(heads.k.shape))
+    return heads, view._replace(angles=None)
 
 
 def _seen_as(x_BTHK: jax.Array, view: View) -> jax.Array:
@@ -80,6 +97,9 @@ def with_key_offset(heads: Heads) -> Heads:
 
 def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
     """Return softmax(q k^T) v over what `view` shows, after QK-norm and rotary by its angles."""
+    if wider := heads.v.shape[-1] - heads.q.shape[-1]:  # kernels have one width
+        q_BTHK, k_BTHK = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wider))) for x in heads[:2])
+        heads = Heads(q_BTHK, k_BTHK, heads.v)
     q_BTHK, k_BTHK, v_BTHK = (_seen_as(x_BTHK, view) for x_BTHK in heads)
     how = {"scale": 1.0, "window": view.window, "block_tokens": 1, "angles": view.angles}
     return kernels.attention(q_BTHK, k_BTHK, v_BTHK, view.first_BT, **how).reshape(heads.v.shape)

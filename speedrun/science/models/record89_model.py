@@ -6,7 +6,6 @@ Source: modded-nanogpt, records 22 to 89; each function names its own.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +20,8 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.kernels.mlp import Factors
 from speedrun.science.models import record89_attention as attention
-from speedrun.science.models.record89_attention import Heads, View
-from speedrun.science.models.record89_table import FROZEN, GATE_INPUTS, LAST, LATE, MUDD_SCALE, SKIP, Config
+from speedrun.science.models.record89_attention import Heads, Turns, View
+from speedrun.science.models.record89_table import FROZEN, LAST, LATE, MUDD_SCALE, SKIP, Config, Sizes
 from speedrun.science.models.record89_tokens import bigrams, previous, targets_of
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
@@ -31,7 +30,7 @@ from speedrun.science.recipe import Batch, Forward, Loss
 def smeared(e_BTD: jax.Array, p: Params) -> jax.Array:
     """Add a gated part of the previous embedding, even of another document. Record 34, @classiclarryd."""
     strength = p["scalars"][-2]
-    gate_BT1 = jax.nn.sigmoid(e_BTD[..., : 2 * GATE_INPUTS] @ p["smear_gate"].T.astype(e_BTD.dtype))
+    gate_BT1 = jax.nn.sigmoid(e_BTD[..., : p["smear_gate"].shape[1]] @ p["smear_gate"].T.astype(e_BTD.dtype))
     return nn.blend((jnp.ones(()), e_BTD), (strength * gate_BT1, previous(e_BTD)))
 
 
@@ -41,15 +40,19 @@ def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.A
     Record 81 (MUDD), after Xiao et al. 2025, MUDDFormer.
     """
     w1_GD, w2, bias = (p[f"{name}_{part}"][i].astype(jnp.float32) for part in ("w1", "w2", "b2"))
-    hidden_BTG = u_BTD @ w1_GD.T.astype(u_BTD.dtype)
-    return (nn.gelu(hidden_BTG.astype(jnp.float32)) @ w2.T + bias[None, None]) * scale
+    return (hidden(u_BTD, w1_GD) @ w2.T + bias[None, None]) * scale
+
+
+def hidden(u_BTD: jax.Array, w1_GD: jax.Array) -> jax.Array:
+    """Return gelu(W1 u): f32 [B, T, G]."""
+    return nn.gelu((u_BTD @ w1_GD.T.astype(u_BTD.dtype)).astype(jnp.float32))
 
 
 #: Gates by kind and layer: f32 [B, T, width].
 Gates = Mapping[tuple[str, int], jax.Array]
 
 
-def gates(u_BTD: jax.Array, p: Params, half: int, cfg: Config) -> Gates:
+def gates(u_BTD: jax.Array, p: Params, half: int, cfg: Sizes) -> Gates:
     """Return the gates of one half of the layers. Record 85."""
     all_BTN = network(u_BTD, p, "mudd_gate", half, p["mudd_gate_scale"])
     values, start = {}, 0
@@ -63,44 +66,54 @@ class Context(NamedTuple):
 
     kernels: Kernels
     views: dict[str, View]  #: by the kind of attention
-    compose_first_BT: jax.Array  #: first key of composed heads
     x0_BTD: jax.Array
-    bigram_BTD: jax.Array
     values: dict[int, jax.Array]  #: value embeddings [B, T, D] by layer
-    mlp_dtype: Factors
+    ngram_BTD: jax.Array
+    mlp_dtype: Factors = "float32"
+    compose: tuple[jax.Array, int] | None = None  #: first key of composed heads [B, T], and most keys
 
 
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
-    """Compute the shared inputs; raise UsageError if the frequencies do not fit the heads."""
-    if (pairs := len(inputs["rotary"])) * 4 != cfg.head_dim:
+    """Compute the shared inputs."""
+    doc_BT = nn.documents(tokens_BT, cfg.document_token)
+    turns = inputs["rotary"], inputs["attention_scale"]
+    return Context(
+        kernels,
+        views(doc_BT, inputs, turns, turns, cfg),
+        *embeddings(p, tokens_BT, cfg),
+        bigrams(p, tokens_BT, inputs["bigram_signs"]),
+        inputs.values.get("mlp_dtype", "float32"),
+        (sight(doc_BT, cfg.compose_keys, 1), cfg.compose_keys),
+    )
+
+
+def embeddings(p: Params, tokens_BT: jax.Array, cfg: Sizes) -> tuple[jax.Array, dict[int, jax.Array]]:
+    """Return x0 and the value embeddings [B, T, D] by layer."""
+    values = {i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")}
+    return nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)), values
+
+
+def views(doc_BT: jax.Array, inputs: Inputs, short: Turns, long: Turns, cfg: Sizes) -> dict[str, View]:
+    """Return views by the kind of attention; raise UsageError if the frequencies do not fit the heads."""
+    if (pairs := len(long[0])) * 4 != cfg.head_dim:
         found = f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions"
         raise UsageError(f"{found}; need a quarter: --set schedule.rotary_pairs={cfg.head_dim // 4}")
-    doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
-    at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
-    by_token, by_half = at(jnp.arange(num_tokens)), at(jnp.arange(2 * num_tokens))
-    # In paired layers, head h of token t turns as at 2 t + h mod 2, so heads of one half of a token differ.
-    shape, num_turns = (2 * num_tokens, -1), (1, cfg.num_heads // 2)
-    cos_TJ, sin_TJ = (jnp.tile(a.reshape(num_tokens, -1), num_turns).reshape(shape) for a in by_half)
-    paired = cos_TJ[:, : cfg.head_dim], sin_TJ[:, : cfg.head_dim]
-    short, long = inputs.window("short_keys"), inputs.window("long_keys")
-    return Context(
-        kernels=kernels,
-        views={
-            "short": View(sight(doc_BT, short.blocks, 1), short, by_token),
-            "long": View(sight(doc_BT, long.blocks, 1), long, by_token),
-            "paired": View(sight(jnp.repeat(doc_BT, 2, axis=1), short.blocks, 1), short, paired),
-        },
-        compose_first_BT=sight(doc_BT, cfg.compose_keys, 1),
-        x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
-        bigram_BTD=bigrams(p, tokens_BT, inputs["bigram_signs"]),
-        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")},
-        mlp_dtype=inputs.values.get("mlp_dtype", "float32"),
-    )
+    t_T, doubled_BT = jnp.arange(doc_BT.shape[1]), jnp.repeat(doc_BT, 2, axis=1)
+    near, far = inputs.window("short_keys"), inputs.window("long_keys")
+    by_half = attention.angles(jnp.arange(2 * len(t_T)), *short, cfg.widths("paired")[0])
+    paired = attention.paired(*by_half, cfg.num_heads)
+    near_angles = attention.angles(t_T, *short, cfg.widths("short")[0])
+    return {
+        "short": View(sight(doc_BT, near.blocks, 1), near, near_angles),
+        "long": View(sight(doc_BT, far.blocks, 1), far, attention.angles(t_T, *long, cfg.widths("long")[0])),
+        "paired": View(sight(doubled_BT, near.blocks, 1), near, paired),
+    }
 
 
 def gated_value(h_BTD: jax.Array, value_BTD: jax.Array, gate_HN: jax.Array) -> jax.Array:
     """Return 2 sigmoid(g_h [h; value]) value for each head; gates read six entries of each. Records 55 and 70."""
-    seen_BTN = jnp.concatenate([h_BTD[..., :GATE_INPUTS], value_BTD[..., :GATE_INPUTS]], axis=-1)
+    half = gate_HN.shape[1] // 2
+    seen_BTN = jnp.concatenate([h_BTD[..., :half], value_BTD[..., :half]], axis=-1)
     gate_BTH1 = 2 * jax.nn.sigmoid(seen_BTN @ gate_HN.T.astype(h_BTD.dtype))[..., None]
     return gate_BTH1 * by_head(value_BTD, len(gate_HN))
 
@@ -116,30 +129,33 @@ def mix_positions(
     i: int,
     gates: Gates,
     ctx: Context,
-    cfg: Config,
+    cfg: Sizes,
     post: jax.Array,
     value_BTHK: jax.Array | None = None,
 ) -> jax.Array:
     """Return post times the attention of layer `i` over normalised states, with `value_BTHK` added to the values."""
     layer, (scale_in, scale_out) = cfg.layers[i], p["scalars"][2 * i : 2 * i + 2]
+    (qk_width, value_width), narrowed = cfg.widths(layer.attention), attention.narrowed
     view, (value_ND, out_ND) = ctx.views[layer.attention], p[f"block.{i}.vo"]
-    qk_HND, value_ND = (nn.scaled(w, scale_in) for w in (p[f"block.{i}.qk"], value_ND))
-    heads = attention.project(h_BTD, qk_HND, value_ND, cfg.num_heads)
-    if {"offset", "compose"} & {*layer.extras}:
+    qk_ND = narrowed(p[f"block.{i}.qk"].reshape(-1, cfg.model_dim), 2 * cfg.num_heads, qk_width)
+    value_ND, in_ND = (narrowed(w, cfg.num_heads, value_width) for w in (value_ND, out_ND.T))
+    qk_ND, value_ND = (nn.scaled(w, scale_in) for w in (qk_ND, value_ND))
+    heads = attention.project(h_BTD, qk_ND, value_ND, cfg.num_heads)
+    if {"offset", "compose"} & {*layer.extras} or qk_width != value_width:
         heads, view = attention.rotated(heads, view, ctx.kernels)
     if "offset" in layer.extras:
         heads = attention.with_key_offset(heads)
     if value_BTHK is not None:
-        heads = heads._replace(v=heads.v + value_BTHK.astype(heads.v.dtype))
-    o_BTHK = correct(attention.attend(heads, view, ctx.kernels), heads, i, gates, ctx, cfg)
-    return o_BTHK.reshape(h_BTD.shape) @ nn.scaled(out_ND, scale_out * post).T
+        heads = heads._replace(v=heads.v + value_BTHK[..., :value_width].astype(heads.v.dtype))
+    o_BTHK = correct(attention.attend(heads, view, ctx.kernels), heads, i, gates, ctx)
+    return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ nn.scaled(in_ND.T, scale_out * post).T
 
 
-def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
+def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context) -> jax.Array:
     """Compose heads, remove their part along the own value, and gate them, if layer `i` does so."""
-    if (w1_BTH := gates.get(("compose_in", i))) is not None:
-        first_BT, w2_BTH = ctx.compose_first_BT, gates["compose_out", i]
-        o_BTHK += attention.composed(heads, first_BT, w1_BTH, w2_BTH, cfg.compose_keys)
+    if (w1_BTH := gates.get(("compose_in", i))) is not None and ctx.compose is not None:
+        (first_BT, most_keys), w2_BTH = ctx.compose, gates["compose_out", i]
+        o_BTHK += attention.composed(heads, first_BT, w1_BTH, w2_BTH, most_keys)
     if (alpha_BTH := gates.get(("exclusive", i))) is not None:
         o_BTHK = attention.exclusive(o_BTHK, heads.v, alpha_BTH)
     if (gate_BTH := gates.get(("gate", i))) is not None:
@@ -147,34 +163,37 @@ def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context,
     return o_BTHK
 
 
-def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context, post: jax.Array) -> jax.Array:
-    """Return post times the MLP of layer `i`."""
-    up_FD, down_FD = p[f"block.{i}.up"], nn.scaled(p[f"block.{i}.down"], post)
-    return ctx.kernels.mlp(nn.rms_norm(x_BTD), up_FD, down_FD.T, factors=ctx.mlp_dtype)
+def mix_channels(
+    x_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Sizes, post: jax.Array
+) -> list[jax.Array]:
+    """Return post times each MLP of layer `i`."""
+    z_BTD = nn.rms_norm(x_BTD)
+    weights = [(p[f"block.{i}.up{end}"], nn.scaled(p[f"block.{i}.down{end}"], post)) for end in cfg.mlps(i)]
+    return [ctx.kernels.mlp(z_BTD, up_FD, down_FD.T, factors=ctx.mlp_dtype) for up_FD, down_FD in weights]
 
 
 def add_attention(
-    x_BTD: jax.Array, h_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config
+    x_BTD: jax.Array, h_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Sizes
 ) -> jax.Array:
-    """Return resid x + post y + gate x0 + gate bigram, where y is the attention of `h_BTD`."""
+    """Return resid x + gate x0 + gate ngram + post y, where y is the attention of `h_BTD`, of those layer `i` has."""
+    terms = [(p["resid_lambdas"][i, 0], x_BTD)]
+    if ("x0", i) in gates:
+        terms.append((gates["x0", i], ctx.x0_BTD))
+    if ("ngram", i) in gates and i:  # the input of the first layer has it
+        terms.append((gates["ngram", i], ctx.ngram_BTD))
+    if cfg.layers[i].attention == "none":
+        return nn.blend(*terms)
     value_BTHK = None
     if i in ctx.values:
         gate_HN = p["value_gates"][cfg.layers_with("value").index(i)]
         value_BTHK = gated_value(h_BTD, ctx.values[i], gate_HN)
-    terms = [(p["resid_lambdas"][i, 0], x_BTD), (gates["x0", i], ctx.x0_BTD)]
-    terms += [(gates["bigram", i], ctx.bigram_BTD)] if i else []  # the input of the first layer has it
     return nn.blend(*terms) + mix_positions(h_BTD, p, i, gates, ctx, cfg, p["post_lambdas"][i, 0], value_BTHK)
 
 
-def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
-    """Return resid x + post z, where z is the MLP of x."""
-    z_BTD = mix_channels(x_BTD, p, i, ctx, p["post_lambdas"][i, 1])
-    return nn.blend((p["resid_lambdas"][i, 1], x_BTD)) + z_BTD
-
-
-def block(x_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply a layer to the stream."""
-    return add_mlp(add_attention(x_BTD, nn.rms_norm(x_BTD), p, i, gates, ctx, cfg), p, i, ctx)
+def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Sizes) -> jax.Array:
+    """Return resid x + post z for each z, an MLP of x."""
+    mixed = mix_channels(x_BTD, p, i, ctx, cfg, p["post_lambdas"][i, 1])
+    return sum(mixed, nn.blend((p["resid_lambdas"][i, 1], x_BTD)))
 
 
 class Stream(NamedTuple):
@@ -186,8 +205,13 @@ class Stream(NamedTuple):
     late_BTD: jax.Array  #: before layer 10
 
 
-def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply layer 10, which mixes values and the stream with 14 weights per token. Record 81, MUDD."""
+def last_block(
+    stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Sizes
+) -> tuple[jax.Array, jax.Array]:
+    """Apply layer 10, which mixes values and the stream with 14 weights per token; return its middle and its end.
+
+    Record 81, MUDD.
+    """
     x_BTD, c0_BTD, c7_BTD, half = stream.late_BTD, stream.start_BTD, stream.frozen_BTD, cfg.num_heads // 2
     mu = jnp.split(network(x_BTD, p, "mudd", 0, MUDD_SCALE), 14, axis=-1)
     extra_BTD = nn.blend((mu[0], c0_BTD), (mu[1], c7_BTD), (mu[2], x_BTD))
@@ -196,8 +220,32 @@ def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Confi
     value_BTHK += by_head(extra_BTD, cfg.num_heads)
     y_BTD = mix_positions(nn.rms_norm(c7_BTD), p, LAST, gates, ctx, cfg, jnp.ones(()), value_BTHK)
     x_BTD = nn.blend((1 + mu[5], x_BTD), (mu[3], c0_BTD), (mu[4], c7_BTD))
-    x_BTD = nn.blend((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.bigram_BTD))
-    return nn.blend((mu[12], x_BTD), (mu[13], mix_channels(x_BTD, p, LAST, ctx, jnp.ones(()))))
+    x_BTD = nn.blend((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.ngram_BTD))
+    (z_BTD,) = mix_channels(x_BTD, p, LAST, ctx, cfg, jnp.ones(()))
+    return x_BTD, nn.blend((mu[12], x_BTD), (mu[13], z_BTD))
+
+
+def layers(p: Params, ctx: Context, cfg: Sizes) -> tuple[Stream, jax.Array, jax.Array]:
+    """Apply all layers; return the saved states, and the stream in the middle and at the end of the last layer."""
+
+    def block(x_BTD: jax.Array, h_BTD: jax.Array, i: int) -> jax.Array:
+        return add_mlp(add_attention(x_BTD, h_BTD, p, i, now, ctx, cfg), p, i, ctx, cfg)
+
+    now = gates(ctx.x0_BTD, p, 0, cfg)
+    x_BTD = start_BTD = nn.blend((jnp.ones(()), ctx.x0_BTD), (now["ngram", 0], ctx.ngram_BTD))
+    for i in range(LATE):
+        x_BTD = block(x_BTD, nn.rms_norm(x_BTD), i)
+    early_BTD = x_BTD
+    now = gates(x_BTD, p, 1, cfg)
+    for i in range(LATE, SKIP):
+        x_BTD = block(x_BTD, nn.rms_norm(x_BTD), i)
+    gate_BT1 = jax.nn.sigmoid(p["scalars"][-1]) * now["skip", SKIP]
+    x_BTD = add_mlp(nn.blend((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP, ctx, cfg)
+    x_BTD = frozen_BTD = block(x_BTD, nn.rms_norm(x_BTD), FROZEN)
+    for i in range(FROZEN + 1, LAST):
+        x_BTD = block(x_BTD, nn.rms_norm(frozen_BTD), i)
+    stream = Stream(start_BTD, early_BTD, frozen_BTD, x_BTD)
+    return stream, *last_block(stream, p, now, ctx, cfg)
 
 
 def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.Array:
@@ -215,28 +263,15 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     `bigram_signs` +-1 [S, D], and in training the dtype of the MLPs' factors (`mlp_dtype`).
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
-    now = gates(ctx.x0_BTD, p, 0, cfg)
-    x_BTD = start_BTD = nn.blend((jnp.ones(()), ctx.x0_BTD), (now["bigram", 0], ctx.bigram_BTD))
-    for i in range(LATE):
-        x_BTD = block(x_BTD, p, i, now, ctx, cfg)
-    early_BTD = x_BTD
-    now = gates(x_BTD, p, 1, cfg)
-    for i in range(LATE, SKIP):
-        x_BTD = block(x_BTD, p, i, now, ctx, cfg)
-    gate_BT1 = jax.nn.sigmoid(p["scalars"][-1]) * now["skip", SKIP]
-    x_BTD = add_mlp(nn.blend((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP, ctx)
-    x_BTD = frozen_BTD = block(x_BTD, p, FROZEN, now, ctx, cfg)
-    for i in range(FROZEN + 1, LAST):
-        x_BTD = add_mlp(add_attention(x_BTD, nn.rms_norm(frozen_BTD), p, i, now, ctx, cfg), p, i, ctx)
-    stream = Stream(start_BTD, early_BTD, frozen_BTD, x_BTD)
-    return nn.rms_norm(mixed_end(last_block(stream, p, now, ctx, cfg), stream, p, ctx))
+    stream, _, x_BTD = layers(p, ctx, cfg)
+    return nn.rms_norm(mixed_end(x_BTD, stream, p, ctx))
 
 
 #: 23 sigmoid((z + 5) / 7.5), except for a constant that softmax ignores. Record 54.
 CAP = Cap(11.5, 15.0, 5.0)
 
 
-def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Config) -> jax.Array:
+def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Sizes) -> jax.Array:
     """Return the capped logits of final hidden states: f32 [N, V]."""
     return cross_entropy.logits(x_ND, p["head"], cap=CAP)
 

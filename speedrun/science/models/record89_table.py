@@ -4,6 +4,7 @@ Legend: D model, H heads, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -22,7 +23,7 @@ from speedrun.science.params import Dtype, Init, Member, ParamSpec, Table, const
 from speedrun.science.recipe import Constants, Vocabulary
 
 Attention = Literal["short", "long", "paired", "none"]
-Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
+Extra = Literal["value", "offset", "exclusive", "gate", "compose", "x0", "ngram"]
 
 LATE = 4  #: first layer of the second half of the gates
 SKIP = 6  #: adds the stream after layer 3 instead of attention (record 49)
@@ -40,31 +41,72 @@ class Layer:
     extras: tuple[Extra, ...] = ()
 
 
+#: Widths of gates by kind and layer, in order.
+Widths = dict[tuple[str, int], int]
+
+
 @dataclass(frozen=True, slots=True)
-class Config:
-    """Sizes and layers."""
+class Sizes:
+    """Sizes of eleven layers, also those of record 92."""
 
     vocab_size: Count  #: rows of all tables, and columns of the softmax
     model_dim: Count
     num_heads: Count
     mlp_dim: Count
-    layers: tuple[Layer, ...]
     gate_dim: Count  #: hidden width of the networks that make gates
-    bigram_rows: Count
     sign_rows: Count
-    compose_keys: Count  #: keys that composed heads see
     document_token: Natural
     table_dtype: Dtype  #: of stored tables and gates
-    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
-    mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
+    layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
         limits.check(self)
-        if len(self.layers) != 11:
+        if len(self.layers) != LAST + 1:
             raise ValueError(f"layers has {len(self.layers)} entries; this architecture has 11")
         if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:
             need = "need an even number of heads, each of a multiple of 4 dimensions"
             raise ValueError(f"model_dim {self.model_dim} and num_heads {self.num_heads}: {need}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.model_dim // self.num_heads
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def layers_with(self, extra: Extra) -> list[int]:
+        """Return the layers with an extra."""
+        return [i for i, layer in enumerate(self.layers) if extra in layer.extras]
+
+    def gates(self, half: int) -> Widths:
+        """Return the gates of layers 0 to 3 for the first half, or of the others."""
+        raise NotImplementedError
+
+    def widths(self, attention: Attention) -> tuple[int, int]:
+        """Return the widths of a head's queries and keys, and of its values, for a kind of attention."""
+        del attention
+        return self.head_dim, self.head_dim
+
+    def mlps(self, i: int) -> tuple[str, ...]:
+        """Return what the names of the MLPs of layer `i` end with."""
+        del i
+        return ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class Config(Sizes):
+    """Sizes and layers."""
+
+    bigram_rows: Count
+    compose_keys: Count  #: keys that composed heads see
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
+    mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
+
+    def __post_init__(self) -> None:
+        Sizes.__post_init__(self)
         if self.bigram_rows < params.SHARDS:
             raise ValueError(f"bigram_rows is {self.bigram_rows}; need at least {params.SHARDS}")
         if "value" not in self.layers[LAST].extras:
@@ -76,29 +118,17 @@ class Config:
         if self.layers[SKIP].extras or min(self.layers_with("compose"), default=LATE) < LATE:
             wrong = "layer 6 has extras, or one before layer 4 has 'compose'"
             raise ValueError(f"{wrong}; their gates do not exist")
+        if self.layers_with("x0") or self.layers_with("ngram"):
+            raise ValueError("a layer has 'x0' or 'ngram', as all of this record that mix have")
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self.layers)
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.model_dim // self.num_heads
-
-    def layers_with(self, extra: Extra) -> list[int]:
-        """Return the layers with an extra."""
-        return [i for i, layer in enumerate(self.layers) if extra in layer.extras]
-
-    def gates(self, half: int) -> dict[tuple[str, int], int]:
-        """Return the widths of gates by kind and layer, in order: layers 0 to 3 for the first half, or the others."""
+    def gates(self, half: int) -> Widths:
+        """Return the gates of layers 0 to 3 for the first half, or of the others."""
         own = range(LATE) if half == 0 else range(LATE, LAST + 1)
         mixing = [i for i in own if i not in (SKIP, LAST)]  # with gates of the stream
-        widths: dict[tuple[str, int], int] = {}
+        widths: Widths = {}
         for kind in ("exclusive", "gate"):
             widths |= {(kind, i): self.num_heads for i in self.layers_with(kind) if i in own}
-        widths |= {(kind, i): 1 for i in mixing for kind in ("x0", "bigram")}
+        widths |= {(kind, i): 1 for i in mixing for kind in ("x0", "ngram")}
         if half == 1:
             widths |= {("skip", SKIP): 1}
             composing = self.layers_with("compose")
@@ -108,25 +138,32 @@ class Config:
 
 def table(cfg: Config) -> Table:
     """Declare the parameters of the model."""
-    d, v, blocks = cfg.model_dim, cfg.vocab_size, {}
-    for i, layer in enumerate(cfg.layers):
-        blocks |= {f"block.{i}.{name}": spec for name, spec in block_table(layer, cfg).items()}
+    blocks = [block_table(layer, cfg) for layer in cfg.layers]
+    bigrams = rows(cfg, cfg.bigram_rows, zeros, "bigram", "bigram")
+    bigrams = {"bigram_embed": replace(bigrams, reads=partial(bigram_rows, rows=cfg.bigram_rows))}
+    return whole_table(cfg, bigrams, blocks, len(cfg.layers_with("value")))
 
-    def rows(count: int, init: Init, group: str, axis: str = "vocab") -> ParamSpec:
-        return ParamSpec((count, d), (axis, "model"), init, group, cfg.table_dtype)
 
-    head, bigrams = gaussian(0.005), partial(bigram_rows, rows=cfg.bigram_rows)
+def rows(cfg: Sizes, count: int, init: Init, group: str, axis: str = "vocab") -> ParamSpec:
+    """Declare a table with a row for each id."""
+    return ParamSpec((count, cfg.model_dim), (axis, "model"), init, group, cfg.table_dtype)
+
+
+def whole_table(cfg: Sizes, hashed: Table, blocks: Sequence[Table], num_value_gates: int) -> Table:
+    """Declare all parameters, given the table of hashed tokens and those of each layer."""
+    head = rows(cfg, cfg.vocab_size, gaussian(0.005), "head")
+    value = rows(cfg, cfg.vocab_size, gaussian(0.01), "value")
     return {
-        "embed": replace(rows(v, head, "embed"), like="head"),
-        "bigram_embed": replace(rows(cfg.bigram_rows, zeros, "bigram", "bigram"), reads=bigrams),
-        **{f"value_embed.{i}": rows(v, gaussian(0.01), "value") for i in cfg.layers_with("value")},
-        **blocks,
-        **gate_table(cfg),
-        "head": rows(v, head, "head"),
+        "embed": replace(head, group="embed", like="head"),
+        **hashed,
+        **{f"value_embed.{i}": value for i in cfg.layers_with("value")},
+        **{f"block.{i}.{name}": spec for i, block in enumerate(blocks) for name, spec in block.items()},
+        **gate_table(cfg, num_value_gates),
+        "head": head,
     }
 
 
-def block_table(layer: Layer, cfg: Config) -> Table:
+def block_table(layer: Layer, cfg: Sizes) -> Table:
     """Declare the matrices of a layer. Muon orthogonalises queries and keys in pairs of heads (record 80)."""
     d, pair, fan_in = cfg.model_dim, 2 * cfg.head_dim, params.uniform_fan_in
     mixing = {
@@ -144,7 +181,7 @@ def rate_of(matrix: Member) -> float:
     return {"up": 2.0, "down": 4.0}.get(matrix.name.rpartition(".")[2], 1.0)
 
 
-def gate_table(cfg: Config) -> Table:
+def gate_table(cfg: Sizes, num_value_gates: int) -> Table:
     """Declare the replicated vectors."""
     d, g, h, kind = cfg.model_dim, cfg.gate_dim, cfg.num_heads, cfg.table_dtype
     mixes, gates = mixing_starts(), gate_starts(cfg)
@@ -154,7 +191,7 @@ def gate_table(cfg: Config) -> Table:
         return ParamSpec(shape, ("row", "column", "entry")[: len(shape)], init, group, dtype, "vector")
 
     return {
-        "value_gates": vector((len(cfg.layers_with("value")), h, 2 * GATE_INPUTS), zeros, "value_gate"),
+        "value_gates": vector((num_value_gates, h, 2 * GATE_INPUTS), zeros, "value_gate"),
         "smear_gate": vector((1, 2 * GATE_INPUTS), zeros, "smear_gate"),
         # The scales of attention's input and output in each layer; then the strengths of smear and skip.
         "scalars": vector((24,), fixed(np.array([0.5, 1.0] * 11 + [0.0, -1.5])), "scalar", "float32"),
@@ -170,7 +207,7 @@ def gate_table(cfg: Config) -> Table:
     }
 
 
-def constants(cfg: Config, vocabulary: Vocabulary) -> Constants:
+def constants(cfg: Sizes, vocabulary: Vocabulary) -> Constants:
     """Return `bigram_signs`, i8 [S, D], the same in all runs; and `prefixes`, i32 [V], if ids have bytes."""
 
     def signs_SD() -> jax.Array:
@@ -195,9 +232,9 @@ def mixing_starts() -> np.ndarray:
     return starts / MUDD_SCALE
 
 
-def gate_starts(cfg: Config) -> np.ndarray:
+def gate_starts(cfg: Sizes) -> np.ndarray:
     """Return the biases of all gates, divided by their scale: [2, most gates of a half]."""
-    effective = {"gate": 0.25, "bigram": 0.05, "skip": 0.5, "compose_in": 1.0}
+    effective = {"gate": 0.25, "ngram": 0.05, "skip": 0.5, "compose_in": 1.0}
     rows: list[list[float]] = [[], []]
     for half, row in enumerate(rows):
         for (kind, _), width in cfg.gates(half).items():

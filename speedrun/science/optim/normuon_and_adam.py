@@ -6,10 +6,10 @@ Sources: Li et al. 2025 (NorMuon); Amsel et al. 2025 (Polar Express); Liang et a
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,7 @@ class AdamGroup:
     beta1: Momentum
     beta2: Momentum
     decay: Rate  #: factor of `adam_decay`
+    squares: Literal["each", "row"] = "each"  #: running means of squares, one for each entry, or one a row
 
 
 class AdamState(NamedTuple):
@@ -113,44 +114,56 @@ class AdamState(NamedTuple):
 
     num_updates: jax.Array
     waiting: Params  #: sum of gradients since the last update, in the dtype of the parameter
-    mean: Params  #: f32, running mean of the sums
-    square: Params  #: f32, running mean of their squares
+    mean: Params  #: f32, running mean of the sums, where beta1 is not 0
+    square: Params  #: f32, running mean of their squares, or of the mean square of a row
 
 
 def cautious_adam(
-    groups: Mapping[str, AdamGroup], tied: tuple[str, str], lr: float, *, eps: float, decay: float
+    periods: Sequence[Mapping[str, AdamGroup]],
+    tied: tuple[str, ...],
+    lr: float,
+    *,
+    eps: float,
+    decay: float,
+    when: str = "adam",
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam for the arrays of `groups` at steps with `inputs["adam"]`; the gradients of other arrays pass unchanged.
+    """Adam for some arrays at some steps; the gradients of other arrays pass unchanged.
+
+    `inputs[when]` is the number of the period, from 1, whose settings a step uses; 0 or False: sum gradients.
 
     a = lr * group.lr * lr_scale;  u = a sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps).
     Update: -(u + a^2 decay * group.decay W [u W > 0]).
 
-    While `inputs["tied"]`, each of the two `tied` arrays gets the sum of both gradients, so that equal arrays and their
-    moments stay equal. "adam" is compiled in; "tied" is traced.
+    While `inputs["tied"]`, each of the `tied` arrays gets the sum of their gradients, so that equal arrays and their
+    moments stay equal. The period is compiled in; "tied" is traced.
     """
 
     def init(params: Params) -> AdamState:
-        own = {name: params[name] for name in groups}
-        mean, square = (jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), own) for _ in range(2))
-        return AdamState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, own), mean, square)
+        waiting = {name: jnp.zeros_like(params[name]) for name in periods[0]}
+        wide = {name: x.astype(jnp.float32) for name, x in waiting.items()}
+        mean = {name: x for name, x in wide.items() if periods[0][name].beta1}
+        square = {name: _squares(x, periods[0][name]) for name, x in wide.items()}
+        return AdamState(jnp.zeros((), jnp.int32), waiting, mean, square)
 
     @jax.named_scope("adam")
     def update(
         grads: Params, state: AdamState, params: Params, *, inputs: Inputs, **_: Any
     ) -> tuple[Params, AdamState]:
         total = {name: waiting + grads[name].astype(waiting.dtype) for name, waiting in state.waiting.items()}
-        if not inputs["adam"]:
-            rest = {name: jnp.zeros_like(x) for name, x in state.mean.items()}
+        if not (period := int(inputs[when])):
+            rest = {name: jnp.zeros_like(x, jnp.float32) for name, x in total.items()}
             return {**grads, **rest}, state._replace(waiting=total)
-        both = total[tied[0]] + total[tied[1]]
+        all_tied = sum(total[name] for name in tied)
         count, moves, mean, square = state.num_updates + 1, {**grads}, {}, {}
-        for name, group in groups.items():
-            sums = jnp.where(inputs["tied"], both, total[name]) if name in tied else total[name]
+        for name, group in periods[period - 1].items():
+            sums = jnp.where(inputs["tied"], all_tied, total[name]) if name in tied else total[name]
             g, w = sums.astype(jnp.float32), params[name].astype(jnp.float32)
-            m = mean[name] = group.beta1 * state.mean[name] + (1 - group.beta1) * g
-            v = square[name] = group.beta2 * state.square[name] + (1 - group.beta2) * g * g
-            a = lr * group.lr * inputs["lr_scale"]
-            corrected = a * jnp.sqrt(_since(group.beta2, count)) / _since(group.beta1, count)
+            m, a = g, lr * group.lr * inputs["lr_scale"]
+            corrected = a * jnp.sqrt(_since(group.beta2, count))
+            if group.beta1:
+                m = mean[name] = group.beta1 * state.mean[name] + (1 - group.beta1) * g
+                corrected /= _since(group.beta1, count)
+            v = square[name] = group.beta2 * state.square[name] + (1 - group.beta2) * _squares(g, group)
             u = corrected * m / (jnp.sqrt(v) + eps)
             moves[name] = -(u + a * a * decay * group.decay * jnp.where(u * w > 0, w, 0.0))
         return moves, AdamState(count, jax.tree.map(jnp.zeros_like, total), mean, square)
@@ -158,9 +171,30 @@ def cautious_adam(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
+def _squares(g: jax.Array, group: AdamGroup) -> jax.Array:
+    return g * g if group.squares == "each" else jnp.mean(g * g, axis=1, keepdims=True)
+
+
 def _since(beta: float, count: jax.Array) -> jax.Array:
     """Return 1 - beta^count. In float32 the difference itself would lose six bits of 1 - 0.99."""
     return -jnp.expm1(count * jnp.float32(math.log(beta)))
+
+
+def by_array(layout: Layout, names: Iterable[str], given: Sequence[AdamGroup]) -> dict[str, AdamGroup]:
+    """Return the settings of packed arrays; raise UsageError for a group without settings."""
+    settings, groups = {group.name: group for group in given}, layout.groups
+    if missing := sorted({groups[name] for name in names} - {*settings}):
+        raise UsageError(f"its optimizer has no AdamGroup for group {missing[0]!r} of its table")
+    return {name: settings[groups[name]] for name in names}
+
+
+def check_tied(layout: Layout, groups: Mapping[str, AdamGroup], tied: tuple[str, ...]) -> None:
+    """Raise UsageError unless two tables have equal starts and settings."""
+    rules = {name: astuple(groups[name])[1:] for name in tied if name in groups}
+    starts = {layout.table[name].like or name for name in rules}
+    if len(rules) != 2 or len({*rules.values()}) != 1 or len(starts) != 1:
+        need = "need two tables with equal starts, whose groups have equal settings"
+        raise UsageError(f"its optimizer ties {tied}; {need}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +217,11 @@ class NorMuonAndAdam:
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation; raise UsageError for groups without settings, or unequal tied tables."""
-        settings = {group.name: group for group in self.adam}
         matrices = [name for name, group in layout.groups.items() if group == "matrix"]
-        others = {name: group for name, group in layout.groups.items() if group != "matrix"}
-        if missing := sorted({*others.values()} - {*settings}):
-            raise UsageError(f"its optimizer has no AdamGroup for group {missing[0]!r} of its table")
-        groups = {name: settings[group] for name, group in others.items()}
-        rules = {name: astuple(groups[name])[1:] for name in self.tied if name in groups}
-        starts = {layout.table[name].like or name for name in rules}
-        if len(rules) != 2 or len({*rules.values()}) != 1 or len(starts) != 1:
-            need = "need two tables with equal starts, whose groups have equal settings"
-            raise UsageError(f"its optimizer ties {self.tied}; {need}")
+        others = [name for name, group in layout.groups.items() if group != "matrix"]
+        groups = by_array(layout, others, self.adam)
+        check_tied(layout, groups, self.tied)
         rates = partial(layout.per_matrix, self.rate_of)
         muon = normuon(matrices, rates, self.muon_lr, self.muon_decay, self.muon_beta2, self.polar_dtype)
-        adam = cautious_adam(groups, self.tied, self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)
+        adam = cautious_adam([groups], self.tied, self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)
         return optax.chain(muon, adam)

@@ -1,0 +1,212 @@
+"""record92: the PyTorch speedrun's record of 2026-08-30, on the tokens of FineWeb.
+
+Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,194 steps and 39.9 s on 8 H100. The step agrees
+with runs of the authors' functions in float32 (tests/test_golden92.py).
+Differs: docs/record92.md lists the differences, and what is not there yet.
+Run: speedrun run --track main-8xh100 --recipe record92
+Credits: modded-nanogpt, records 22 to 92.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from speedrun.base.limits import Count, Fraction, Momentum, Positive, Rate
+from speedrun.recipes import record89
+from speedrun.science.models.record89_model import logits
+from speedrun.science.models.record89_table import Layer, constants
+from speedrun.science.models.record92_model import carry, forward, loss
+from speedrun.science.models.record92_table import Config, rate_of, table
+from speedrun.science.optim.anvil import AnvilAndAdam
+from speedrun.science.optim.averages import Average
+from speedrun.science.optim.normuon_and_adam import AdamGroup
+from speedrun.science.recipe import Recipe, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Phase(record89.Phase):
+    """Settings of a stage. Prefixes and columns have one value for each of equal parts, or none."""
+
+    prefix_weights: tuple[Rate, ...] = ()
+    columns: tuple[Count, ...] = ()  #: of the softmax; none: all
+
+    def parts(self, done: float) -> dict[str, Any]:
+        """Return the values of a part; `done` is 1 after the last step."""
+        both = ((each or (0,)) for each in (self.prefix_weights, self.columns))
+        prefix, columns = (each[min(int(len(each) * done), len(each) - 1)] for each in both)
+        return {"prefix_weight": np.float32(prefix), "has_prefix": prefix > 0, "columns": columns}
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Which of the last steps an average counts."""
+
+    name: str  #: of the input with the weight of a step
+    last_steps: Count  #: the average begins with the weights after the first of them
+    rate: Fraction  #: the weight of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule(record89.Phases):
+    """The inputs of each step."""
+
+    phases: tuple[Phase, ...]
+    short_scale: Positive  #: of attention in the first phase, in layers with short windows
+    long_scale: Positive
+    one_rail_steps: Count  #: before them, ANVIL has one mean
+    fast_beta: Momentum  #: from then on
+    fast_weight: Fraction
+    frequent_steps: Count  #: before them, tables are updated every second step, then every fourth
+    tails: tuple[Tail, ...]
+
+    def at(self, step: int, num_steps: int) -> dict[str, Any]:
+        """Return the inputs of a step; `num_steps` itself is the last validation."""
+        index, done = self.place(step, num_steps)
+        inputs, phases = record89.Phases.at(self, step, num_steps), self.phases[: index + 1]
+        short, short_scale = self.stretched([phase.short_blocks for phase in phases], self.short_scale)
+        long, long_scale = self.stretched([phase.long_blocks for phase in phases], self.long_scale)
+        has_two = step >= self.one_rail_steps
+        return inputs | {
+            "fast_beta": np.float32(self.fast_beta if has_two else inputs["momentum"]),
+            "fast_weight": np.float32(self.fast_weight if has_two else 1.0),
+            "event": self.event(step) if step < num_steps else 0,
+            "tied": np.bool_(step <= self.starts(num_steps)[-1] | 1),
+            "short_rotary": short.astype(np.float32),
+            "short_scale": np.float32(short_scale),
+            "long_rotary": long.astype(np.float32),
+            "long_scale": np.float32(long_scale),
+            "ships": step == num_steps - 1,
+            **{tail.name: np.float32(self.rate(tail, step, num_steps)) for tail in self.tails},
+            **phases[-1].parts(done),
+        }
+
+    def event(self, step: int) -> int:
+        """Return the period of the update of the tables after a step, 0 for none."""
+        if step < self.frequent_steps:
+            return step % 2
+        return 2 if step % 4 == 3 else 0
+
+    def rate(self, tail: Tail, step: int, num_steps: int) -> float:
+        """Return the weight of a step in an average, 1 where it begins.
+
+        Every fourth step counts, and for the blend the last two. Head and embedding change at odd steps, so each of
+        these counts twice in their average; the last one, once.
+        """
+        if (since := step - num_steps + tail.last_steps) <= 0:
+            return float(since == 0)
+        if tail.name == "ema":
+            return step % 2 * (1 - (1 - tail.rate) ** min(2, num_steps - step))
+        is_last = tail.name == "blend" and step >= num_steps - 2
+        return tail.rate if is_last or since % 4 == 0 else 0.0
+
+
+#: Groups with the settings of record 89.
+SAME = tuple(group for group in record89.RECIPE.optimizer.adam if group.name not in ("value", "bigram"))
+
+RECIPE = Recipe(
+    name="record92",
+    summary="11 layers, 300M parameters and 65B of n-grams, 0.33B tokens: modded-nanogpt's record 92",
+    parent="record89",
+    revision=1,
+    config=Config(
+        vocab_size=50304,
+        model_dim=768,
+        num_heads=6,
+        mlp_dim=2816,
+        layers=(
+            Layer("paired", ("x0", "ngram")),
+            Layer("short", ("value", "exclusive", "x0", "ngram")),
+            Layer("paired", ("value", "x0")),
+            Layer("long", ("offset", "exclusive", "gate")),
+            Layer("none", ("x0", "ngram")),
+            Layer("paired", ("x0", "ngram")),
+            Layer("none"),
+            Layer("none", ("x0",)),
+            Layer("short", ("value",)),
+            Layer("none", ("ngram",)),
+            Layer("long", ("offset", "value", "gate")),
+        ),
+        gate_dim=64,
+        ngram_rows=84_602_880,
+        sign_rows=8192,
+        mix_dim=64,
+        segment_tokens=2560,
+        sweep_starts=8,
+        document_token=50256,
+        table_dtype="bfloat16",
+    ),
+    table=table,
+    forward=forward,
+    logits=logits,
+    loss=loss,
+    carry=carry,
+    optimizer=AnvilAndAdam(
+        anvil_lr=0.023,
+        anvil_decay=2.25,
+        anvil_betas=(0.98, 0.9),
+        polar_dtype="bfloat16",
+        rate_of=rate_of,
+        adam_lr=0.008,
+        adam_eps=1e-10,
+        adam_decay=0.005,
+        adam=SAME,
+        tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0), AdamGroup("ngram", 70.0, 0.0, 0.95, 5.0, "row")),
+        later_tables=(
+            AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),
+            AdamGroup("ngram", 70.0, 0.0, 0.95**2, 10.0, "row"),
+        ),
+        averages=(
+            Average(("head", "embed"), "ema", 0.65),
+            Average(("vo", "mlp"), "average", 1.0),
+            Average(("value",), "value_average", 1.0),
+            Average(("qk",), "blend", 0.55),
+            Average(("vo", "mlp"), "blend", 0.3493),
+        ),
+        rescaled=("head", "embed", "qk", "vo", "mlp"),
+    ),
+    schedule=Schedule(
+        phases=(
+            Phase(320, 1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
+            Phase(361, 1.52, 3, 7, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
+            Phase(426, 1.73, 5, 11, (1.0,), (1.0,), (), (14_336, 14_336, 24_576)),
+            Phase(67, 1.73 * math.sqrt(40 / 48), 5, 11, (1.0,), (1.0,)),
+            Phase(20, 1.0, 6, 13, (1.0,), (1.0,)),
+        ),
+        cooldown_fraction=0.8,
+        final_lr_scale=0.3,
+        momentum_start=0.85,
+        momentum_end=0.93,
+        momentum_warmup_steps=240,
+        momentum_cooldown_steps=50,
+        block_tokens=128,
+        final_long_blocks=20,
+        rotary_pairs=32,
+        slow_turns=1.0,
+        fast_turns=32.0,
+        short_scale=0.13,
+        long_scale=0.085,
+        one_rail_steps=514,
+        fast_beta=0.85,
+        fast_weight=0.4385,
+        frequent_steps=336,
+        tails=(
+            Tail("ema", 298, 2 / 299),
+            Tail("average", 249, 4 / 53),
+            Tail("value_average", 247, 4 / 53),
+            Tail("blend", 297, 2 / 75),
+        ),
+    ),
+    stages=(
+        Stage(num_steps=320, num_sequences=8, seq_len=16_384, document_tokens=896),
+        Stage(num_steps=361, num_sequences=8, seq_len=32_768, document_tokens=2_048),
+        Stage(num_steps=426, num_sequences=8, seq_len=49_152, document_tokens=3_072),
+        Stage(num_steps=67, num_sequences=8, seq_len=40_960, document_tokens=3_072),
+        Stage(num_steps=20, num_sequences=8, seq_len=16_384, document_tokens=3_072),
+    ),
+    eval_sequences=8,
+    eval_seq_len=262_144,
+    compute_dtype="bfloat16",
+    constants=constants,
+)
