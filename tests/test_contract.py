@@ -159,7 +159,7 @@ MISTAKES = {
     "vocabulary_key": (
         "def constants(cfg, vocabulary): return {'prefix': {b'a': 0}[b'b']}\n"
         "CHANGES = {'constants': constants}",
-        "its constants raise KeyError.b'b'.; need some for any vocabulary, and for none",
+        "its constants raise KeyError.b'b'.; need some for any vocabulary",
     ),
     "carry_shape": (
         "def carry(cfg): return {'amax': np.ones(2, np.float32)}\n"

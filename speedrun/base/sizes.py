@@ -14,10 +14,9 @@ SIZES = {
     "medium": (16, 1024, 2.0),
 }
 #: The ids of the smoke-cpu track, and the batches of its recipe.
-SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "max_positions": 256}
-SMOKE |= {"bigram_rows": 1_920, "ngram_rows": 15_360}
+SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "bigram_rows": 1920, "ngram_rows": 15_360}
 SMOKE |= {"prefix_weight": 0.0, "end_prefix_weight": 0.0, "prefix_weights": ()}  # its ids have no bytes
-SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
+SMOKE |= {"num_sequences": 8, "eval_sequences": 64, "seq_len": 256, "eval_seq_len": 256, "max_positions": 256}
 
 
 def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,13 +37,12 @@ def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -
     depth = max(2, round(layers * num_layers / 12))
     places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps ends and mirror layers
     new: dict[str, Any] = {k: tuple(v[i] for i in places) for k, v in tuples.items() if len(v) == layers}
-    factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
-    factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
-    factors |= {"rotary_pairs": narrow, "short_scale": narrow**-0.5, "long_scale": narrow**-0.5}
+    factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "matrix_lr": 1 / width}
+    factors |= dict.fromkeys(("head_dim", "rotary_pairs"), narrow) | {"num_layers": depth / layers}
+    factors |= dict.fromkeys(("attention_scale", "short_scale", "long_scale"), narrow**-0.5)
     factors["ngram_rows"] = min(1.0, batch) ** 4
-    windows = ("block_tokens", "compose_keys", "document_tokens", "slow_turns", "fast_turns")
-    windows += ("segment_tokens",)
-    factors |= dict.fromkeys(windows, 1 / 8 if name == "smoke" else 1)
+    windows = ("block_tokens", "compose_keys", "document_tokens", "segment_tokens", "slow_turns")
+    factors |= dict.fromkeys((*windows, "fast_turns"), 1 / 8 if name == "smoke" else 1)
     for key, old in known.items():
         above, _, field = key.rpartition(".")
         if field in factors:

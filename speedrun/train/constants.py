@@ -23,8 +23,7 @@ class RecipeConstants:
         try:
             self._given = dict(recipe.constants(recipe.config, self._vocabulary))
         except LookupError as error:
-            need = "need some for any vocabulary, and for none"
-            raise UsageError(f"its constants raise {error!r}; {need}") from None
+            raise UsageError(f"its constants raise {error!r}; need some for any vocabulary") from None
 
     @cached_property
     def computed(self) -> dict[str, Callable[[], jax.Array]]:
