@@ -51,6 +51,10 @@ def without(feature: str, recipe: str = "record21") -> Recipe:
 
 @pytest.mark.parametrize(("recipe", "feature"), HAD)
 def test_a_feature_that_is_off_is_another_recipe_which_does_not_have_it(recipe, feature):
+    if (recipe, feature) == ("record92", "other-values"):
+        with pytest.raises(UsageError, match="the end mix reads their embeddings"):
+            without(feature, recipe)
+        return
     less = without(feature, recipe)
     assert describe(less) != describe(recipes.load(recipe))
     assert design.without(less, FEATURES[feature]) == {}

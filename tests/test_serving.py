@@ -2,8 +2,6 @@
 
 import http.client
 import os
-import signal
-import tempfile
 from collections.abc import Iterator
 
 import click
@@ -13,7 +11,6 @@ from typed import invoke
 from speedrun.base import signals
 from speedrun.base.errors import UsageError
 from speedrun.base.serving import CONTENT_TYPES, HOST, Reply, file_below, opened, serving
-from speedrun.cli import use
 
 
 def answer(path: str, query: dict[str, str]) -> Reply | None:
@@ -97,18 +94,6 @@ def test_a_signal_ends_a_server_with_success(number, tmp_path, monkeypatch):
     with signals.handled_by(lambda *_: pytest.fail("it is not handled")):
         for words in (["watch", tmp_path / "later"], ["play", tmp_path]):
             assert invoke(*words, "--port", 0).exit_code == 0
-
-
-def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch):
-    def killed(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(use, "_trainable", killed)
-    with signals.handled_by(lambda *_: pytest.fail("it is not handled")):
-        found = invoke("play", "--recipe", "smoke")
-    assert (found.exit_code, found.output) == (75, "error: stopped by SIGTERM\n")
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The sizes and parameters of record 92."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,7 +9,6 @@ from speedrun.science import params
 from speedrun.science.models import record89_table as record89
 from speedrun.science.models.record89_table import FROZEN, LAST, LATE, SKIP, Attention, Extra, Layer, Widths
 from speedrun.science.models.record92_tokens import STRIDE, ngram_rows
-from speedrun.science.optim.orthogonal import shape_factor
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 
 TWIN = 8  #: layer with two MLPs side by side
@@ -80,4 +80,4 @@ def rate_of(matrix: Member) -> float:
     _, layer, name = matrix.name.split(".")
     if int(layer) == FROZEN:
         return 0.0
-    return shape_factor(matrix) * (2.0 if name.startswith("down") else 1.0)
+    return math.sqrt(max(1.0, matrix.rows / matrix.cols)) * (2.0 if name.startswith("down") else 1.0)
