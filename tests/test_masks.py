@@ -82,6 +82,11 @@ def test_a_record_carries_the_name_of_the_mask_and_the_examiner_derives_it(progr
     assert not masked_NV[:, recipe.config.vocab_size :].any()
 
 
+def test_a_track_without_a_tokenizer_has_no_mask(recipe):
+    with pytest.raises(UsageError, match="impossible pairs need the bytes of ids; this track has none"):
+        Program(recipe, meshes.make_mesh(1), vocabulary=()).constants.arrays()
+
+
 def test_an_unknown_derivation_is_refused(recipe):
     with pytest.raises(UsageError, match="its constants give 'x' as str; need NumPy numbers"):
         Program(

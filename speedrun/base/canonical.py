@@ -48,11 +48,10 @@ def impossible_pairs(tokens: Sequence[bytes]) -> Pairs:
             lefts[pair[0]].append(rank)
             rights[pair[1]].append(rank)
     texts = [token.decode(errors="surrogateescape") for token in tokens]
-    row_of, last_R, by_row = _numbered(
-        (_entered(lasts[i], lefts), _last(text)) for i, text in enumerate(texts)
-    )
+    ends, starts = (_last(text) for text in texts), (_kind(text[:1]) for text in texts)
+    row_of, last_R, by_row = _numbered((_entered(p, lefts), end) for p, end in zip(lasts, ends, strict=True))
     column_of, first_C, by_column = _numbered(
-        (_entered(firsts[i], rights), _kind(text[:1])) for i, text in enumerate(texts)
+        (_entered(p, rights), start) for p, start in zip(firsts, starts, strict=True)
     )
     found = np.zeros((len(last_R), len(first_C)), bool)
     for rank in by_row.keys() & by_column.keys():
@@ -120,5 +119,4 @@ def _kind(character: str) -> str:
         return "?"
     if character.isspace():
         return "S"
-    category = unicodedata.category(character)[0]
-    return category if category in "LN" else "O"
+    return {"L": "L", "N": "N"}.get(unicodedata.category(character)[0], "O")
