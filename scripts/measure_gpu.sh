@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures everything that needs a GPU, in half an hour: commands of `speedrun`, one after the other, each with a limit of
+# Measures everything that needs a GPU, in slices: commands of `speedrun`, one after the other, each with a limit of
 # time. The GPU machine needs no network: missing packages are brought along.
 #
 #   scripts/measure_gpu.sh --wheels DIR                  with a network: fetches missing packages, less than 1 MiB
