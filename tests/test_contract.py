@@ -167,7 +167,7 @@ MISTAKES = {
         "    one = batch._replace(carry={'amax': batch.carry['amax'][:, 0]})\n"
         "    return toy89.loss(p, one, *given)\n"
         "CHANGES = {'carry': carry, 'loss': loss}",
-        "its loss carries",
+        "its loss returns",
     ),
 }
 

@@ -32,9 +32,11 @@ from speedrun.science.models import record92_model as model
 from speedrun.science.models import record92_tokens as tokens92
 from speedrun.science.models.record89_tokens import targets_of
 from speedrun.science.optim.anvil import anvil
-from speedrun.science.optim.normuon_and_adam import AdamGroup, cautious_adam
+from speedrun.science.optim.normuon_and_adam import AdamGroup
+from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe, Stage
+from speedrun.science.rows import Rows, moved
 
 SHARED = Path(__file__).parents[2] / "shared" / "golden"
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", SHARED))
@@ -124,7 +126,8 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
         adam_lr=config["adam"]["lr"],
         adam_eps=config["adam"]["eps"],
         adam_decay=config["adam"]["decay"],
-        **dict(zip(("tables", "later_tables"), periods(config), strict=True)),
+        **dict(zip(("tables", "later_tables"), value_periods(config["value"]), strict=True)),
+        rows=row_periods(config["ngram"]),
         averages=averages,
     )
     return dataclasses.replace(
@@ -143,19 +146,22 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
     )
 
 
-def periods(config: Arrays) -> list[tuple[AdamGroup, ...]]:
-    """The settings of the tables before and after they are updated every fourth step."""
-    names = [(name, config[name]) for name in ("value", "ngram") if name in config]
+def value_periods(given: Arrays) -> list[tuple[AdamGroup]]:
+    """The settings of the value tables before and after they are updated every fourth step."""
     decays: list[tuple[int, str]] = [(1, "wd_mul"), (2, "wd_mul4")]
     return [
-        tuple(
-            AdamGroup(name, given["lr_mul"], given["beta1"] ** power, given["beta2"] ** power, given[decay])
-            if "beta1" in given
-            else AdamGroup(name, given["lr_mul"], 0.0, given["beta2"] ** power, given[decay], "row")
-            for name, given in names
-        )
+        (AdamGroup("value", given["lr_mul"], given["beta1"] ** power, given["beta2"] ** power, given[decay]),)
         for power, decay in decays
     ]
+
+
+def row_periods(given: Arrays) -> tuple[RowPeriod, ...]:
+    """The same of the n-grams."""
+    decays: list[tuple[int, str]] = [(1, "wd_mul"), (2, "wd_mul4")]
+    return tuple(
+        RowPeriod(given["lr_mul"], given["beta2"] ** power, given[decay], 4 * power)
+        for power, decay in decays
+    )
 
 
 def row_order(kind: str, head_dim: int) -> np.ndarray:
@@ -340,25 +346,27 @@ def test_golden92_anvil_agrees(unit, shape):
 
 def test_golden92_row_adam_agrees(unit):
     given = json.loads(str(unit["row_adam/constants"]))
-    settings = [{"table": one} for (one,) in periods({"ngram": given})]
-    transform = cautious_adam(settings, (), given["lr"], eps=given["eps"], decay=given["decay"], when="event")
+    settings = row_periods(given)
+    transform = row_adam(
+        ["table"], settings, given["lr"], eps=given["eps"], decay=given["decay"], when="event"
+    )
     params: Params = {"table": jnp.asarray(unit["row_adam/w0"])}
     state: Any = transform.init(params)
     for i in range(3):
         rows, grads = unit[f"row_adam/rows{i}"], unit[f"row_adam/grads{i}"]
-        whole = jnp.zeros_like(params["table"]).at[rows].set(grads)
         event = 1 if unit[f"row_adam/step{i}"] < given["period4_start"] else 2
         # A cycle's gradient comes in parts, the first of them without an update.
         for part, now in ((0.25, 0), (0.75, event)):
             inputs = Inputs({"event": now, "lr_scale": jnp.float32(1)}, {})
             moves: Any
-            moves, state = transform.update({"table": part * whole}, state, params, inputs=inputs)
-            params = {"table": params["table"] + moves["table"]}
+            grad = Rows(jnp.asarray(rows), jnp.asarray(part * grads))
+            moves, state = transform.update({"table": grad}, state, params, inputs=inputs)
+            params = {"table": moved(params["table"], moves["table"])}
         np.testing.assert_allclose(params["table"], unit[f"row_adam/w{i + 1}"], rtol=2e-6, atol=2e-7)
     # The file's rows decay when they are read, ours at every event.
-    last, betas = unit["row_adam/last_event"], [settings[0]["table"].beta2] * 2 + [settings[1]["table"].beta2]
+    last, betas = unit["row_adam/last_event"], [settings[0].beta2] * 2 + [settings[1].beta2]
     missed = np.array([np.prod(betas[event:]) if event else 1.0 for event in last])
-    np.testing.assert_allclose(state.square["table"][:, 0], unit["row_adam/v3"] * missed, rtol=2e-6)
+    np.testing.assert_allclose(state.square["table"], unit["row_adam/v3"] * missed, rtol=2e-6)
 
 
 # Batches and schedules
@@ -639,7 +647,7 @@ def assert_state_agrees(run: Run, state: Any) -> None:
         found |= {f"{name}/{key}": x for name, x in own.items() if (name in matrices) == (field == key)}
     found |= {f"{name}/energy": x for name, x in energies(run, leaves(state.opt_state, "second")).items()}
     missed = decay_since_read(golden)
-    square = np.asarray(leaves(state.opt_state, "square")["ngram_embed"])[: len(missed), 0]
+    square = np.asarray(leaves(state.opt_state, "square")["ngram_embed"])[: len(missed)]
     found["ngram_table/v"] = square / missed
     golden.arrays = {k: x for k, x in golden.arrays.items() if "/last_event" not in k}
     golden.assert_agrees(found, "state", norm, norm, norm)

@@ -22,6 +22,7 @@ from speedrun.science.models.record92_table import Config, rate_of, table
 from speedrun.science.optim.anvil import AnvilAndAdam
 from speedrun.science.optim.averages import Average
 from speedrun.science.optim.normuon_and_adam import AdamGroup
+from speedrun.science.optim.row_adam import RowPeriod
 from speedrun.science.recipe import Recipe, Stage
 
 
@@ -152,11 +153,12 @@ RECIPE = Recipe(
         adam_eps=1e-10,
         adam_decay=0.005,
         adam=SAME,
-        tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0), AdamGroup("ngram", 70.0, 0.0, 0.95, 5.0, "row")),
-        later_tables=(
-            AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),
-            AdamGroup("ngram", 70.0, 0.0, 0.95**2, 10.0, "row"),
-        ),
+        tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0),),
+        later_tables=(AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),),
+        rows=(
+            RowPeriod(70.0, 0.95, 5.0, 2),
+            RowPeriod(70.0, 0.95**2, 10.0, 7),
+        ),  # batches before step 1,175 are larger
         averages=(
             Average(("head", "embed"), "ema", 0.65),
             Average(("vo", "mlp"), "average", 1.0),

@@ -72,11 +72,7 @@ def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
 
 
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Return rows of a table: [B, T, D] in its dtype.
-
-    The cast makes the gradient, a sum over all uses of an id, accumulate in float32. A bfloat16 sum of thousands of
-    terms stagnates, and is slow on GPUs.
-    """
+    """Return rows of a table: [B, T, D] in its dtype. Gradients are summed in float32; a bfloat16 sum stagnates."""
     return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
 
 

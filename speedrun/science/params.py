@@ -50,7 +50,8 @@ class ParamSpec:
     dtype: Dtype = "float32"  #: of the stored parameter and its moments
     place: Place | None = None  #: how it is packed; None: by `PLACES`
     like: str | None = None  #: a parameter with the same initial values
-    #: tokens_BT -> ids_BN of the rows that they read, spread evenly; models get these rows, [B, N, D], not the table
+    #: tokens_BT -> ids_BN of rows that they read, spread evenly; models get these, [B, N, D], not the table, and
+    #: optimisers get gradients as `science.rows.Rows`
     reads: Callable[[jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
@@ -196,7 +197,7 @@ class Layout:
         return {name: local(bank) for name, bank in self.banks.items()}
 
     def pack(self, params: Params) -> Params:
-        """Pack named parameters or gradients, of tables that are read also those of a device's shard."""
+        """Pack named parameters or gradients, of tables that are read also a device's shard or `Rows`."""
         packed: Params = {}
         for name, bank in self.banks.items():
             wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.place]) for m in bank]
@@ -240,12 +241,13 @@ class Layout:
         """Return the first parameter in the table with a flag, given host arrays by packed name."""
         bad: set[str] = set()
         for packed, found in flags.items():
-            if packed in self.banks:
-                bad |= {m.name for m, flag in zip(self.banks[packed], found, strict=False) if flag}
-            elif packed in self.vectors:
+            if packed in self.vectors:
                 bad |= {name for name, part in self.split(packed, found).items() if part.any()}
             else:
-                bad |= {packed} if found.any() else set()
+                names = (
+                    [m.name for m in self.banks[packed]] if packed in self.banks else [packed] * len(found)
+                )
+                bad |= {name for name, flag in zip(names, found, strict=False) if flag}
         return next((name for name in self.table if name in bad), None)
 
     def init(self, key: jax.Array) -> Params:

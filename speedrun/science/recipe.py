@@ -35,12 +35,9 @@ class Stage:
         return self.num_sequences * self.seq_len
 
 
-NOTHING: Params = {}
-
-
 def no_carry(_: Any) -> Params:
     """Carry nothing from step to step."""
-    return NOTHING
+    return {}
 
 
 #: The bytes of each id, b"" for special tokens; () if the data does not define them.
@@ -68,14 +65,7 @@ class Loss(NamedTuple):
 
     objective: jax.Array  #: f32 [], to minimise; averaged over the micro-batches of a step
     nll: jax.Array  #: f32 [], mean nats per target, for the log
-    carry: Params = NOTHING  #: [B, ...], for the next step
-
-
-def check_carry(new: Params, old: Params) -> None:
-    """Raise UsageError if shapes or dtypes of the carry have changed."""
-    got, need = ({name: f"{x.dtype}{[*x.shape]}" for name, x in carry.items()} for carry in (new, old))
-    if got != need:
-        raise UsageError(f"its loss carries {got}, its carry begins as {need}; need the same")
+    carry: Params = no_carry(None)  #: [B, ...], for the next step
 
 
 class OptimizerLike(Protocol):
@@ -146,9 +136,8 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
 
     def stage_of(self, step: int) -> int:
         """Return the index of the stage that contains `step`."""
-        for i in range(len(self.stages)):
-            if step in self.steps_of(i):
-                return i
+        if found := [i for i in range(len(self.stages)) if step in self.steps_of(i)]:
+            return found[0]
         raise ValueError(f"got step {step}, need one below {self.num_steps}")
 
     def steps_of(self, stage: int) -> range:

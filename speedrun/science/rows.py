@@ -7,8 +7,9 @@ Legend: B sequences, N ids, S shards, C rows that fit between two devices, R row
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +17,53 @@ import jax.numpy as jnp
 from speedrun.base.mesh import DATA
 from speedrun.science.params import Layout, Params
 
+_exchanged = partial(jax.lax.all_to_all, axis_name=DATA, split_axis=0, concat_axis=0, tiled=True)
 
-def read(layout: Layout, params: Params, tokens_BT: jax.Array, *, all_fit: bool = False) -> Params:
-    """Replace each table's own shard [R, D] by the rows that tokens read: [B, N, D].
 
-    Rows that do not fit are zero, and `unread` counts them; if `all_fit` there are none, and more is sent.
+class Rows(NamedTuple):
+    """Some rows of a device's shard: a gradient, where ids may repeat, or what an optimiser adds to them."""
+
+    ids_N: jax.Array  #: i32; R: no row
+    values_ND: jax.Array
+
+
+def moved(x: jax.Array, move: Any) -> jax.Array:
+    """Return a parameter plus its update, rounded once. `Rows` have distinct ids here, and move nothing else."""
+    if isinstance(move, Rows):
+        return x.at[move.ids_N].set(moved(taken(x, move.ids_N), move.values_ND), mode="drop")
+    return (x.astype(jnp.float32) + move).astype(x.dtype)
+
+
+def whole(like: jax.Array, grad: Any) -> jax.Array:
+    """Return a gradient as an array, with `Rows` summed in float32."""
+    if isinstance(grad, Rows):
+        return jnp.zeros(like.shape, jnp.float32).at[grad.ids_N].add(grad.values_ND, mode="drop")
+    return grad
+
+
+def taken(table: jax.Array, ids: jax.Array, fill: float = 0) -> jax.Array:
+    """Return rows of a device's shard; `fill` beyond it."""
+    return table.at[ids].get(mode="fill", fill_value=fill)
+
+
+def traffic(
+    layout: Layout, params: Params, tokens_BT: jax.Array
+) -> tuple[Params, Callable[[Params], Params], dict[str, jax.Array]]:
+    """Return parameters with the rows that are sent, [S, C, D], for tables; what models get of them; and their ids.
+
+    Models get the row of each id: [B, N, D]. One that does not fit arrives as NaN.
     """
-    ids = {name: (ids_of(tokens_BT), len(params[name])) for name, ids_of in layout.reads.items()}
-    return params | {name: fetch(params[name], wants(*of, all_fit=all_fit)) for name, of in ids.items()}
+    asked = {name: _ask(ids_of(tokens_BT), len(params[name])) for name, ids_of in layout.reads.items()}
 
+    def by_id(rows_SCD: jax.Array, slot_BN: jax.Array) -> jax.Array:
+        wide_ND = jnp.concatenate(_exchanged(rows_SCD)).astype(jnp.float32)  # sums gradients in float32
+        return taken(wide_ND, slot_BN, jnp.nan).astype(rows_SCD.dtype)
 
-def unread(layout: Layout, params: Params, tokens_BT: jax.Array, num_parts: int) -> jax.Array:
-    """Return the number of distinct rows that do not fit, if tokens are read in so many parts: f32 []."""
-    found = jnp.zeros(())
-    for name, ids_of in layout.reads.items():
-        for part_BT in jnp.split(tokens_BT, num_parts):
-            found += wants(ids_of(part_BT), len(params[name])).missing
-    return found
+    def arrived(sent: Params) -> Params:
+        return sent | {name: by_id(sent[name], slot_BN) for name, (_, slot_BN) in asked.items()}
 
-
-class Wants(NamedTuple):
-    """The rows that a device reads."""
-
-    local_SC: jax.Array  #: i32, by owner: its rows without repetition; R where there is none
-    slot_BN: jax.Array  #: i32, where each id's row arrives among S * C; beyond if it does not fit
-    missing: jax.Array  #: f32 [], distinct rows that do not fit, and ids outside the table
+    ids = {name: ids_SC for name, (ids_SC, _) in asked.items()}
+    return params | {name: taken(params[name], ids_SC) for name, ids_SC in ids.items()}, arrived, ids
 
 
 def most_rows(num_ids: int, num_local: int, shards: int) -> int:
@@ -48,29 +71,26 @@ def most_rows(num_ids: int, num_local: int, shards: int) -> int:
     return min(num_ids, num_local, math.ceil(num_ids / shards + 8 * math.sqrt(num_ids / shards)))
 
 
-def wants(ids_BN: jax.Array, num_local: int, *, all_fit: bool = False) -> Wants:
-    """Return what a device asks of the owners, who have `num_local` rows each."""
+def _ask(ids_BN: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
+    """Return the ids of own rows that each reader asks for, and where each own id arrives among S * C."""
     shards, ids_N = jax.lax.axis_size(DATA), ids_BN.reshape(-1)
-    t_N, most = jnp.arange(len(ids_N)), most_rows(len(ids_N), num_local, 1 if all_fit else shards)
+    t_N, most = jnp.arange(len(ids_N)), most_rows(len(ids_N), num_local, shards)
     last_N = jnp.zeros(shards * num_local, jnp.int32).at[ids_N].max(t_N)[ids_N]  # last place of the same id
     asks_N, owner_N = last_N == t_N, ids_N // num_local
     asks_NS = jax.nn.one_hot(jnp.where(asks_N, owner_N, shards), shards, dtype=jnp.int32)
     nth_N = (jnp.cumsum(asks_NS, axis=0) - 1)[t_N, owner_N]
     place_N = jnp.where(asks_N & (nth_N < most), nth_N, shards * most)
     local_SC = jnp.full((shards, most), num_local).at[owner_N, place_N].set(ids_N % num_local, mode="drop")
-    outside_N = (ids_N < 0) | (ids_N >= shards * num_local)
-    missing = jnp.sum(jnp.maximum(jnp.sum(asks_NS, axis=0) - most, 0)) + jnp.sum(outside_N)
-    return Wants(
-        local_SC, (owner_N * most + place_N)[last_N].reshape(ids_BN.shape), missing.astype(jnp.float32)
-    )
+    exists_N = (ids_N >= 0) & (ids_N < shards * num_local)
+    slot_N = jnp.where(exists_N, (owner_N * most + place_N)[last_N], shards * most)
+    return _exchanged(local_SC), slot_N.reshape(ids_BN.shape)
 
 
-def fetch(table_RD: jax.Array, wanted: Wants) -> jax.Array:
-    """Return the row of each id: [B, N, D]. Readers and owners sum gradients in float32, as in `nn.lookup`."""
-
-    def taken(x: jax.Array, at: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32).at[at].get(mode="fill", fill_value=0).astype(x.dtype)
-
-    exchanged = partial(jax.lax.all_to_all, axis_name=DATA, split_axis=0, concat_axis=0, tiled=True)
-    rows_SCD = exchanged(taken(table_RD, exchanged(wanted.local_SC)))
-    return taken(rows_SCD.reshape(-1, *table_RD.shape[1:]), wanted.slot_BN)
+def of_all(rows: Rows, axes: tuple[str, ...], parts: int) -> Rows:
+    """Return the rows of all devices along the axes, of a mean over so many parts, in float32."""
+    number, at = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    own = [jnp.zeros((number, *x.shape), x.dtype).at[at].set(x) for x in rows]
+    ids_N, values_ND = map(
+        jnp.concatenate, jax.lax.psum(own, axes)
+    )  # a gather's type would vary over the axes
+    return Rows(ids_N, values_ND.astype(jnp.float32) / parts)

@@ -28,7 +28,7 @@ from speedrun.science import rows
 from speedrun.science.inputs import Arrays, Inputs, Plan, Static
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
-from speedrun.science.recipe import Batch, Loss, Recipe, check_carry
+from speedrun.science.recipe import Batch, Loss, Recipe
 
 #: XLA options by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready. A
 #: combined one would start at the end, with no computation left to overlap. Activations in 16 bits stay in 16 bits.
@@ -54,7 +54,7 @@ class StepMetrics(NamedTuple):
     """Results of a step on the device. The host fetches them one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
-    bad: jax.Array  #: f32 [devices, 2], numbers of flags in `nonfinite`, and of rows that did not fit
+    bad: jax.Array  #: f32 [devices], numbers of flags in `nonfinite`
     nonfinite: dict[str, jax.Array]  #: by packed name: flags for non-finite gradients
 
 
@@ -119,15 +119,12 @@ class Step:
         index_B = num_sequences * jax.lax.axis_index(self.mesh.axis_names) + jnp.arange(num_sequences)
         batch = Batch(tokens_BT, targets_BT, state.carry, index_B)
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
-        check_carry(loss.carry, state.carry)
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
-        new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), state.params, updates)
-        flags = {k: self.layout.flags(k, ~jnp.isfinite(g)) for k, g in grads.items()}
+        new = jax.tree.map(rows.moved, state.params, updates)
+        flags = {k: self.layout.flags(k, ~jnp.isfinite(getattr(g, "values_ND", g))) for k, g in grads.items()}
         # Do not sum over devices: no computation is left to overlap the sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
-        unread = rows.unread(self.layout, state.params, tokens_BT, self.microbatches // self.mesh.size)
-        bad = jnp.stack([bad, unread])[None]
-        metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), bad, flags)
+        metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), jnp.stack([bad]), flags)
         return TrainState(state.step + 1, new, opt_state, loss.carry), metrics
 
     def loss_and_grads(self, packed: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
@@ -139,28 +136,34 @@ class Step:
         """Return the mean loss and this device's gradients, in float32 if there are several micro-batches."""
         num_local = self.microbatches // self.mesh.size
 
-        @partial(jax.grad, has_aux=True)
-        def grad(params: Params, batch: Batch) -> tuple[jax.Array, Loss]:
-            recipe, params = self.recipe, rows.read(self.layout, params, batch.tokens_BT)
-            loss = recipe.loss(params, batch, inputs, recipe.config, self.kernels, recipe.forward)
-            return loss.objective, loss
+        def grad(params: Params, batch: Batch) -> tuple[Params, Any, Loss]:
+            sent, arrived, ids = rows.traffic(self.layout, params, batch.tokens_BT)
+            given = batch, inputs, self.recipe.config, self.kernels, self.recipe.forward
 
-        def accumulate(total: Any, batch: Batch) -> tuple[Any, Params]:
-            grads, loss = grad(params, batch)
-            one = loss.objective, loss.nll, grads
-            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, one), loss.carry
+            def objective(sent: Params) -> tuple[jax.Array, Loss]:
+                loss = self.recipe.loss(arrived(sent), *given)
+                return loss.objective, loss
+
+            grads, loss = jax.grad(objective, has_aux=True)(sent)
+            few = {k: rows.Rows(at.ravel(), jnp.concatenate(grads.pop(k))) for k, at in ids.items()}
+            return grads, few, loss
+
+        def accumulate(total: Params, batch: Batch) -> tuple[Params, Any]:
+            grads, few, loss = grad(params, batch)
+            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, grads), (few, loss)
 
         def zeros(x: jax.Array) -> jax.Array:
             return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), self.mesh.axis_names, to="varying")
 
         if num_local == 1:  # without a loop, reductions overlap the backward pass
-            grads, loss = grad(params, batch)
-            return loss, grads
+            grads, few, loss = grad(params, batch)
+            return loss, grads | few
         parts = jax.tree.map(lambda x: x.reshape(num_local, -1, *x.shape[1:]), batch)
-        start = jax.tree.map(zeros, (jnp.zeros(()), jnp.zeros(()), params))
-        total, carry = jax.lax.scan(accumulate, start, parts)
-        objective, nll, grads = jax.tree.map(lambda x: x / num_local, total)
-        return Loss(objective, nll, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)), grads
+        start = {name: zeros(x) for name, x in params.items() if name not in self.layout.reads}
+        total, (few, losses) = jax.lax.scan(accumulate, start, parts)
+        few, carry = jax.tree.map(jnp.concatenate, (few, losses.carry))
+        grads = {name: x / num_local for name, x in total.items()}
+        return Loss(jnp.mean(losses.objective), jnp.mean(losses.nll), carry), grads | few
 
     def whole(self, packed: Params) -> Params:
         """Return whole parameters in the compute dtype, scalars in float32, and own shards of tables that are read."""
@@ -178,9 +181,10 @@ class Step:
     def _scatter_mean(self, grads: Params) -> Params:
         """Return this device's shard of the mean gradients: summed in their dtype, divided in float32."""
 
-        def own(name: str, grad: jax.Array) -> jax.Array:
-            is_own = name in self.layout.vectors or name in self.layout.reads
-            part = grad if is_own else jax.lax.psum_scatter(grad, DATA, tiled=True)
+        def own(name: str, grad: Any) -> Any:
+            if name in self.layout.reads:
+                return rows.of_all(grad, self._repeated_over(name), self.microbatches)
+            part = grad if name in self.layout.vectors else jax.lax.psum_scatter(grad, DATA, tiled=True)
             return jax.lax.psum(part, self._repeated_over(name)).astype(jnp.float32) / self.mesh.size
 
         return {name: own(name, grad) for name, grad in grads.items()}

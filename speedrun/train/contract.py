@@ -18,6 +18,7 @@ from speedrun.base.track import Track
 from speedrun.science.inputs import Plan
 from speedrun.science.params import Table, count
 from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
+from speedrun.science.rows import Rows
 from speedrun.train.checkpoint import differences, form, named
 from speedrun.train.program import Program
 
@@ -91,11 +92,11 @@ def _checked(recipe: Recipe) -> Recipe:
             raise UsageError(f"its forward returns {form(x_BTD)} for {form(tokens_BT)}; need {need}")
         return x_BTD
 
-    def loss(*given: Any) -> Loss:
-        found = recipe.loss(*given)
+    def loss(params: Any, batch: Any, *given: Any) -> Loss:
+        found = recipe.loss(params, batch, *given)
         if not isinstance(found, Loss):
             raise UsageError(f"its loss returns a {type(found).__name__}; need a Loss")
-        _require("its loss returns", found._replace(carry={}), Loss(scalar, scalar))
+        _require("its loss returns", found, Loss(scalar, scalar, batch.carry))
         return found
 
     def transform(layout: Any) -> Any:
@@ -103,7 +104,8 @@ def _checked(recipe: Recipe) -> Recipe:
 
         def update(grads: Any, state: Any, params: Any, **more: Any) -> tuple[Any, Any]:
             updates, new = inner.update(grads, state, params, **more)
-            _require("its optimizer updates", updates, params, lambda x: str([*np.shape(x)]))
+            whole = {k: params[k] if isinstance(u, Rows) else u for k, u in updates.items()}
+            _require("its optimizer updates", whole, params, lambda x: str([*np.shape(x)]))
             _require("its optimizer's update returns the state", new, state)
             return updates, new
 

@@ -184,19 +184,21 @@ class Training:
             return
         (step, metrics, cursor), self.pending = self.pending, None
         loss, flags = jax.device_get((metrics.loss, metrics.bad))
-        loss, (bad, unread) = float(loss), np.sum(flags, axis=0)
+        loss = float(loss)
         planned = self.executables.planned[step]
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
-        if unread:
-            names, need = ", ".join(self.ready.program.layout.reads), "need ids inside it, spread evenly"
-            raise SpeedrunError(f"step {step}: {unread:.0f} rows of {names} could not be read; {need}")
-        if bad or not np.isfinite(loss):
+        if np.any(flags) or not np.isfinite(loss):
             leaf = self.ready.program.layout.first_flagged(meshes.fetch(metrics.nonfinite))
             found = f"step {step}: loss is {loss}; first non-finite gradient: {leaf}"
-            raise NonFiniteError(f"{found}; lower the learning rate")
+            raise NonFiniteError(f"{found}; {self._advice()}")
         place = batch_tokens, self.place.tokens_seen, cursor
         self.log.emit(runlog.Step(step, self.clock.seconds, loss, *place, inputs=planned.inputs))
+
+    def _advice(self) -> str:
+        reads = ", ".join(self.ready.program.layout.reads)
+        rows = f", or spread the ids that are read of {reads} evenly over it" if reads else ""
+        return f"lower the learning rate{rows}"
 
     def _validate(self, step: int) -> None:
         """Score the validation tokens, log the result, and check that the state did not change."""
@@ -210,7 +212,7 @@ class Training:
             if (after := state_hash(state)) != before:
                 raise SpeedrunError(f"{where}: the state was {before} before and is {after} now")
             if not np.isfinite(val.loss):
-                raise NonFiniteError(f"{where}: loss is {val.loss}; lower the learning rate")
+                raise NonFiniteError(f"{where}: loss is {val.loss}; {self._advice()}")
             is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
             self.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
             self.val_loss = val.loss

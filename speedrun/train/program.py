@@ -222,8 +222,8 @@ class Program:
 
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
                 tokens_T, targets_T = sequence_T
-                read = rows.read(self.layout, params, tokens_T[None], all_fit=True)
-                (x_TD,) = self.forward(read, tokens_T[None], inputs)
+                sent, arrived, _ = rows.traffic(self.layout, params, tokens_T[None])
+                (x_TD,) = self.forward(arrived(sent), tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
                 return nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 

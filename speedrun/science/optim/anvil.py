@@ -1,8 +1,7 @@
 """The optimisers of record 92: ANVIL at every step, Adam at every second, tables at events.
 
 ANVIL is NorMuon with two running means of gradients, a fast and a slow one; the slow one decides what decays. Tables
-sum their gradients over the steps of a cycle, and are updated at its end. Where a table's groups have one mean square
-for each row and no mean, a row without gradient does not move, so it needs no list of the rows that were read.
+sum their gradients over the steps of a cycle, and are updated at its end.
 Source: modded-nanogpt, record 92.
 """
 
@@ -21,6 +20,7 @@ from speedrun.science.optim import normuon_and_adam as adams
 from speedrun.science.optim.averages import Average, averages
 from speedrun.science.optim.banks import in_stacks, quintics
 from speedrun.science.optim.normuon_and_adam import AdamGroup, normalize, shorter_mean
+from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Dtype, Layout, Member, Params
 
 #: (a, b, c) of each step.
@@ -110,22 +110,24 @@ class AnvilAndAdam:
     adam: tuple[AdamGroup, ...]  #: one for each group but banks and tables
     tables: tuple[AdamGroup, ...]  #: in the first period
     later_tables: tuple[AdamGroup, ...]
+    rows: tuple[RowPeriod, ...]  #: of tables that are read, by period
     averages: tuple[Average, ...]
     rescaled: tuple[str, ...]  #: groups that keep their norm when averages are shipped
     tied: tuple[str, str] = ("head", "embed")  #: updated as one while the input `tied` is true
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation; raise UsageError for groups without settings, or unequal tied tables."""
-        names = [name for name in layout.groups if name not in layout.banks]
+        names = [name for name in layout.groups if name not in (*layout.banks, *layout.reads)]
         tables = [name for name in names if layout.groups[name] in {group.name for group in self.tables}]
         groups = adams.by_array(layout, [name for name in names if name not in tables], self.adam)
         adams.check_tied(layout, groups, self.tied)
         periods = [adams.by_array(layout, tables, given) for given in (self.tables, self.later_tables)]
         rates = partial(layout.per_matrix, self.rate_of)
-        adam = partial(adams.cautious_adam, lr=self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)
+        settings: Any = {"lr": self.adam_lr, "eps": self.adam_eps, "decay": self.adam_decay}
         return optax.chain(
             anvil(layout.banks, rates, self.anvil_lr, self.anvil_decay, self.anvil_betas, self.polar_dtype),
-            adam([groups], self.tied),
-            adam(periods, (), when="event"),
+            adams.cautious_adam([groups], self.tied, **settings),
+            adams.cautious_adam(periods, (), when="event", **settings),
+            row_adam(layout.reads, self.rows, when="event", **settings),
             averages(self.averages, self.rescaled, layout),
         )

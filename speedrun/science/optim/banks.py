@@ -15,7 +15,7 @@ def quintics(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -
 
 
 def in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply a function of matrices to every bank; banks of equal shape are stacked."""
+    """Apply a function of matrices to every bank. Banks of equal shape are stacked, as small ones do not fill a GPU."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, x_Kmn in enumerate(banks):
         alike.setdefault(x_Kmn.shape, []).append(i)

@@ -14,6 +14,7 @@ from speedrun.base.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.orthogonal import scale_by_muon, shape_factor
 from speedrun.science.params import Dtype, Layout, Member
+from speedrun.science.rows import whole
 
 
 def by_group(
@@ -22,7 +23,12 @@ def by_group(
     """Apply the transformation of its group to each packed array; raise UsageError for a group without one."""
     if missing := sorted({*layout.groups.values()} - {*transforms}):
         raise UsageError(f"its optimizer has no transformation for group {missing[0]!r} of its table")
-    return optax.partition({**transforms}, layout.groups)
+    inner = optax.partition({**transforms}, layout.groups)
+
+    def update(grads: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        return inner.update(jax.tree.map(whole, params, grads), state, params, **more)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)  # pyright: ignore[reportArgumentType]
 
 
 def scale_by_input(name: str) -> optax.GradientTransformationExtraArgs:
@@ -44,8 +50,9 @@ class Adam:
 
     def at(self, lr: float) -> optax.GradientTransformation:
         """Return the transformation for a learning rate."""
-        adam = in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.eps))
-        return optax.chain(adam, optax.scale(-lr))
+        return optax.chain(
+            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.eps)), optax.scale(-lr)
+        )
 
 
 def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:

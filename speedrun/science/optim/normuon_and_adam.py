@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from speedrun.base.limits import Momentum, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.banks import in_stacks, quintics
 from speedrun.science.params import Dtype, Layout, Member, Params
+from speedrun.science.rows import whole
 
 #: (a, b, c) of each step.
 POLAR_EXPRESS = (
@@ -106,7 +107,6 @@ class AdamGroup:
     beta1: Momentum
     beta2: Momentum
     decay: Rate  #: factor of `adam_decay`
-    squares: Literal["each", "row"] = "each"  #: running means of squares, one for each entry, or one a row
 
 
 class AdamState(NamedTuple):
@@ -114,8 +114,8 @@ class AdamState(NamedTuple):
 
     num_updates: jax.Array
     waiting: Params  #: sum of gradients since the last update, in the dtype of the parameter
-    mean: Params  #: f32, running mean of the sums, where beta1 is not 0
-    square: Params  #: f32, running mean of their squares, or of the mean square of a row
+    mean: Params  #: f32, running mean of the sums
+    square: Params  #: f32, running mean of their squares
 
 
 def cautious_adam(
@@ -140,16 +140,17 @@ def cautious_adam(
 
     def init(params: Params) -> AdamState:
         waiting = {name: jnp.zeros_like(params[name]) for name in periods[0]}
-        wide = {name: x.astype(jnp.float32) for name, x in waiting.items()}
-        mean = {name: x for name, x in wide.items() if periods[0][name].beta1}
-        square = {name: _squares(x, periods[0][name]) for name, x in wide.items()}
+        mean, square = (jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), waiting) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), waiting, mean, square)
 
     @jax.named_scope("adam")
     def update(
         grads: Params, state: AdamState, params: Params, *, inputs: Inputs, **_: Any
     ) -> tuple[Params, AdamState]:
-        total = {name: waiting + grads[name].astype(waiting.dtype) for name, waiting in state.waiting.items()}
+        total = {
+            name: waiting + whole(waiting, grads[name]).astype(waiting.dtype)
+            for name, waiting in state.waiting.items()
+        }
         if not (period := int(inputs[when])):
             rest = {name: jnp.zeros_like(x, jnp.float32) for name, x in total.items()}
             return {**grads, **rest}, state._replace(waiting=total)
@@ -158,12 +159,10 @@ def cautious_adam(
         for name, group in periods[period - 1].items():
             sums = jnp.where(inputs["tied"], all_tied, total[name]) if name in tied else total[name]
             g, w = sums.astype(jnp.float32), params[name].astype(jnp.float32)
-            m, a = g, lr * group.lr * inputs["lr_scale"]
-            corrected = a * jnp.sqrt(_since(group.beta2, count))
-            if group.beta1:
-                m = mean[name] = group.beta1 * state.mean[name] + (1 - group.beta1) * g
-                corrected /= _since(group.beta1, count)
-            v = square[name] = group.beta2 * state.square[name] + (1 - group.beta2) * _squares(g, group)
+            m = mean[name] = group.beta1 * state.mean[name] + (1 - group.beta1) * g
+            v = square[name] = group.beta2 * state.square[name] + (1 - group.beta2) * g * g
+            a = lr * group.lr * inputs["lr_scale"]
+            corrected = a * jnp.sqrt(since(group.beta2, count)) / since(group.beta1, count)
             u = corrected * m / (jnp.sqrt(v) + eps)
             moves[name] = -(u + a * a * decay * group.decay * jnp.where(u * w > 0, w, 0.0))
         return moves, AdamState(count, jax.tree.map(jnp.zeros_like, total), mean, square)
@@ -171,11 +170,7 @@ def cautious_adam(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _squares(g: jax.Array, group: AdamGroup) -> jax.Array:
-    return g * g if group.squares == "each" else jnp.mean(g * g, axis=1, keepdims=True)
-
-
-def _since(beta: float, count: jax.Array) -> jax.Array:
+def since(beta: float, count: jax.Array) -> jax.Array:
     """Return 1 - beta^count. In float32 the difference itself would lose six bits of 1 - 0.99."""
     return -jnp.expm1(count * jnp.float32(math.log(beta)))
 

@@ -23,10 +23,7 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
-    """Move the singular values of each matrix (m <= n) towards one, by steps of `quintics` in `dtype`.
-
-    Zero stays zero. Every record takes five steps in bfloat16.
-    """
+    """Move singular values of each matrix (m <= n) towards one, by steps of `quintics` in `dtype`. Zero stays zero."""
     x = g_Kmn.astype(dtype)
     return quintics(x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7), [(A, B, C)] * steps)
 
@@ -47,8 +44,7 @@ def scale_by_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """M <- mu M + (1 - mu) G;  update = factor * orthogonalize(mu M + (1 - mu) G).
 
-    `inputs["momentum"]` is mu; `factors()` returns the factor of each matrix (f32 [K, 1, 1]) by bank. Banks of equal
-    shape are orthogonalised together, as one matrix per device is too small to fill a GPU.
+    `inputs["momentum"]` is mu; `factors()` returns the factor of each matrix (f32 [K, 1, 1]) by bank.
     """
 
     def init(params: optax.Params) -> MuonState:
