@@ -110,6 +110,8 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
         sweep_starts=config["micro_batches"],
         document_token=config["document_token"],
         table_dtype="float32",
+        head_fp8=None,
+        mlp_dtype="float32",
     )
     blends = {("qk",): tail["blend"], ("vo", "mlp"): tail["blend"] - tail["richardson"]}
     shares = {"ema": lambda _: tail["ema_blend"], "blend": lambda groups: blends[groups]}

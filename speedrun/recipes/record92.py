@@ -15,6 +15,7 @@ import numpy as np
 
 from speedrun.base.limits import Count, Fraction, Momentum, Positive, Rate
 from speedrun.recipes import record89
+from speedrun.science.kernels.cross_entropy_gpu import RECORD92
 from speedrun.science.models.record89_model import logits
 from speedrun.science.models.record89_table import Layer, constants
 from speedrun.science.models.record92_model import carry, forward, loss
@@ -137,6 +138,8 @@ RECIPE = Recipe(
         sweep_starts=8,
         document_token=50256,
         table_dtype="bfloat16",
+        head_fp8=RECORD92,
+        mlp_dtype="float8_e4m3fn",
     ),
     table=table,
     forward=forward,

@@ -34,6 +34,7 @@ RECORD21 = Fp8(x=2.0, head=2.0**9, grad=2.0**19 / 49_152)
 
 #: Record 89 divides by the reciprocals: 100/448, 1.6/448, 0.75/448.
 RECORD89 = Fp8(x=448 / 100, head=448 / 1.6, grad=448 / 0.75)
+RECORD92 = Fp8(x=448 / 100, head=448 / 2, grad=8 * 448 / 0.75)
 
 
 class Passes(NamedTuple):

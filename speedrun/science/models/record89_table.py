@@ -58,6 +58,8 @@ class Sizes:
     document_token: Natural
     table_dtype: Dtype  #: of stored tables and gates
     layers: tuple[Layer, ...]
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
+    mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
 
     def __post_init__(self) -> None:
         limits.check(self)
@@ -102,8 +104,6 @@ class Config(Sizes):
 
     bigram_rows: Count
     compose_keys: Count  #: keys that composed heads see
-    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
-    mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
 
     def __post_init__(self) -> None:
         Sizes.__post_init__(self)

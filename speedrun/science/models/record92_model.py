@@ -50,14 +50,15 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     short, long = ((inputs[f"{kind}_rotary"], inputs[f"{kind}_scale"]) for kind in ("short", "long"))
     views = record89.views(segment_BT, inputs, short, long, cfg)
     ngram_BTD = ngrams(p, tokens_BT, inputs["bigram_signs"])
-    return Context(kernels, views, *record89.embeddings(p, tokens_BT, cfg), ngram_BTD)
+    embedded = record89.embeddings(p, tokens_BT, cfg)
+    return Context(kernels, views, *embedded, ngram_BTD, inputs.values.get("mlp_dtype", "float32"))
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
     The inputs are windows in tokens (`short_keys`, `long_keys`); for each, frequencies f32 [K/4] (`short_rotary`, ...)
-    and attention's scale (`short_scale`, ...); `bigram_signs` +-1 [S, D]; and in training `segment_tokens`.
+    and attention's scale (`short_scale`, ...); `bigram_signs` +-1 [S, D]; in training `segment_tokens`, `mlp_dtype`.
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     stream, middle_BTD, x_BTD = record89.layers(p, ctx, cfg)
@@ -75,9 +76,10 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
     While the input `columns` is above 0 and below the vocabulary, the softmax of a sequence has as many columns, and
     so has the likelihood in the log.
     """
-    in_training = replace(inputs, values={**inputs.values, "segment_tokens": cfg.segment_tokens})
+    own = {"segment_tokens": cfg.segment_tokens, "mlp_dtype": cfg.mlp_dtype}
+    in_training = replace(inputs, values={**inputs.values, **own})
     x_BTD, v = forward(p, batch.tokens_BT, in_training, cfg, kernels), cfg.vocab_size
-    score = partial(kernels.weighted_cross_entropy, cap=CAP, fp8=None)
+    score = partial(kernels.weighted_cross_entropy, cap=CAP, fp8=cfg.head_fp8)
     num_columns, swept_B, targets = (
         inputs["columns"],
         batch.carry["swept"],
