@@ -34,8 +34,9 @@ def step_bytes(program: Program, stage: Stage) -> int:
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
     activations = activations if program.memory == "ample" else activations * 2 // 3
-    held, gradients = state_bytes(program) + whole_bytes(program), 4 * arrived(program, program.layout.table)
-    return held + gradients + activations + 2 * logits_bytes(program, tokens)
+    held, gradients = state_bytes(program) + whole_bytes(program), 4 * arrived(program.layout.table)
+    travelling = (4 + 2 * itemsize(program)) * travelling_scalars(program, tokens)
+    return held + gradients + travelling + activations + 2 * logits_bytes(program, tokens)
 
 
 def validation_bytes(program: Program) -> int:
@@ -43,7 +44,7 @@ def validation_bytes(program: Program) -> int:
     table, seq_len = program.layout.table, program.recipe.eval_seq_len
     width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
     stream = 2 * itemsize(program) * seq_len * width
-    stream += itemsize(program) * sum(spec.size for spec in table.values() if spec.reads)  # room for all rows
+    stream += 2 * itemsize(program) * travelling_scalars(program, seq_len)
     return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
 
 
@@ -59,12 +60,18 @@ def state_bytes(program: Program) -> int:
 def whole_bytes(program: Program) -> int:
     """Return the memory of parameters in the compute dtype, as a device has them in a step, without scalars."""
     table = {name: spec for name, spec in program.layout.table.items() if spec.packed != "vector"}
-    return itemsize(program) * arrived(program, table)
+    return itemsize(program) * arrived(table)
 
 
-def arrived(program: Program, table: Table) -> int:
-    """Return the scalars of whole parameters, and of this device's shard of tables of which rows are read."""
-    return sum(spec.size // (program.num_shards if spec.reads else 1) for spec in table.values())
+def arrived(table: Table) -> int:
+    """Return the scalars of whole parameters, without tables of which rows are read."""
+    return sum(spec.size for spec in table.values() if not spec.reads)
+
+
+def travelling_scalars(program: Program, num_tokens: int) -> int:
+    """Return the scalars of the rows that so many tokens read."""
+    ids, specs = jax.ShapeDtypeStruct((1, num_tokens), np.int32), program.layout.table.values()
+    return sum(jax.eval_shape(spec.reads, ids).size * spec.shape[-1] for spec in specs if spec.reads)
 
 
 def matrix_width(program: Program) -> int:
