@@ -34,7 +34,8 @@ def step_bytes(program: Program, stage: Stage) -> int:
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
     activations = activations if program.memory == "ample" else activations * 2 // 3
-    held, gradients = state_bytes(program) + whole_bytes(program), 4 * arrived(program.layout.table)
+    held, specs = state_bytes(program) + whole_bytes(program), program.layout.table.values()
+    gradients = 4 * sum(spec.size for spec in specs if not spec.reads)
     travelling = (4 + 2 * itemsize(program)) * travelling_scalars(program, tokens)
     return held + gradients + travelling + activations + 2 * logits_bytes(program, tokens)
 
@@ -59,13 +60,8 @@ def state_bytes(program: Program) -> int:
 
 def whole_bytes(program: Program) -> int:
     """Return the memory of parameters in the compute dtype, as a device has them in a step, without scalars."""
-    table = {name: spec for name, spec in program.layout.table.items() if spec.packed != "vector"}
-    return itemsize(program) * arrived(table)
-
-
-def arrived(table: Table) -> int:
-    """Return the scalars of whole parameters, without tables of which rows are read."""
-    return sum(spec.size for spec in table.values() if not spec.reads)
+    specs = program.layout.table.values()
+    return itemsize(program) * sum(spec.size for spec in specs if spec.packed != "vector" and not spec.reads)
 
 
 def travelling_scalars(program: Program, num_tokens: int) -> int:
