@@ -41,11 +41,10 @@ def step_bytes(program: Program, stage: Stage) -> int:
 
 
 def validation_bytes(program: Program) -> int:
-    """Return the memory of validation: state, whole parameters, a sequence before and after a layer, and logits."""
+    """Return the memory of validation: state, whole parameters, rows, a sequence around a layer, and logits."""
     table, seq_len = program.layout.table, program.recipe.eval_seq_len
     width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
-    stream = 2 * itemsize(program) * seq_len * width
-    stream += 2 * itemsize(program) * travelling_scalars(program, seq_len)
+    stream = 2 * itemsize(program) * (seq_len * width + travelling_scalars(program, seq_len))
     return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
 
 
