@@ -1,11 +1,20 @@
 """Record 92 as it is run: its sibling, and what it refuses. tests/test_golden92.py has the rest."""
 
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
+from speedrun.data import synthetic
+from speedrun.science.inputs import Inputs
+from speedrun.science.models.record92_tokens import ngram_rows
+from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import count
+from speedrun.science.rows import Rows, most_rows, moved
 from speedrun.train import contract, footprint
 from speedrun.train.program import Program
 
@@ -18,6 +27,34 @@ def test_its_numbers_of_parameters_and_tokens_are_the_published_ones():
     ngrams = table.pop("ngram_embed").size
     assert (count(table), ngrams) == (300_432_883, 64_975_011_840)
     assert RECORD.total_tokens == 328_663_040
+
+
+@pytest.mark.parametrize(
+    "num_tokens", sorted({RECORD.eval_seq_len, *(stage.seq_len for stage in RECORD.stages)})
+)
+def test_the_rows_of_a_sequence_fit_between_eight_devices(num_tokens):
+    sizes, each = RECORD.config, RECORD.config.ngram_rows // 8
+    ids = synthetic.imitated(
+        num_tokens, vocab_size=sizes.vocab_size, document_token=sizes.document_token, seed=0
+    )
+    found = np.unique(ngram_rows(jnp.asarray(ids, jnp.int32)[None], sizes.ngram_rows))
+    assert np.bincount(found // each).max() < most_rows(2 * num_tokens, each, 8)
+
+
+@pytest.mark.parametrize(("batches", "fits"), [(2, True), (1, False)])
+def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fits):
+    """Two batches of two rows each wait."""
+    transform = row_adam(["t"], [RowPeriod(1.0, 0.9, 0.0, batches)], 0.1, eps=1e-8, decay=0.0, when="event")
+    moves: Any = {}
+    params: Any = {"t": jnp.ones((8, 3))}
+    state: Any = transform.init(params)
+    for event, ids in enumerate(([0, 5], [6, 2])):
+        grads: Any = {"t": Rows(jnp.array(ids), jnp.ones((2, 3)))}
+        inputs = Inputs({"event": event, "lr_scale": jnp.float32(1)}, {})
+        moves, state = transform.update(grads, state, params, inputs=inputs)
+    found = moved(params["t"], moves["t"])
+    assert np.isfinite(found).all() == fits
+    np.testing.assert_array_equal(found[jnp.array([1, 3, 4, 7])], 1.0)
 
 
 @pytest.mark.compile

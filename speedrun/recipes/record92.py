@@ -158,10 +158,8 @@ RECIPE = Recipe(
         adam=SAME,
         tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0),),
         later_tables=(AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),),
-        rows=(
-            RowPeriod(70.0, 0.95, 5.0, 2),
-            RowPeriod(70.0, 0.95**2, 10.0, 7),
-        ),  # batches before step 1,175 are larger
+        # Before step 1,175, cycles have larger batches.
+        rows=(RowPeriod(70.0, 0.95, 5.0, 2), RowPeriod(70.0, 0.95**2, 10.0, 7)),
         averages=(
             Average(("head", "embed"), "ema", 0.65),
             Average(("vo", "mlp"), "average", 1.0),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from speedrun.science.kernels.cross_entropy import Targets
 from speedrun.science.models.record89_tokens import bigram_rows, previous
-from speedrun.science.params import Params
+from speedrun.science.params import SHARDS, Params
 
 #: Factors of the hashes of an id, the one before, and the one before that. 32-bit products wrap.
 TRIPLE_ROW = 17351, 60961, 45259
@@ -28,14 +28,23 @@ def hashed(tokens_BT: jax.Array, factors: tuple[int, ...]) -> jax.Array:
 
 
 def ngram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
-    """Return the rows of the pairs, then of the triples that end at each token: i32 [B, 2T].
+    """Return the rows of the pairs, then of the triples that end at each token: i32 [B, 2T], spread over shards.
 
-    Each kind has half of the rows. The first two tokens have no triple, and the last row of all.
+    Each kind has half of the hashes. The first two tokens have no triple, and the last hash of all.
     """
     half = rows // 2
     triples_BT = half + hashed(tokens_BT, TRIPLE_ROW) % (half - 1)
     triples_BT = triples_BT.at[:, :2].set(rows - 1)
-    return jnp.concatenate([bigram_rows(tokens_BT, half), triples_BT], axis=1)
+    return spread(jnp.concatenate([bigram_rows(tokens_BT, half), triples_BT], axis=1), rows)
+
+
+def spread(hashes: jax.Array, rows: int) -> jax.Array:
+    """Return rows, of which each of eight shards has every eighth hash.
+
+    Frequent ids are small, and products of two of them crowd the first hashes: 5,400 of 49,152 would not fit.
+    """
+    each = rows // SHARDS
+    return jnp.where(hashes < SHARDS * each, hashes % SHARDS * each + hashes // SHARDS, hashes)
 
 
 def ngrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ class RowPeriod:
     lr: Rate  #: factor of `adam_lr`
     beta2: Momentum
     decay: Rate  #: factor of `adam_decay`
-    batches: Count  #: as large as that of the update, of which all rows fit in one
+    batches: Count  #: room for rows that wait, in batches as large as that of the update
 
 
 Scales = tuple[float, float, jax.Array, jax.Array]  #: beta2, eps, and factors of the step and of the decay
