@@ -55,6 +55,7 @@ def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fit
     found = moved(params["t"], moves["t"])
     assert np.isfinite(found).all() == fits
     np.testing.assert_array_equal(found[jnp.array([1, 3, 4, 7])], 1.0)
+    assert not state.waits["t"].any()
 
 
 @pytest.mark.compile
