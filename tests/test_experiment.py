@@ -51,7 +51,7 @@ def without(feature: str, recipe: str = "record21") -> Recipe:
 
 @pytest.mark.parametrize(("recipe", "feature"), HAD)
 def test_a_feature_that_is_off_is_another_recipe_which_does_not_have_it(recipe, feature):
-    if (recipe, feature) == ("record92", "other-values"):
+    if recipe.startswith("record92") and feature == "other-values":
         with pytest.raises(UsageError, match="the end mix reads their embeddings"):
             without(feature, recipe)
         return

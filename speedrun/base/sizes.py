@@ -13,9 +13,9 @@ SIZES = {
     "small": (12, 768, 1.0),
     "medium": (16, 1024, 2.0),
 }
-#: The ids of the smoke-cpu track, and the batches of its recipe.
+#: The ids of the smoke-cpu track, which are no bytes, so they have no prefixes; and the batches of its recipe.
 SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "bigram_rows": 1920, "ngram_rows": 15_360}
-SMOKE |= {"prefix_weight": 0.0, "end_prefix_weight": 0.0, "prefix_weights": ()}  # its ids have no bytes
+SMOKE |= {"prefix_weight": 0.0, "end_prefix_weight": 0.0, "prefix_weights": (), "columns": (192,)}
 SMOKE |= {"num_sequences": 8, "eval_sequences": 64, "seq_len": 256, "eval_seq_len": 256, "max_positions": 256}
 
 
@@ -66,7 +66,7 @@ def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
     shrink = (120 if packs else 280) / sum(lengths)
     for key, old in known.items():
         field = key.rpartition(".")[2]
-        if field in SMOKE:
+        if field in SMOKE and old != ():  # none stay none
             new[key] = SMOKE[field]
         elif field.endswith("dtype"):
             new[key] = "float32"

@@ -190,6 +190,11 @@ def _whole_window(_: float, recipe: Recipe, __: str) -> float:
     return float(-(-longest // recipe.config.block_tokens) * recipe.num_steps)
 
 
+def _last(_: float, recipe: Recipe, key: str) -> float:
+    """Return an input of the last validation, where windows have grown."""
+    return _short(float(recipe.inputs_at(recipe.num_steps)[key.removeprefix("schedule.")]))
+
+
 def _short(number: float) -> float:
     """Round to six digits, to fit on a command line."""
     return float(f"{number:.6g}")
@@ -232,14 +237,18 @@ FEATURES: dict[str, Off] = {
     "bigrams": {"optimizer.adam.*.lr": _frozen("bigram")},
     "token-gates": {"optimizer.adam.*.lr": _frozen("mudd_gate", "mudd_gate_bias", "mudd_gate_scale")},
     "token-mixing": {"optimizer.adam.*.lr": _frozen("mudd", "mudd_bias")},
-    "future-tokens": {"schedule.phases.*_weights": (1.0,)},
+    "future-tokens": {"schedule.phases.*.target_weights": (1.0,), "schedule.phases.*.end_weights": (1.0,)},
     # Wavelengths grow with windows. Without this, both are the last validation's, and half of it in paired layers.
     "growing-windows": {
         "schedule.phases.*_blocks": lambda _, recipe, __: recipe.schedule.final_long_blocks,
-        "schedule.attention_scale": lambda _, recipe, __: _short(
-            recipe.schedule.rotary(len(recipe.schedule.phases))[1]
-        ),
+        **dict.fromkeys(("schedule.attention_scale", "schedule.short_scale", "schedule.long_scale"), _last),
     },
+    # From here on, record 92's: a table of zeros, one mean of gradients, every second step, all columns.
+    "n-grams": {"optimizer.rows.*.lr": 0.0},
+    "slow-mean": {"schedule.one_rail_steps": lambda _, recipe, __: recipe.num_steps},
+    "rare-updates": {"schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps},
+    "sampled-softmax": {"schedule.phases.*.columns": ()},
+    "averages": {"optimizer.averages.*.share": 0.0},
 }
 
 

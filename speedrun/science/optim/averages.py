@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.base.limits import Fraction
+from speedrun.base.limits import Rate
 from speedrun.base.mesh import DATA
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Layout, Params
@@ -19,7 +19,7 @@ class Average:
 
     groups: tuple[str, ...]
     rate: str  #: the input with the weight of a step: 0 where it does not count, 1 where the mean begins
-    share: Fraction  #: of the mean in shipped weights
+    share: Rate  #: of the mean in shipped weights
 
 
 #: The running means, f32 by packed name.
