@@ -4,6 +4,7 @@
 ../shared/golden. Sizes, lengths and schedules come from the file.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -37,6 +38,7 @@ from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.science.rows import Rows, moved
+from speedrun.train.program import Program
 
 SHARED = Path(__file__).parents[2] / "shared" / "golden"
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", SHARED))
@@ -576,6 +578,20 @@ class Run(test_golden89.Run):
         )
 
 
+def masked(run: Run) -> Run:
+    """The run's validations with the file's mask."""
+    ids = np.arange(run.file.config["vocab_size"], dtype=np.uint16)
+    mask = {"bits": run.file.arrays["canon_mask"], "row_of": ids, "column_of": ids}
+    own, record = run.program.recipe, recipes.load("record92_masked")
+    given = own.constants(own.config, ()) | {f"impossible.{name}": x for name, x in mask.items()}
+    recipe = dataclasses.replace(
+        own, forward=record.forward, logits=record.logits, constants=lambda *_: given
+    )
+    scored = copy.copy(run)
+    scored.program = Program(recipe, run.program.mesh, microbatches=run.program.microbatches)
+    return scored
+
+
 def first_gradients(run: Run, state: Any) -> dict[str, np.ndarray]:
     part = 1 - float(run.program.recipe.inputs_at(0)["fast_beta"])
     fast = {name: jax.device_get(x) / part for name, x in leaves(state.opt_state, "fast").items()}
@@ -625,11 +641,13 @@ def test_golden92_all_steps_agree(golden, num_devices):
     held = jax.device_get(before)
     raw, _, _ = run.step(before, num_steps - 1, ships=False)
     assert run.validate(raw, num_steps) == close(golden.arrays["val/raw"])
+    assert masked(run).validate(raw, num_steps) == close(golden.arrays["val/raw_masked"])
     assert_weights_agree(golden, run.named(raw.params), "final", -2)
     assert_state_agrees(run, raw)
     again = jax.device_put(held, run.program.shardings(run.program.specs))
     shipped, _, _ = run.step(again, num_steps - 1)
     assert run.validate(shipped, num_steps) == close(golden.arrays["val/shipped"])
+    assert masked(run).validate(shipped, num_steps) == close(golden.arrays["val/shipped_masked"])
     assert_weights_agree(golden, run.named(shipped.params), "shipped", -1)
 
 

@@ -11,6 +11,7 @@ from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.data import synthetic
 from speedrun.science.inputs import Inputs
+from speedrun.science.masks import with_ids
 from speedrun.science.models.record92_tokens import ngram_rows
 from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import count
@@ -56,6 +57,20 @@ def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fit
     assert np.isfinite(found).all() == fits
     np.testing.assert_array_equal(found[jnp.array([1, 3, 4, 7])], 1.0)
     assert not state.waits["t"].any()
+
+
+def test_its_mask_is_in_scored_logits():
+    masked = recipes.load("record92_masked").override({"size": "smoke"})
+    words = b"t", b"h", b"e", b"th", b"the"
+    vocabulary = words + (b"",) * (masked.config.vocab_size - len(words))
+    program = Program(masked, mesh.make_mesh(1), vocabulary=vocabulary)
+    inputs = Inputs({k: jnp.asarray(x) for k, x in program.constants.arrays().items()}, {})
+    head = jnp.asarray(np.random.default_rng(0).normal(size=(256, 128)), jnp.float32)
+    x_ND, ids_N = head[:5] / 10, jnp.arange(5)
+    got = masked.logits({"head": head}, with_ids(x_ND[None], ids_N[None])[0], inputs, masked.config)
+    want = np.array(RECORD.logits({"head": head}, x_ND, inputs, masked.config))
+    want[0, 1] = want[3, 2] = -np.inf  # t h, th e
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.compile
