@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from speedrun.science.models.record92_tokens import ngram_rows
 from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import count
 from speedrun.science.rows import Rows, most_rows, moved
-from speedrun.train import contract, footprint
+from speedrun.train import checkpoint, contract, footprint
 from speedrun.train.program import Program
 
 RECORD = recipes.load("record92")
@@ -57,6 +58,10 @@ def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fit
     assert np.isfinite(found).all() == fits
     np.testing.assert_array_equal(found[jnp.array([1, 3, 4, 7])], 1.0)
     assert not state.waits["t"].any()
+
+
+def test_its_state_has_a_hash():
+    assert jax.eval_shape(checkpoint.fingerprint, Program(SMOKE, mesh.make_mesh(8)).state).shape == (2,)
 
 
 def test_its_mask_is_in_scored_logits():

@@ -63,7 +63,7 @@ def fingerprint(state: Any) -> jax.Array:
     for leaf in jax.tree.leaves(state):
         flat = leaf.reshape(-1)
         width = jnp.dtype(leaf.dtype).itemsize * 8
-        bits = jax.lax.bitcast_convert_type(flat, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+        bits = flat.view(f"uint{width}").astype(jnp.uint32)
         place = jax.lax.iota(jnp.uint32, flat.size)
         odd = (place[None, :] * jnp.array([[2654435761], [2246822519]], jnp.uint32)) | 1
         mixed = (bits[None, :] ^ (bits[None, :] >> 15)) * odd
