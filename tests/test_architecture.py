@@ -52,7 +52,7 @@ KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, and 1,000 for record 92, with rows that travel.
-ALLOWANCES = {"speed": 600, "record 92": 875}
+ALLOWANCES = {"speed": 600, "record 92": 960}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

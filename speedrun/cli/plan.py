@@ -103,7 +103,7 @@ def plan(
             say(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic")
         basis = "arithmetic" if missing or compiled is False else "compiled program"
         num_devices = devices or (rules.rules.num_devices if rules else 8)
-        planned = planning.plan(chosen, kind, num_devices, microbatches, basis)
+        planned = planning.plan(chosen, kind, num_devices, microbatches, basis, say)
         error = planning.refusal(chosen, planned)
         facts, lines = planned.facts(dollars), planned.lines(dollars)
     if rules is not None:

@@ -7,6 +7,7 @@ The interval is of the rates of kernels: what it assumes of the program is not i
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -16,13 +17,14 @@ from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
 from speedrun.plan import cost, hlo, scaling
 from speedrun.plan.cost import Attention, Line, Work, gb, ms
-from speedrun.plan.deviceless import compiled_step, dissect, target_mesh
+from speedrun.plan.deviceless import Anatomy, compiled_step, dissect, target_mesh
 from speedrun.plan.shares import GEMMS, REACHES, Unit, errors
 from speedrun.science.params import ParamSpec, count
 from speedrun.science.recipe import Recipe, Stage, settings
 from speedrun.train import footprint
+from speedrun.train.checkpoint import named
 from speedrun.train.footprint import flops_per_token
-from speedrun.train.program import Program
+from speedrun.train.program import Program, StepShape
 
 #: What a plan is computed from.
 Basis = Literal["arithmetic", "compiled program"]
@@ -120,24 +122,28 @@ class Plan(msgspec.Struct, frozen=True):
         ]
 
 
-def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: Basis = "arithmetic") -> Plan:
+def plan(
+    recipe: Recipe,
+    kind: str,
+    num_devices: int,
+    microbatches: int,
+    basis: Basis = "arithmetic",
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
     """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
 
-    `microbatches` are those of a step, over all devices; `basis` is the source of memory, traffic and communication.
+    `microbatches` are those of a step, over all devices; `basis` is the source of memory, traffic and communication;
+    `say` hears which program compiles.
 
     Raises:
         UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
     """
     device = accelerators.load(kind)
     mesh.prepare("cpu")
-    if basis == "arithmetic":
-        program, work_of = Program(recipe, mesh.make_mesh(num_devices), microbatches), _by_arithmetic
-    else:
-        program, work_of = Program(recipe, target_mesh(kind, num_devices), microbatches), _by_compiling
-    program = footprint.fitted(program, device.memory_bytes)
-    # Stages of one shape share their compiled programs.
-    stage_of = {(stage.num_sequences, stage.seq_len): stage for stage in recipe.stages}
-    work = {shape: work_of(program, stage, device) for shape, stage in stage_of.items()}
+    by_arithmetic = basis == "arithmetic"
+    devices = mesh.make_mesh(num_devices) if by_arithmetic else target_mesh(kind, num_devices)
+    program = footprint.fitted(Program(recipe, devices, microbatches), device.memory_bytes)
+    work_of = _by_arithmetic if by_arithmetic else partial(_by_compiling, say, {})
     return Plan(
         recipe=recipe.name,
         device=device.name,
@@ -151,8 +157,7 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
         memory_limit_bytes=device.memory_bytes,
         validation_bytes=footprint.validation_bytes(program),
         stages=tuple(
-            _stage(program, stage, device, work[stage.num_sequences, stage.seq_len])
-            for stage in recipe.stages
+            _stage(program, stage, device, work_of(program, stage, device)) for stage in recipe.stages
         ),
     )
 
@@ -247,7 +252,7 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
         Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
         Work("elementwise", num_bytes=between * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
     ]
-    once = [Work("elementwise", num_bytes=3 * footprint.state_bytes(program)), *_muon(program, matrices)]
+    once = [Work("elementwise", num_bytes=3 * _moved_state_bytes(program)), *_muon(program, matrices)]
     whole = footprint.whole_bytes(program) if program.num_devices > 1 else 0
     sent_s = 2 * whole * (1 - 1 / program.num_shards) / (REACHES["links"] * device.link_rate)
 
@@ -278,6 +283,13 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     )
 
 
+def _moved_state_bytes(program: Program) -> int:
+    """Return `footprint.state_bytes` without tables that are read: a step moves few of their rows."""
+    held = [x for name, x in named(program.state).items() if name.rpartition(".")[2] in program.layout.reads]
+    sizes = [x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in held]
+    return footprint.state_bytes(program) - sum(sizes)
+
+
 def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
     """Newton-Schulz on stacks of the matrices of one device, once a step: 4 m^2 n + 2 m^3 FLOPs an iteration."""
     known = {key.rpartition(".")[2]: value for key, value in settings(program.recipe.optimizer).items()}
@@ -292,14 +304,28 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
     return [Work("Muon", flops / program.num_shards, unit, 0, num_bytes, 10 * steps)]
 
 
-def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
-    """Read a step from its compiled programs, as many as the stage has: the mean over its steps."""
-    steps = cost.steps_of(program, stage)
-    firsts = {program.static_at(step): step for step in reversed(steps)}
-    each = [compiled_step(program, step) for step in firsts.values()]
-    found, schedules = [*map(dissect, each)], [hlo.parse(one.as_text()) for one in each]
-    counts = Counter(map(program.static_at, steps))
-    shares = [counts[static] / len(steps) for static in firsts]
+def _by_compiling(
+    say: Callable[[str], None],
+    done: dict[StepShape, tuple[Anatomy, list[hlo.Executed]]],
+    program: Program,
+    stage: Stage,
+    device: Device,
+) -> _Found:
+    """Read a step from its compiled programs, as many as the stage has: the mean over its steps.
+
+    `done` has the programs of earlier stages.
+    """
+    steps, shape_at = cost.steps_of(program, stage), program.shape_at
+    total = len({*map(shape_at, range(program.recipe.num_steps))})
+    for step in steps:
+        if (shape := shape_at(step)) not in done:
+            if total > 1:
+                say(f"plan: compiles program {len(done) + 1} of {total}, of step {step}")
+            one = compiled_step(program, step)
+            done[shape] = dissect(one), hlo.parse(one.as_text())
+    counts = Counter(map(shape_at, steps))
+    found, schedules = zip(*(done[shape] for shape in counts), strict=True)
+    shares = [number / len(steps) for number in counts.values()]
 
     def lines_with(attention: Attention) -> tuple[Line, ...]:
         replayed = (scaling.replayed(one, attention, device, program.num_devices, 1) for one in schedules)
