@@ -44,10 +44,17 @@ TESTS = {
     "science/params.py": ["test_params.py"],
     "science/recipe.py": ["test_contract.py"],
     "science/rows.py": ["test_rows.py"],
+    "science/masks.py": ["test_masks.py"],
     "science/step.py": ["test_step.py", "test_program.py", "test_rows.py"],
     "train/program.py": ["test_program.py", "test_footprint.py", "test_contract.py"],
     "data/stream.py": ["test_stream.py"],
 }
+_RECORD92 = [
+    "recipes/record92.py",
+    *(f"science/models/record92_{part}.py" for part in ("model", "table", "tokens")),
+]
+_RECORD92 += [f"science/optim/{name}.py" for name in ("anvil", "averages", "row_adam")]
+TESTS |= {module: ["test_record92.py", "test_golden92.py"] for module in _RECORD92}
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
 COMPARISONS |= {other: one for one, other in COMPARISONS.items()}

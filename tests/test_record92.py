@@ -6,16 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA
 from speedrun.data import synthetic
 from speedrun.science.inputs import Inputs
 from speedrun.science.masks import with_ids
 from speedrun.science.models.record92_tokens import ngram_rows
+from speedrun.science.optim.averages import Average, averages
 from speedrun.science.optim.row_adam import RowPeriod, row_adam
-from speedrun.science.params import count
+from speedrun.science.params import Layout, ParamSpec, count, zeros
 from speedrun.science.rows import Rows, most_rows, moved
 from speedrun.train import checkpoint, contract, footprint
 from speedrun.train.program import Program
@@ -76,6 +79,36 @@ def test_its_mask_is_in_scored_logits():
     want = np.array(RECORD.logits({"head": head}, x_ND, inputs, masked.config))
     want[0, 1] = want[3, 2] = -np.inf  # t h, th e
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_averages_count_the_steps_they_are_told_and_are_shipped_in_order(devices):
+    """`head` is all of one mean, then a quarter of another; so is `embed` of its own, and it keeps its norm."""
+    layout = Layout({name: ParamSpec((16, 4), ("id", "model"), zeros, name) for name in ("head", "embed")})
+    given = Average(("head",), "early", 1.0), Average(("head", "embed"), "late", 0.25)
+    transform, rates = averages(given, ("embed",), layout), [(0, 0), (1, 0), (0.3, 1), (0, 0.5), (0.6, 0.2)]
+    moves = np.random.default_rng(0).standard_normal((len(rates), 2, 16, 4)).astype(np.float32)
+
+    def trained(moves_SXRD: jax.Array) -> tuple[Any, Any]:
+        params = {name: jnp.zeros_like(moves_SXRD[0, 0]) for name in ("head", "embed")}
+        state: Any = transform.init(params)
+        for i, (early, late) in enumerate(rates):
+            inputs = Inputs({"early": early, "late": late, "ships": i == len(rates) - 1}, {})
+            given = dict(zip(params, moves_SXRD[i], strict=True))
+            own, state = transform.update(given, state, params, inputs=inputs)
+            params = {name: x + own[name] for name, x in params.items()}
+        return params
+
+    parts = P(None, None, DATA), P(DATA)
+    step = jax.shard_map(trained, mesh=mesh.make_mesh(devices), in_specs=parts[:1], out_specs=parts[1])
+    found: Any = jax.device_get(jax.jit(step)(moves))
+    head, embed = np.cumsum(moves.astype(np.float64), axis=0).swapaxes(0, 1)  # after each step
+    early = 0.4 * (0.7 * head[1] + 0.3 * head[2]) + 0.6 * head[4]
+    late = {name: 0.8 * (0.5 * w[2] + 0.5 * w[3]) + 0.2 * w[4] for name, w in (("h", head), ("e", embed))}
+    shipped = 0.75 * embed[4] + 0.25 * late["e"]
+    shipped *= np.linalg.norm(embed[4]) / np.linalg.norm(shipped)
+    np.testing.assert_allclose(found["head"], 0.75 * early + 0.25 * late["h"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["embed"], shipped, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.compile
