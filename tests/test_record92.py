@@ -89,12 +89,13 @@ def test_averages_count_the_steps_they_are_told_and_are_shipped_in_order(devices
     transform, rates = averages(given, ("embed",), layout), [(0, 0), (1, 0), (0.3, 1), (0, 0.5), (0.6, 0.2)]
     moves = np.random.default_rng(0).standard_normal((len(rates), 2, 16, 4)).astype(np.float32)
 
-    def trained(moves_SXRD: jax.Array) -> tuple[Any, Any]:
+    def trained(moves_SXRD: jax.Array) -> Any:
         params = {name: jnp.zeros_like(moves_SXRD[0, 0]) for name in ("head", "embed")}
         state: Any = transform.init(params)
         for i, (early, late) in enumerate(rates):
             inputs = Inputs({"early": early, "late": late, "ships": i == len(rates) - 1}, {})
             given = dict(zip(params, moves_SXRD[i], strict=True))
+            own: Any
             own, state = transform.update(given, state, params, inputs=inputs)
             params = {name: x + own[name] for name, x in params.items()}
         return params
