@@ -87,7 +87,7 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
         momentum_end=rail["high"],
         momentum_warmup_steps=rail["warmup"],
         momentum_cooldown_steps=rail["cooldown"],
-        one_rail_steps=rail["engage"],
+        one_mean_steps=rail["engage"],
         fast_beta=rail["fast_beta"],
         fast_weight=rail["fast_weight"],
         frequent_steps=config["period4_start"],
@@ -118,7 +118,7 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
     blends = {("qk",): tail["blend"], ("vo", "mlp"): tail["blend"] - tail["richardson"]}
     shares = {"ema": lambda _: tail["ema_blend"], "blend": lambda groups: blends[groups]}
     averages = tuple(
-        dataclasses.replace(one, share=shares.get(one.rate, lambda _: 1.0)(one.groups))
+        dataclasses.replace(one, share=shares.get(one.input, lambda _: 1.0)(one.groups))
         for one in record.optimizer.averages
     )
     optimizer = dataclasses.replace(

@@ -83,7 +83,7 @@ def test_a_record_carries_the_name_of_the_mask_and_the_examiner_derives_it(progr
 
 
 def test_a_track_without_a_tokenizer_has_no_mask(recipe):
-    with pytest.raises(UsageError, match="impossible pairs need the bytes of ids; this track has none"):
+    with pytest.raises(UsageError, match="impossible pairs need the bytes of ids; choose a track"):
         Program(recipe, meshes.make_mesh(1), vocabulary=()).constants.arrays()
 
 

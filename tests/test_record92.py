@@ -46,6 +46,18 @@ def test_the_rows_of_a_sequence_fit_between_eight_devices(num_tokens):
     assert np.bincount(found // each).max() < most_rows(2 * num_tokens, each, 8)
 
 
+def test_an_update_has_room_for_the_batches_since_the_last_one():
+    """Relative to its own: those that precede the last stage are larger."""
+    waiting, most = 0.0, [0.0, 0.0]
+    for step in range(RECORD.num_steps):
+        own = RECORD.stages[RECORD.stage_of(step)].seq_len
+        waiting += own
+        if number := RECORD.inputs_at(step)["event"]:
+            most[number - 1] = max(most[number - 1], waiting / own)
+            waiting = 0.0
+    assert most == [period.batches for period in RECORD.optimizer.rows]
+
+
 @pytest.mark.parametrize(("batches", "fits"), [(2, True), (1, False)])
 def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fits):
     """Two batches of two rows each wait."""

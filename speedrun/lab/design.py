@@ -245,7 +245,7 @@ FEATURES: dict[str, Off] = {
     },
     # From here on, record 92's: a table of zeros, one mean of gradients, every second step, all columns.
     "n-grams": {"optimizer.rows.*.lr": 0.0},
-    "slow-mean": {"schedule.one_rail_steps": lambda _, recipe, __: recipe.num_steps},
+    "slow-mean": {"schedule.one_mean_steps": lambda _, recipe, __: recipe.num_steps},
     "rare-updates": {"schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps},
     "sampled-softmax": {"schedule.phases.*.columns": ()},
     "averages": {"optimizer.averages.*.share": 0.0},

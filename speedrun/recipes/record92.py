@@ -57,7 +57,7 @@ class Schedule(record89.Phases):
     phases: tuple[Phase, ...]
     short_scale: Positive  #: of attention in the first phase, in layers with short windows
     long_scale: Positive
-    one_rail_steps: Count  #: before them, ANVIL has one mean
+    one_mean_steps: Count  #: before them, the slow mean of ANVIL only decides which weights decay
     fast_beta: Momentum  #: from then on
     fast_weight: Fraction
     frequent_steps: Count  #: before them, tables are updated every second step, then every fourth
@@ -69,7 +69,7 @@ class Schedule(record89.Phases):
         inputs, phases = record89.Phases.at(self, step, num_steps), self.phases[: index + 1]
         short, short_scale = self.stretched([phase.short_blocks for phase in phases], self.short_scale)
         long, long_scale = self.stretched([phase.long_blocks for phase in phases], self.long_scale)
-        has_two = step >= self.one_rail_steps
+        has_two = step >= self.one_mean_steps
         return inputs | {
             "fast_beta": np.float32(self.fast_beta if has_two else inputs["momentum"]),
             "fast_weight": np.float32(self.fast_weight if has_two else 1.0),
@@ -93,8 +93,8 @@ class Schedule(record89.Phases):
     def rate(self, tail: Tail, step: int, num_steps: int) -> float:
         """Return the weight of a step in an average, 1 where it begins.
 
-        Every fourth step counts, and for the blend the last two. Head and embedding change at odd steps, so each of
-        these counts twice in their average; the last one, once.
+        Every fourth step counts, and for the blend also the last two. Head and embedding change at odd steps: each of
+        these counts in their average, twice but for the last.
         """
         if (since := step - num_steps + tail.last_steps) <= 0:
             return float(since == 0)
@@ -158,7 +158,7 @@ RECIPE = Recipe(
         adam=SAME,
         tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0),),
         later_tables=(AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),),
-        # Before step 1,175, cycles have larger batches.
+        # Rows wait for steps 1,172 to 1,175, of which two are as long as 2.5 of the last.
         rows=(RowPeriod(70.0, 0.95, 5.0, 2), RowPeriod(70.0, 0.95**2, 10.0, 7)),
         averages=(
             Average(("head", "embed"), "ema", 0.65),
@@ -190,7 +190,7 @@ RECIPE = Recipe(
         fast_turns=32.0,
         short_scale=0.13,
         long_scale=0.085,
-        one_rail_steps=514,
+        one_mean_steps=514,
         fast_beta=0.85,
         fast_weight=0.4385,
         frequent_steps=336,

@@ -62,6 +62,6 @@ class RecipeConstants:
 def derived(names: Iterable[str], vocabulary: Vocabulary) -> Arrays:
     """Return the arrays of `impossible_pairs` under each name; raise UsageError without a vocabulary."""
     if names and not vocabulary:
-        raise UsageError(f"{IMPOSSIBLE_PAIRS} need the bytes of ids; this track has none; choose another")
+        raise UsageError(f"{IMPOSSIBLE_PAIRS} need the bytes of ids; choose a track that has them")
     pairs = impossible_pairs(vocabulary)._asdict() if names else {}
     return {f"{name}.{field}": x for name in names for field, x in pairs.items()}

@@ -55,8 +55,8 @@ def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
     if inputs["has_prefix"]:
         if "prefixes" not in inputs.values:
             raise UsageError(
-                "the schedule weighs prefixes, and this data has no bytes of its ids; set prefix_weight and "
-                "end_prefix_weight of all phases to 0: --set schedule.phases.0.prefix_weight=0"
+                "the schedule weighs prefixes, and this data has no bytes of its ids; set those weights of all "
+                "phases to 0: --set schedule.phases.0.prefix_weight=0, in record 92 ...prefix_weights=()"
             )
         ids.append(inputs["prefixes"][ids[0]])
         weights.append(jnp.where(ids[-1] >= 0, inputs["prefix_weight"], 0.0))

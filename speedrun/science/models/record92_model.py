@@ -1,4 +1,6 @@
-"""The architecture of speedrun record 92 (2026), which docs/record92.md explains: that of record 89, but for its end.
+"""The architecture of speedrun record 92 (2026), which docs/record92.md explains.
+
+The layers are those of record 89; n-grams, segments, the end and the sampled loss are new.
 
 Legend: B batch, T time, D model, S sources, J groups of channels, G hidden width of a gate, N tokens.
 Source: modded-nanogpt, records 90 to 92.

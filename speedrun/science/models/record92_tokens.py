@@ -15,7 +15,7 @@ from speedrun.science.params import SHARDS, Params
 #: Factors of the hashes of an id, the one before, and the one before that. 32-bit products wrap.
 TRIPLE_ROW = 17351, 60961, 45259
 PAIR_SIGN, TRIPLE_SIGN = (48271, 30011), (58699, 39779, 26801)
-STRIDE = 20011  #: of the sweep through the vocabulary; a prime, so the sweep meets every id
+STRIDE = 20011  #: of the sweep through the vocabulary: a prime, so it meets every id if it does not divide their number
 
 
 def hashed(tokens_BT: jax.Array, factors: tuple[int, ...]) -> jax.Array:
@@ -30,7 +30,7 @@ def hashed(tokens_BT: jax.Array, factors: tuple[int, ...]) -> jax.Array:
 def ngram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
     """Return the rows of the pairs, then of the triples that end at each token: i32 [B, 2T], spread over shards.
 
-    Each kind has half of the hashes. The first two tokens have no triple, and the last hash of all.
+    Each kind has half of the hashes. The first two tokens have no triple: they read the last row of all.
     """
     half = rows // 2
     triples_BT = half + hashed(tokens_BT, TRIPLE_ROW) % (half - 1)
@@ -86,8 +86,8 @@ class Columns(NamedTuple):
 def sampled(targets_T: jax.Array, offset: jax.Array, num_columns: int, vocab_size: int) -> Columns:
     """Return all distinct targets and as many other ids as there is room for, from a sweep through the vocabulary.
 
-    No random numbers: a sweep goes on where the last one of this sequence ended. It is long enough but for its luck
-    with targets; where it is not, the other ids are spread evenly over the vocabulary.
+    No random numbers: a sweep goes on where the last one of this sequence ended. It is 1.7 times as long as needed, and
+    256 ids, as some are targets. If more are, the other ids are spread evenly over the vocabulary instead.
     """
     id_V = jnp.arange(vocab_size)
     is_other_V = jnp.ones(vocab_size, bool).at[targets_T].set(False)

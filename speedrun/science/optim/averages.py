@@ -18,7 +18,7 @@ class Average:
     """A running mean of the weights of some groups."""
 
     groups: tuple[str, ...]
-    rate: str  #: the input with the weight of a step: 0 where it does not count, 1 where the mean begins
+    input: str  #: that gives the weight of a step: 0 where it does not count, 1 where the mean begins
     share: Rate  #: of the mean in shipped weights
 
 
@@ -49,7 +49,7 @@ def averages(
         weights = {name: stored(params[name], moves[name]) for own in names for name in own}
         means, shipped = [], dict(weights)
         for one, old in zip(given, state, strict=True):
-            means.append(mean := {k: x + inputs[one.rate] * (weights[k] - x) for k, x in old.items()})
+            means.append(mean := {k: x + inputs[one.input] * (weights[k] - x) for k, x in old.items()})
             shipped |= {name: shipped[name] + one.share * (x - shipped[name]) for name, x in mean.items()}
         if not inputs["ships"]:
             return moves, tuple(means)
