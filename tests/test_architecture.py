@@ -43,7 +43,7 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 SCIENCE_LINES = 1_190
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own. Record 92 reads what it shares with
 #: record 89 from there.
-MORE_SCIENCE = {"record89": 611, "record92": 460, "record92_masked": 93}
+MORE_SCIENCE = {"record89": 611, "record92": 465, "record92_masked": 100}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
 #: export the programs that the record carries, for its devices and for a CPU.
 CLOSURE_LINES = 5_055
@@ -52,7 +52,7 @@ KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, and 1,000 for record 92, with rows that travel.
-ALLOWANCES = {"speed": 600, "record 92": 960}
+ALLOWANCES = {"speed": 600, "record 92": 990}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

@@ -86,8 +86,8 @@ def test_what_is_off_in_record_89_is_what_the_name_says():
         assert other.extras == tuple(extra for extra in layer.extras if extra != "value")
     assert less[10] == full.config.layers[10]
     whole = without("growing-windows", "record89")
-    kinds = ("short_keys", "long_keys")
-    assert {whole.inputs_at(step)[kind] for step in range(1286) for kind in kinds} == {2561}
+    for kind, last in {"short_keys": 769, "long_keys": 2561}.items():
+        assert {whole.inputs_at(step)[kind] for step in range(1286)} == {last}
     last = full.inputs_at(full.num_steps)["attention_scale"]
     for step in (0, 600, 1285):
         assert whole.inputs_at(step)["attention_scale"] == pytest.approx(last, rel=1e-5)
@@ -127,6 +127,15 @@ def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed
     assert found.left_out == ("bfloat16-muon: smoke does not have it",)
     assert found.standing == "research, not ranked"
     assert trials.read(tmp_path / "new")[0] == found
+
+
+def test_a_feature_that_cannot_be_turned_off_is_left_out_unless_it_is_named(designed):
+    found = designed("features", recipe="record92", overrides={"size": "smoke"})
+    assert len(found.arms) > 10
+    (said,) = [text for text in found.left_out if text.startswith("other-values: ")]
+    assert "the end mix reads their embeddings" in said
+    with pytest.raises(UsageError, match="the end mix reads their embeddings"):
+        designed("features", recipe="record92", features=("other-values",))
 
 
 def test_a_ladder_is_each_recipe_against_its_parent(designed):

@@ -81,7 +81,7 @@ def test_its_state_has_a_hash():
 
 def test_its_mask_is_in_scored_logits():
     masked = recipes.load("record92_masked").override({"size": "smoke"})
-    words = b"t", b"h", b"e", b"th", b"the"
+    words = b"a", b"n", b"o", b"an", b"ano"
     vocabulary = words + (b"",) * (masked.config.vocab_size - len(words))
     program = Program(masked, mesh.make_mesh(1), vocabulary=vocabulary)
     inputs = Inputs({k: jnp.asarray(x) for k, x in program.constants.arrays().items()}, {})
@@ -89,7 +89,7 @@ def test_its_mask_is_in_scored_logits():
     x_ND, ids_N = head[:5] / 10, jnp.arange(5)
     got = masked.logits({"head": head}, with_ids(x_ND[None], ids_N[None])[0], inputs, masked.config)
     want = np.array(RECORD.logits({"head": head}, x_ND, inputs, masked.config))
-    want[0, 1] = want[3, 2] = -np.inf  # t h, th e
+    want[0, 1] = want[3, 2] = -np.inf  # a n, an o
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -122,6 +122,19 @@ def test_averages_count_the_steps_they_are_told_and_are_shipped_in_order(devices
     shipped *= np.linalg.norm(embed[4]) / np.linalg.norm(shipped)
     np.testing.assert_allclose(found["head"], 0.75 * early + 0.25 * late["h"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["embed"], shipped, rtol=1e-5, atol=1e-6)
+
+
+def test_averages_of_groups_that_do_not_exist_are_refused():
+    layout = Layout(SMOKE.table(SMOKE.config))
+    for group in ("nosuch", "ngram"):
+        with pytest.raises(UsageError, match=f"no averages of {group}; need some of embed, "):
+            averages((Average((group,), "late", 1.0),), (), layout)
+
+
+def test_an_average_of_more_steps_than_there_are_begins_with_the_first():
+    schedule = SMOKE.schedule
+    assert all(schedule.rate(tail, 0, 10) == 1.0 for tail in schedule.tails)
+    assert all(schedule.rate(tail, 4, 10) == tail.rate for tail in schedule.tails if tail.name != "ema")
 
 
 @pytest.mark.compile

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,10 +81,23 @@ def test_evenly_spread_ids_fit():
         assert max(np.bincount(owners).max() for owners in drawn) < most < num_ids
 
 
-def test_rows_outside_the_table_are_no_numbers():
-    ids_SN = np.tile(np.array([0, -1, 64, 5], np.int32), (8, 1))
-    fetched, _ = travelled(np.ones((64, 1), np.float32), ids_SN, np.ones((8, 4, 1), np.float32))
-    np.testing.assert_array_equal(fetched[..., 0], [[1, np.nan, np.nan, 1]] * 8)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_rows_outside_the_table_are_no_numbers_and_disturb_no_other(devices):
+    ids_SN = np.tile(np.array([0, 63, -1, 64, 5, -(2**31), 2**31 - 1], np.int32), (devices, 1))
+    table = np.arange(64, dtype=np.float32)[:, None]
+    fetched, returned = travelled(table, ids_SN, np.ones((*ids_SN.shape, 1), np.float32))
+    nan = np.nan
+    np.testing.assert_array_equal(fetched[..., 0], [[0, 63, nan, nan, 5, nan, nan]] * devices)
+    np.testing.assert_array_equal(returned.ravel(), devices * np.isin(table.ravel(), [0, 5, 63]))
+
+
+def test_places_without_a_row_name_none_in_a_longer_shard():
+    """On one device, packed tables have rows beyond their last."""
+    asked = jax.shard_map(
+        partial(rows._ask, num_local=21), mesh=mesh.make_mesh(1), in_specs=P(DATA), out_specs=P(DATA)
+    )
+    ids_SC, _ = jax.jit(asked)(np.array([[3, 3, 20]], np.int32))
+    assert sorted(ids_SC.ravel()) == [3, 20, 2**31 - 1]
 
 
 def test_gradients_are_summed_in_float32_before_and_after_they_are_sent():

@@ -1,7 +1,6 @@
 """Pairs of ids that a byte-pair tokenizer never emits one after the other: the mask of modded-nanogpt's #350.
 
-If the last piece of one token and the first piece of the next could be merged at some point, the tokenizer would have
-merged them. Only ranks and GPT-2's pattern decide it, no text. Other pairs may be impossible, too.
+It would have merged their pieces at the seam, as ranks and GPT-2's pattern tell. Other pairs may be impossible, too.
 """
 
 import re
@@ -17,7 +16,8 @@ import numpy as np
 #: Among the constants of a recipe, the inputs NAME.bits, NAME.row_of and NAME.column_of.
 IMPOSSIBLE_PAIRS = "impossible pairs"
 #: GPT-2's pattern ends a word after these.
-_CONTRACTION = re.compile(r"(^|[^\W_])'(s|t|re|ve|m|ll|d)$")
+_ENDINGS = ("s", "t", "re", "ve", "m", "ll", "d")
+_CONTRACTION = re.compile(rf"(^|[^\W_])'({'|'.join(_ENDINGS)})$")
 _NEVER = 2**31 - 1  #: a rank that no merge has
 
 
@@ -48,7 +48,10 @@ def impossible_pairs(tokens: Sequence[bytes]) -> Pairs:
             lefts[pair[0]].append(rank)
             rights[pair[1]].append(rank)
     texts = [token.decode(errors="surrogateescape") for token in tokens]
-    ends, starts = (_last(text) for text in texts), (_kind(text[:1]) for text in texts)
+    # An ending that is not one token with its apostrophe may come after it in pieces.
+    loose = {end[i:] for end in _ENDINGS if f"'{end}".encode() not in ranks for i in range(len(end))}
+    ends = ("'" if text in loose else _last(text) for text in texts)
+    starts = (_kind(text[:1]) for text in texts)
     row_of, last_R, by_row = _numbered((_entered(p, lefts), end) for p, end in zip(lasts, ends, strict=True))
     column_of, first_C, by_column = _numbered(
         (_entered(p, rights), start) for p, start in zip(firsts, starts, strict=True)
@@ -117,6 +120,5 @@ def _last(text: str) -> str:
 def _kind(character: str) -> str:
     if not character or "\udc80" <= character <= "\udcff":  # a byte that is no whole character
         return "?"
-    if character.isspace():
-        return "S"
-    return {"L": "L", "N": "N"}.get(unicodedata.category(character)[0], "O")
+    category = "S" if character.isspace() else unicodedata.category(character)[0].replace("S", "O")
+    return category if category in "SLN" else "O"

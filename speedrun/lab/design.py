@@ -110,7 +110,15 @@ def _features(request: Request, name: str) -> tuple[list[Arm], list[str]]:
     recipe = recipes.load(name).override(request.config.overrides)
     drafts, left_out = [_draft(BASELINE, name, {}, None)], []
     for feature in request.features or FEATURES:
-        if off := without(recipe, FEATURES[feature]):
+        off = without(recipe, FEATURES[feature])
+        try:
+            recipe.override(off)
+        except UsageError as error:
+            if request.features:
+                raise
+            left_out.append(f"{feature}: {error}")
+            continue
+        if off:
             drafts.append(_draft(f"no {feature}", name, off, BASELINE))
         else:
             left_out.append(f"{feature}: {name} does not have it")
@@ -226,7 +234,7 @@ FEATURES: dict[str, Off] = {
     "weight-decay": {"optimizer.*_decay": 0.0},
     # From here on, record 89's. The last layer's value embedding is also mixed in at the end, so it stays.
     "other-values": {"config.layers.[0-9].extras": _less("value")},
-    # Two heads share a softmax. Without it, their windows are the short ones.
+    # Two heads share a softmax. Without it, their windows are the short ones, and so is record 92's width of values.
     "paired-heads": {"config.layers.*.attention": lambda old, *_: "short" if old == "paired" else old},
     "exclusive-heads": {"config.layers.*.extras": _less("exclusive")},
     "key-offset": {"config.layers.*.extras": _less("offset")},
@@ -238,12 +246,13 @@ FEATURES: dict[str, Off] = {
     "token-gates": {"optimizer.adam.*.lr": _frozen("mudd_gate", "mudd_gate_bias", "mudd_gate_scale")},
     "token-mixing": {"optimizer.adam.*.lr": _frozen("mudd", "mudd_bias")},
     "future-tokens": {"schedule.phases.*.target_weights": (1.0,), "schedule.phases.*.end_weights": (1.0,)},
-    # Wavelengths grow with windows. Without this, both are the last validation's, and half of it in paired layers.
+    # Wavelengths and scale grow with windows. Without this, windows and scale are the last, wavelengths the first ones.
     "growing-windows": {
-        "schedule.phases.*_blocks": lambda _, recipe, __: recipe.schedule.final_long_blocks,
+        "schedule.phases.*.long_blocks": lambda _, recipe, __: recipe.schedule.final_long_blocks,
+        "schedule.phases.*.short_blocks": lambda _, recipe, __: recipe.schedule.phases[-1].short_blocks,
         **dict.fromkeys(("schedule.attention_scale", "schedule.short_scale", "schedule.long_scale"), _last),
     },
-    # From here on, record 92's: a table of zeros, one mean of gradients, every second step, all columns.
+    # From here on, record 92's: a table of zeros, one mean in the direction, every second step, all columns.
     "n-grams": {"optimizer.rows.*.lr": 0.0},
     "slow-mean": {"schedule.one_mean_steps": lambda _, recipe, __: recipe.num_steps},
     "rare-updates": {"schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps},

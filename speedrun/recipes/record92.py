@@ -96,7 +96,7 @@ class Schedule(record89.Phases):
         Every fourth step counts, and for the blend also the last two. Head and embedding change at odd steps: each of
         these counts in their average, twice but for the last.
         """
-        if (since := step - num_steps + tail.last_steps) <= 0:
+        if (since := step - max(0, num_steps - tail.last_steps)) <= 0:
             return float(since == 0)
         if tail.name == "ema":
             return step % 2 * (1 - (1 - tail.rate) ** min(2, num_steps - step))

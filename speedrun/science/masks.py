@@ -11,7 +11,7 @@ from speedrun.science.recipe import Inputs
 
 
 def with_ids(x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Append two columns to hidden states: id // 256 and id % 256, both exact in bfloat16."""
+    """Append two columns to hidden states: id // 256 and id % 256, both exact in bfloat16 for ids of 16 bits."""
     columns_BT2 = jnp.stack(jnp.divmod(tokens_BT, 256), axis=-1)
     return jnp.concatenate([x_BTD, columns_BT2.astype(x_BTD.dtype)], axis=-1)
 

@@ -23,7 +23,7 @@ _exchanged = partial(jax.lax.all_to_all, axis_name=DATA, split_axis=0, concat_ax
 class Rows(NamedTuple):
     """Some rows of a device's shard: a gradient, where ids may repeat, or what an optimiser adds to them."""
 
-    ids_N: jax.Array  #: i32; R: no row
+    ids_N: jax.Array  #: i32; R or more: no row
     values_ND: jax.Array
 
 
@@ -75,14 +75,14 @@ def _ask(ids_BN: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
     """Return the ids of own rows that each reader asks for, and where each own id arrives among S * C."""
     shards, ids_N = jax.lax.axis_size(DATA), ids_BN.reshape(-1)
     t_N, most = jnp.arange(len(ids_N)), most_rows(len(ids_N), num_local, shards)
+    ids_N = jnp.where((ids_N >= 0) & (ids_N < shards * num_local), ids_N, shards * num_local)  # of no owner
     last_N = jnp.zeros(shards * num_local, jnp.int32).at[ids_N].max(t_N)[ids_N]  # last place of the same id
     asks_N, owner_N = last_N == t_N, ids_N // num_local
     asks_NS = jax.nn.one_hot(jnp.where(asks_N, owner_N, shards), shards, dtype=jnp.int32)
     nth_N = (jnp.cumsum(asks_NS, axis=0) - 1)[t_N, owner_N]
     place_N = jnp.where(asks_N & (nth_N < most), nth_N, shards * most)
-    local_SC = jnp.full((shards, most), num_local).at[owner_N, place_N].set(ids_N % num_local, mode="drop")
-    exists_N = (ids_N >= 0) & (ids_N < shards * num_local)
-    slot_N = jnp.where(exists_N, (owner_N * most + place_N)[last_N], shards * most)
+    local_SC = jnp.full((shards, most), 2**31 - 1).at[owner_N, place_N].set(ids_N % num_local, mode="drop")
+    slot_N = jnp.where(owner_N < shards, (owner_N * most + place_N)[last_N], shards * most)
     return _exchanged(local_SC), slot_N.reshape(ids_BN.shape)
 
 
@@ -90,7 +90,6 @@ def of_all(rows: Rows, axes: tuple[str, ...], parts: int) -> Rows:
     """Return the rows of all devices along the axes, of a mean over so many parts, in float32."""
     number, at = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     own = [jnp.zeros((number, *x.shape), x.dtype).at[at].set(x) for x in rows]
-    ids_N, values_ND = map(
-        jnp.concatenate, jax.lax.psum(own, axes)
-    )  # a gather's type would vary over the axes
+    # The type of a gather would vary over the axes.
+    ids_N, values_ND = map(jnp.concatenate, jax.lax.psum(own, axes))
     return Rows(ids_N, values_ND.astype(jnp.float32) / parts)

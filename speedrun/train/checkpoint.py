@@ -62,8 +62,7 @@ def fingerprint(state: Any) -> jax.Array:
     lanes = jnp.zeros(2, jnp.uint32)
     for leaf in jax.tree.leaves(state):
         flat = leaf.reshape(-1)
-        width = jnp.dtype(leaf.dtype).itemsize * 8
-        bits = flat.view(f"uint{width}").astype(jnp.uint32)
+        bits = flat.view(f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
         place = jax.lax.iota(jnp.uint32, flat.size)
         odd = (place[None, :] * jnp.array([[2654435761], [2246822519]], jnp.uint32)) | 1
         mixed = (bits[None, :] ^ (bits[None, :] >> 15)) * odd

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from speedrun.base.errors import UsageError
 from speedrun.base.limits import Rate
 from speedrun.base.mesh import DATA
 from speedrun.science.inputs import Inputs
@@ -32,8 +33,13 @@ def averages(
     """Keep averages of the weights after each update, and ship them where `inputs["ships"]`, which is compiled in.
 
     Averages replace their share of the weights one after the other, so one may mix with what an earlier one left. Then
-    each group of `rescaled` gets the Frobenius norm that it had before.
+    each group of `rescaled` gets the Frobenius norm that it had before. Raise UsageError for a group that has none.
     """
+    known = {group for name, group in layout.groups.items() if name not in layout.reads}
+    if others := {*rescaled, *(group for one in given for group in one.groups)} - known:
+        raise UsageError(
+            f"no averages of {', '.join(sorted(others))}; need some of {', '.join(sorted(known))}"
+        )
     names = [[name for name, group in layout.groups.items() if group in one.groups] for one in given]
 
     def init(params: Params) -> Means:
