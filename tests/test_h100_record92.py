@@ -6,7 +6,7 @@ from test_h100_program import names
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.plan import deviceless
-from speedrun.train import footprint
+from speedrun.train import checkpoint, footprint
 from speedrun.train.program import Program
 
 RECORD = recipes.load("record92")
@@ -45,6 +45,14 @@ def test_a_step_updates_its_part_of_the_table_in_place(program, has_event):
     assert 0.85 < sent < 1.2, names(found)
     assert found.sent_bytes("all-gather") < 1e9, names(found)
     assert found.unknown_loops == 0
+
+
+@pytest.mark.compile
+def test_the_state_is_hashed_where_it_is(program):
+    """Before and after the warm-up and each validation."""
+    compiled = deviceless.compile_for_target(checkpoint.fingerprint, program.state)
+    assert compiled.memory_analysis().temp_size_in_bytes < 1e8
+    assert {one.kind for one in deviceless.dissect(compiled).collectives} == {"all-reduce"}
 
 
 @pytest.mark.compile
