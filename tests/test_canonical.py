@@ -36,10 +36,10 @@ def test_a_toy_vocabulary_has_the_published_pairs(published):
     want = np.unpackbits(published["packed"], axis=1, bitorder="little").astype(bool)
     found, want = table(impossible_pairs(tokens)), want[: len(tokens), : len(tokens)]
     # The published rule holds where 's, 're, 've, 'll and 'd are tokens, as GPT-2's are. Here they come in pieces.
-    loose = np.isin(tokens, [b"s", b"r", b"e", b"re", b"v", b"ve", b"l", b"ll", b"d"])
+    loose = np.isin(tokens, [b"s", b"e", b"re", b"ve", b"l", b"ll", b"d"])
     np.testing.assert_array_equal(found[~loose], want[~loose])
-    assert want[loose].any(axis=1).sum() > found[loose].any(axis=1).sum()
-    assert not (found & ~want).any()
+    assert want[loose].any()
+    assert not found[loose].any()
 
 
 @needs_shared
@@ -56,9 +56,8 @@ def test_gpt2_has_as_many_as_the_published_table_within_the_limit_of_constants(p
 def test_what_a_tokenizer_writes_has_none(tmp_path):
     """Texts of this repository, in words and in pairs of tokens."""
     root, path = Path(__file__).parents[1], tmp_path / "tokenizer.json"
-    rare = (
-        "he'll've we'd they're i'm 'mech 'rest 'veto 'llama 'tis don't it's\n"  # endings that are no tokens
-    )
+    # Endings that are no tokens with their apostrophes, at the start of a line, where they are contractions.
+    rare = "he'll've we'd they're i'm don't it's\n'mech\n'rest\n'vest\n'llow\n'the\n'dex\n"
     texts = [
         (root / "docs" / "LOG.md").read_text(),
         (root / "speedrun" / "base" / "canonical.py").read_text(),

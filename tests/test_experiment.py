@@ -93,6 +93,23 @@ def test_what_is_off_in_record_89_is_what_the_name_says():
         assert whole.inputs_at(step)["attention_scale"] == pytest.approx(last, rel=1e-5)
 
 
+def test_what_is_off_in_record_92_is_what_the_name_says():
+    full, whole = recipes.load("record92"), without("growing-windows", "record92")
+    last = full.inputs_at(full.num_steps)
+    for step in (0, 600, 1194):
+        for name in ("short_keys", "long_keys", "short_scale", "long_scale"):
+            assert whole.inputs_at(step)[name] == pytest.approx(last[name], rel=1e-5), (step, name)
+    often = without("rare-updates", "record92")
+    lengths = [often.stages[often.stage_of(step)].seq_len for step in range(often.num_steps)]
+    assert [often.inputs_at(step)["event"] for step in range(4)] == [0, 1, 0, 1]
+    need = max((one + two) / two for one, two in zip(lengths[::2], lengths[1::2], strict=True))
+    assert need <= often.optimizer.rows[0].batches
+    prefixes = [phase.prefix_weights for phase in full.schedule.phases]
+    assert [
+        phase.prefix_weights for phase in without("future-tokens", "record92").schedule.phases
+    ] == prefixes
+
+
 @pytest.fixture
 def designed(tmp_path, monkeypatch):
     """`design`, where everything can be run that any recipe is."""

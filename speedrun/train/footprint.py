@@ -17,7 +17,7 @@ from speedrun.science.recipe import Stage
 from speedrun.train.program import Program
 
 #: What to do if a program does not fit.
-TO_FIT = "try more --microbatches, a smaller --set stages.0.seq_len, eval_seq_len or table, or more devices"
+TO_FIT = "try more --microbatches, a smaller --set stages.0.seq_len, eval_seq_len or number of rows, or more devices"
 
 
 def most_bytes(program: Program) -> int:
