@@ -1,0 +1,1 @@
+"""Islands: meshes that train apart and exchange weights every few steps."""

@@ -1,0 +1,46 @@
+"""Leases of disjoint tokens: each island trains on its own part of one stream, in the order of the leases."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from speedrun.data.stream import Cursor, Shape, TokenStream
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The tokens of some steps."""
+
+    number: int  #: from 0, in the order of the stream
+    start: Cursor
+    stop: Cursor
+    shapes: tuple[Shape, ...]  #: of the batch of each step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return sum(shape.num_sequences * shape.seq_len for shape in self.shapes)
+
+
+class Leases:
+    """Grants tokens, and grants again what comes back untrained."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+        self._number = 0
+        self.returned: list[Lease] = []
+
+    def grant(self, shapes: Sequence[Shape]) -> Lease:
+        """Lease tokens for batches of these shapes; raise DataError if the stream has too few."""
+        wanted = tuple(shapes)
+        if again := next((lease for lease in self.returned if lease.shapes == wanted), None):
+            self.returned.remove(again)
+            return again
+        start = self._stream.cursor
+        for shape in wanted:
+            self._stream.batch(*shape)
+        self._number += 1
+        return Lease(self._number - 1, start, self._stream.cursor, wanted)
+
+    def give_back(self, lease: Lease) -> None:
+        """Take a lease whose tokens were not trained on."""
+        self.returned.append(lease)
