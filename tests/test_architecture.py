@@ -22,6 +22,7 @@ FLOORS = {
     "lab": 5,
     "machine": 5,
     "api": 4,
+    "islands": 4,
     "model": 4,
     "plan": 4,
     "record.examine": 4,
@@ -51,8 +52,9 @@ CLOSURE_LINES = 5_055
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 32089
-#: What planned work adds to it, by name; at most 600 for speed, and 1,000 for record 92, with rows that travel.
-ALLOWANCES = {"speed": 600, "record 92": 990}
+#: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92, with
+#: rows that travel, and 700 for islands.
+ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 430}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

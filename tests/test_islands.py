@@ -122,7 +122,6 @@ def played(fleet: Fleet, engine: Scripted, *answers: Callable[[], Any]) -> Any:
 NAN = {name: np.full_like(x, np.nan) for name, x in WEIGHTS.items()}
 FAR = {name: 100 * x for name, x in WEIGHTS.items()}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "stale": ({"version": 4}, "stale: of version 4, need 0"),
     "another lease": ({"lease": 7}, "of lease 7 with 32 tokens, need lease 0"),
     "other tokens": ({"num_tokens": 31}, "of lease 0 with 31 tokens, need lease 0"),
     "another config": ({"config_sha256": "d" * 64}, "of config dddddddddddd, need cccccccccccc"),
@@ -150,11 +149,25 @@ def test_a_wrong_answer_is_refused_and_its_tokens_are_given_again(kind):
     assert {order.lease.number for order in engine.orders.values()} == {0, 2}
 
 
-def test_a_second_answer_is_refused():
+def test_a_stale_answer_is_refused_and_its_island_may_still_answer():
     fleet, engine = scripted("a")
+    late = lambda: answer_to(engine.orders["a"], "a", version=4)  # noqa: E731
+    found = played(fleet, engine, late, lambda: answer_to(engine.orders["a"], "a"))
+    assert found.refused == (Lost("a", "stale: of version 4, need 0"),)
+    assert [one.island for one in found.answers] == ["a"]
+    assert fleet.leases.returned == []
+
+
+def test_an_island_that_is_late_gives_its_tokens_back():
+    fleet, engine = scripted("a", "b")
+    found = played(fleet, engine, lambda: answer_to(engine.orders["b"], "b"))
+    assert found.lost == (Lost("a", "late: no answer in 600 s"),)
+    assert [lease.number for lease in fleet.leases.returned] == [0]
+
+
+def test_a_second_answer_is_refused():
+    fleet, engine = scripted("a", "b")
     twice = [lambda: answer_to(engine.orders["a"], "a")] * 2
-    fleet.rules = Rules(600)
-    engine.names = ["a", "b"]
     found = played(fleet, engine, *twice)
     assert [one.why for one in found.refused] == ["it has answered already, or was not asked"]
     assert len(found.answers) == 1

@@ -70,7 +70,7 @@ def play(
 ) -> Round:
     """Give every island that is ready an order with a lease of its own; return what came back by the deadline.
 
-    Leases of refused, lost and late islands go back. A late answer is refused in a later round.
+    Leases of refused, lost and late islands go back. A late answer is refused in a later round, as it is stale.
     """
     open_orders: dict[str, Order] = {}
     for name in engine.islands():
@@ -81,12 +81,19 @@ def play(
     while open_orders and (left_s := rules.deadline_s - watch.seconds) > 0:
         if (found := engine.receive(left_s)) is None:
             break
+        if (
+            isinstance(found, Answer) and found.version != version
+        ):  # its island may still answer this round's order
+            refused.append(Lost(found.island, f"stale: of version {found.version}, need {version}"))
+            continue
         order = open_orders.pop(found.island, None)
-        why = found.why if isinstance(found, Lost) else refusal(found, order, version, config_sha256, rules)
-        if why is None and isinstance(found, Answer):
+        if isinstance(found, Lost):
+            lost.append(found)
+        elif why := refusal(found, order, config_sha256, rules):
+            refused.append(Lost(found.island, why))
+        else:
             taken.append(found)
             continue
-        (lost if isinstance(found, Lost) else refused).append(Lost(found.island, why or ""))
         if order is not None:
             leases.give_back(order.lease)
     for name, order in open_orders.items():
@@ -96,12 +103,8 @@ def play(
     return Round(version, granted, answers, tuple(refused), tuple(lost))
 
 
-def refusal(
-    answer: Answer, order: Order | None, version: int, config_sha256: str, rules: Rules
-) -> str | None:
-    """Return why an answer is not taken, or None. `order` is the open one of its island, of this version."""
-    if answer.version != version:
-        return f"stale: of version {answer.version}, need {version}"
+def refusal(answer: Answer, order: Order | None, config_sha256: str, rules: Rules) -> str | None:
+    """Return why an answer of this version is not taken, or None. `order` is the open one of its island."""
     if order is None:
         return "it has answered already, or was not asked"
     if answer.lease != order.lease.number or answer.num_tokens != order.lease.num_tokens:
