@@ -2,7 +2,7 @@
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,194 steps and 39.9 s on 8 H100. The step agrees
 with runs of the authors' functions in float32 (tests/test_golden92.py).
-Differs: docs/record92.md lists the differences, and what is not there yet.
+Differs: docs/record92.md lists the differences.
 Run: speedrun run --track main-8xh100 --recipe record92
 Credits: modded-nanogpt, records 22 to 92.
 """
@@ -93,7 +93,7 @@ class Schedule(record89.Phases):
     def rate(self, tail: Tail, step: int, num_steps: int) -> float:
         """Return the weight of a step in an average, 1 where it begins.
 
-        Every fourth step counts, and for the blend also the last two. Head and embedding change at odd steps: each of
+        Every fourth step counts, for the blend also the last but one. Head and embedding change at odd steps: each of
         these counts in their average, twice but for the last.
         """
         if (since := step - max(0, num_steps - tail.last_steps)) <= 0:
@@ -158,7 +158,7 @@ RECIPE = Recipe(
         adam=SAME,
         tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0),),
         later_tables=(AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),),
-        # Rows wait for steps 1,172 to 1,175, of which two are as long as 2.5 of the last.
+        # At step 1,175, rows of two such batches wait, and of two 2.5 times as long.
         rows=(RowPeriod(70.0, 0.95, 5.0, 2), RowPeriod(70.0, 0.95**2, 10.0, 7)),
         averages=(
             Average(("head", "embed"), "ema", 0.65),

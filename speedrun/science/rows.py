@@ -72,7 +72,7 @@ def most_rows(num_ids: int, num_local: int, shards: int) -> int:
 
 
 def _ask(ids_BN: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the ids of own rows that each reader asks for, and where each own id arrives among S * C."""
+    """Return the ids of this shard that each reader asks for, and where each id that it reads arrives among S * C."""
     shards, ids_N = jax.lax.axis_size(DATA), ids_BN.reshape(-1)
     t_N, most = jnp.arange(len(ids_N)), most_rows(len(ids_N), num_local, shards)
     ids_N = jnp.where((ids_N >= 0) & (ids_N < shards * num_local), ids_N, shards * num_local)  # of no owner

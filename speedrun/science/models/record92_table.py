@@ -20,7 +20,7 @@ class Config(record89.Sizes):
 
     ngram_rows: Count  #: half for pairs, half for triples
     mix_dim: Count  #: neighbouring channels that share a weight of the end mix
-    segment_tokens: Count  #: most tokens in training that see each other
+    segment_tokens: Count  #: in training, attention does not cross a cut after so many tokens of a document
     sweep_starts: Count  #: where the sequences of a step start their first sweeps
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Config(record89.Sizes):
         return widths | ({("skip", SKIP): 1} if half == 1 else {})
 
     def widths(self, attention: Attention) -> tuple[int, int]:
-        """Return half of the width for queries and keys of short windows, and for values of "short" layers."""
+        """Return the widths of queries and keys, half of a head's unless "long", and of values, half if "short"."""
         half = self.head_dim // 2
         return half * (1 + (attention == "long")), half * (1 + (attention != "short"))
 

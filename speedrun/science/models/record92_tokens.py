@@ -86,8 +86,8 @@ class Columns(NamedTuple):
 def sampled(targets_T: jax.Array, offset: jax.Array, num_columns: int, vocab_size: int) -> Columns:
     """Return all distinct targets and as many other ids as there is room for, from a sweep through the vocabulary.
 
-    No random numbers: a sweep goes on where the last one of this sequence ended. It is 1.7 times as long as needed, and
-    256 ids, as some are targets. If more are, the other ids are spread evenly over the vocabulary instead.
+    No random numbers: a sweep goes on where the last one of this sequence ended. It visits 1.7 times as many ids as are
+    needed, and 256, to pass over targets. If it still finds too few, every k-th id that is no target is taken instead.
     """
     id_V = jnp.arange(vocab_size)
     is_other_V = jnp.ones(vocab_size, bool).at[targets_T].set(False)

@@ -1,7 +1,7 @@
 """The optimisers of record 92: ANVIL at every step, Adam at every second, tables at events.
 
-ANVIL is NorMuon with two running means of gradients, a fast and a slow one; the slow one decides what decays. Tables
-sum their gradients over the steps of a cycle, and are updated at its end.
+ANVIL is NorMuon with two running means of gradients, a fast and a slow one. The slow one decides what decays, and later
+has a part in the direction. Tables sum their gradients over the steps of a cycle, and are updated at its end.
 Source: modded-nanogpt, record 92.
 """
 
