@@ -1,7 +1,6 @@
 """Islands in turns: rounds, leases, refusals and the outer step, against a plain run and against NumPy."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,33 +24,18 @@ RNG = np.random.default_rng(0)
 PATIENT = Rules(deadline_s=600)
 
 
-def island(name: str, data: Path, out: Path, **changed: Any) -> Island:
-    return Island(name, RunConfig("smoke-cpu", out, overrides=SMALL, data=data, **changed))
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory, smoke_data) -> Island:
-    return island("a", smoke_data, tmp_path_factory.mktemp("islands") / "out")
-
-
-def fleet_of(member: Island, weights: outer.Weights, **changed: Any) -> Fleet:
-    shapes = [
-        Shape(stage.num_sequences, stage.seq_len) for stage in member.ready.recipe.stages for _ in range(12)
-    ]
-    start = {
-        "outer": Outer(),
-        "rules": PATIENT,
-        "every": 4,
-        "quorum": 1,
-        "config_sha256": member.config_sha256,
-    }
-    leases = Leases(member.ready.stream(START))
-    return Fleet(**{**start, **changed}, shapes=shapes, leases=leases, weights=weights)
+def settings(**changed: Any) -> dict[str, Any]:
+    start = {"outer": Outer(), "rules": PATIENT, "every": 2, "quorum": 1, "config_sha256": "c" * 64}
+    return {**start, **changed}
 
 
 def test_one_island_whose_mean_is_taken_ends_with_the_state_of_a_plain_run(trained, smoke_data, tmp_path):
-    member = island("a", smoke_data, tmp_path / "out")
-    fleet, losses, answer = fleet_of(member, member.weights()), [], None
+    member = Island("a", RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    (stage,) = member.ready.recipe.stages
+    shapes = [Shape(stage.num_sequences, stage.seq_len)] * stage.num_steps
+    given = settings(every=4, config_sha256=member.config_sha256)
+    fleet = Fleet(**given, shapes=shapes, leases=Leases(member.ready.stream(START)), weights=member.weights())
+    losses, answer = [], None
     while not fleet.is_done:
         (answer,) = fleet.advance(InTurns({"a": member})).answers
         losses += answer.losses
@@ -67,7 +51,7 @@ class Scripted:
 
     def __init__(self, *names: str) -> None:
         self.names, self.orders = list(names), dict[str, Order]()
-        self.answers: list[Answer | Lost | Callable[[Order], Answer]] = []
+        self.arriving: list[Callable[[], Answer | Lost]] = []
 
     def islands(self) -> list[str]:
         return self.names
@@ -76,7 +60,7 @@ class Scripted:
         self.orders[island] = order
 
     def receive(self, _: float) -> Answer | Lost | None:
-        return self.answers.pop(0) if self.answers else None  # pyright: ignore[reportReturnType]
+        return self.arriving.pop(0)() if self.arriving else None
 
 
 WEIGHTS = {"bank": RNG.standard_normal((3, 4)).astype(np.float32), "scalars": np.ones(2, np.float32)}
@@ -95,15 +79,8 @@ class Tokens:
 
 
 def scripted(*names: str, most: int = 10_000, **changed: Any) -> tuple[Fleet, Scripted]:
-    start: dict[str, Any] = {
-        "outer": Outer(),
-        "rules": PATIENT,
-        "every": 2,
-        "quorum": 1,
-        "config_sha256": "c" * 64,
-    }
     tokens: Any = Tokens(most)
-    fleet = Fleet(**{**start, **changed}, shapes=[Shape(2, 8)] * 6, leases=Leases(tokens), weights=WEIGHTS)
+    fleet = Fleet(**settings(**changed), shapes=[Shape(2, 8)] * 6, leases=Leases(tokens), weights=WEIGHTS)
     return fleet, Scripted(*names)
 
 
@@ -115,7 +92,7 @@ def answer_to(order: Order, island: str, **changed: Any) -> Answer:
 
 def played(fleet: Fleet, engine: Scripted, *answers: Callable[[], Any]) -> Any:
     """A round in which these arrive, made after the orders are known."""
-    engine.receive = lambda _, left=list(answers): left.pop(0)() if left else None
+    engine.arriving = list(answers)
     return fleet.advance(engine)
 
 

@@ -120,5 +120,5 @@ def _last(text: str) -> str:
 def _kind(character: str) -> str:
     if not character or "\udc80" <= character <= "\udcff":  # a byte that is no whole character
         return "?"
-    category = "S" if character.isspace() else unicodedata.category(character)[0].replace("S", "O")
-    return category if category in "SLN" else "O"
+    category = unicodedata.category(character)[0]
+    return "S" if character.isspace() else category if category in "LN" else "O"
