@@ -54,7 +54,7 @@ KERNEL_LINES = 1_350
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92 with rows that travel, and 700
 #: for islands.
-ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 430}
+ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 415}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

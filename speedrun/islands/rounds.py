@@ -1,20 +1,17 @@
-"""A round: every island trains on a lease of its own; those that answer in time move the weights together.
+"""What a round of islands is made of, and which answers it takes.
 
 The engine is an argument: it starts islands, carries orders to them and answers back, and says which were lost. Rounds
 do not know whether islands are processes, or take turns in one.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from speedrun.base.clock import Stopwatch
 from speedrun.base.limits import Positive, Seconds
-from speedrun.data.stream import Shape
 from speedrun.islands.island import Answer, Order, digest
-from speedrun.islands.leases import Lease, Leases
+from speedrun.islands.leases import Lease
 from speedrun.islands.outer import Weights
 
 
@@ -56,51 +53,6 @@ class Round(NamedTuple):
     answers: tuple[Answer, ...]  #: taken, in the order of their leases
     refused: tuple[Lost, ...]
     lost: tuple[Lost, ...]
-
-
-def play(
-    engine: Engine,
-    version: int,
-    step: int,
-    weights: Weights,
-    leases: Leases,
-    shapes: Sequence[Shape],
-    config_sha256: str,
-    rules: Rules,
-) -> Round:
-    """Give every island that is ready an order with a lease of its own; return what came back by the deadline.
-
-    Leases of refused, lost and late islands go back. A late answer is refused in a later round, as it is stale.
-    """
-    open_orders: dict[str, Order] = {}
-    for name in engine.islands():
-        open_orders[name] = Order(version, step, leases.grant(shapes), weights)
-        engine.send(name, open_orders[name])
-    granted = {name: order.lease for name, order in open_orders.items()}
-    watch, taken, refused, lost = Stopwatch(), list[Answer](), list[Lost](), list[Lost]()
-    while open_orders and (left_s := rules.deadline_s - watch.seconds) > 0:
-        if (found := engine.receive(left_s)) is None:
-            break
-        if (
-            isinstance(found, Answer) and found.version != version
-        ):  # its island may still answer this round's order
-            refused.append(Lost(found.island, f"stale: of version {found.version}, need {version}"))
-            continue
-        order = open_orders.pop(found.island, None)
-        if isinstance(found, Lost):
-            lost.append(found)
-        elif why := refusal(found, order, config_sha256, rules):
-            refused.append(Lost(found.island, why))
-        else:
-            taken.append(found)
-            continue
-        if order is not None:
-            leases.give_back(order.lease)
-    for name, order in open_orders.items():
-        lost.append(Lost(name, f"late: no answer in {rules.deadline_s:g} s"))
-        leases.give_back(order.lease)
-    answers = tuple(sorted(taken, key=lambda one: one.lease))
-    return Round(version, granted, answers, tuple(refused), tuple(lost))
 
 
 def refusal(answer: Answer, order: Order | None, config_sha256: str, rules: Rules) -> str | None:
