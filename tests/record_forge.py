@@ -20,8 +20,9 @@ from speedrun.base.sourcefile import join_source
 from speedrun.record import archive, git_history, layout
 from speedrun.record.about import assemble
 from speedrun.record.archive import Archive, Lowered
+from speedrun.record.batch import Declaration, Look, TrackRef
 from speedrun.record.checks.v3_claims import CURVES
-from speedrun.record.layout import Declaration, Look, Recipe, TrackRef
+from speedrun.record.layout import Recipe
 from speedrun.record.source import is_science, split_source
 
 VAL_TOKENS = 1000

@@ -25,7 +25,8 @@ from speedrun.lab.several_runs import num_runs
 from speedrun.record import batch
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
-from speedrun.record.layout import Look, sha256
+from speedrun.record.batch import Look
+from speedrun.record.layout import sha256
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate

@@ -28,6 +28,7 @@ from speedrun.lab import several_runs as running
 from speedrun.lab.design import FEATURES
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
+from speedrun.record.batch import TrackRef
 from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import read_files
 from speedrun.record.validate import validate
@@ -313,7 +314,7 @@ def performed(forged, monkeypatch):
         made = Experiment(
             standing="research, not ranked",
             kind="features",
-            track=layout.TrackRef("forged@1", track.sha256("forged")),
+            track=TrackRef("forged@1", track.sha256("forged")),
             num_devices=8,
             microbatches=8,
             attention="auto",

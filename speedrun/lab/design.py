@@ -23,21 +23,21 @@ from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.lab import trials
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Promise, Request
 from speedrun.record import layout
+from speedrun.record.batch import Declaration, TrackRef, seeds_from
 from speedrun.record.batch import looks as looks_of
-from speedrun.record.batch import seeds_from
 from speedrun.science.models.record21_model import NO_TABLE
 from speedrun.science.recipe import Recipe, settings
 from speedrun.train.preflight import prepare
 from speedrun.train.request import decoded
 
 
-def declare(promise: Promise) -> layout.Declaration:
+def declare(promise: Promise) -> Declaration:
     """Write `batch.json` and `source.txt` into a new folder."""
     ready = prepare(promise.config)
     looks = looks_of(promise.num_runs, promise.then, ready.track.target.sigma)
     config_sha256 = layout.config_sha256(ready.described)
-    declaration = layout.Declaration(
-        track=layout.TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
+    declaration = Declaration(
+        track=TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
         recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
         config_sha256=config_sha256,
         source_sha256=ready.source_sha256,
@@ -83,7 +83,7 @@ def design(request: Request) -> Experiment:
     found = Experiment(
         standing="research, not ranked",
         kind=request.kind,
-        track=layout.TrackRef(first.track.id, tracks.sha256(first.track.name)),
+        track=TrackRef(first.track.id, tracks.sha256(first.track.name)),
         num_devices=first.program.num_devices,
         microbatches=first.program.microbatches,
         attention=first.program.attention,

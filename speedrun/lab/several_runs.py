@@ -25,7 +25,7 @@ from speedrun.lab.effects import count
 from speedrun.lab.trials import EXPERIMENT, Experiment, Runs, Trial
 from speedrun.record import layout, statistics
 from speedrun.record.about import Summary, assemble
-from speedrun.record.batch import Standing, standing
+from speedrun.record.batch import Declaration, Standing, standing
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.train import local_processes
@@ -34,9 +34,7 @@ from speedrun.train.request import RunConfig
 Say = Callable[[str], None]  #: takes lines of progress
 
 
-def _train(
-    declared: layout.Declaration | Experiment, printer: Printer, say: Say, lock: int, **more: Any
-) -> int:
+def _train(declared: Declaration | Experiment, printer: Printer, say: Say, lock: int, **more: Any) -> int:
     """Train once as declared, in a child that also holds the lock; return its exit code."""
     same = {name: getattr(declared, name) for name in ("num_devices", "microbatches", "attention")}
     config = RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
@@ -80,7 +78,7 @@ def run_batch(
     Without `data`, the runs read the track's. Without `title`, the record keeps its own.
     """
     path = folder / layout.BATCH
-    declared, sha256 = trials.declared(path, layout.Declaration, "speedrun batch --runs N")
+    declared, sha256 = trials.declared(path, Declaration, "speedrun batch --runs N")
     recipe, rules = declared.recipe, tracks.load(declared.track.id.rpartition("@")[0])
     rival, told = ghosts.chosen(ghost, rules.id), set[str]()
 
@@ -113,7 +111,7 @@ def run_batch(
         return Outcome(rules, now, summary, plot(folder) if summary.num_finished else [])
 
 
-def progress(declared: layout.Declaration, now: Standing) -> str:
+def progress(declared: Declaration, now: Standing) -> str:
     """Return a line with the number of runs, their mean, and the test at the last look."""
     num_wanted = len(now.losses) + len(now.missing)
     counts = (look.num_runs for look in declared.looks)

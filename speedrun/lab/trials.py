@@ -17,8 +17,8 @@ import msgspec
 
 from speedrun.base.errors import UsageError
 from speedrun.base.wholefile import read_regular
-from speedrun.record.batch import seeds_from
-from speedrun.record.layout import Strict, TrackRef, sha256
+from speedrun.record.batch import TrackRef, seeds_from
+from speedrun.record.layout import Strict, sha256
 from speedrun.record.logged_run import FormatError, Run
 from speedrun.record.reader import decode, load
 from speedrun.train.request import RunConfig

@@ -1,4 +1,4 @@
-"""A declared batch: its seeds and looks, its progress, and its test."""
+"""A declared batch: its file, its seeds and looks, its progress, and its test."""
 
 import hashlib
 import math
@@ -6,10 +6,43 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from speedrun.base.errors import UsageError
+from speedrun.base.limits import Natural
 from speedrun.record import statistics
-from speedrun.record.layout import Declaration, Look
+from speedrun.record.layout import Recipe, Strict
 from speedrun.record.logged_run import Run
 from speedrun.record.statistics import MeanTest
+
+
+class TrackRef(Strict, frozen=True):
+    """The track of a record."""
+
+    id: str
+    sha256: str
+
+
+class Look(Strict, frozen=True):
+    """A test of the batch after a number of runs."""
+
+    num_runs: int
+    alpha: float
+
+
+class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1"):
+    """`batch.json`: written before the first run. Every run logs its digest."""
+
+    track: TrackRef
+    recipe: Recipe
+    config_sha256: str
+    source_sha256: str
+    num_devices: int
+    microbatches: int
+    attention: str
+    num_steps: int
+    seeds: tuple[Natural, ...]  #: in the order of the runs
+    seeds_chosen: bool  #: by a person; else they follow from source and config
+    looks: tuple[Look, ...]  #: in order; the last is after all seeds
+    expected_loss: float | None  #: mean from which the number of runs was computed
+    created_utc: str
 
 
 def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:

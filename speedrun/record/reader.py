@@ -21,7 +21,8 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import PARTIAL, read_regular
 from speedrun.record import archive
-from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, encode, sha256
+from speedrun.record.batch import Declaration
+from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, Strict, encode, sha256
 from speedrun.record.logged_run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.record.reproduction import REPRODUCTION, Reproduction
 from speedrun.record.source import split_source
@@ -45,6 +46,15 @@ MAX_BYTES = 256 * _MIB
 
 _Read = TypeVar("_Read")
 _File = TypeVar("_File", bound=Strict)
+
+
+class About(Strict, frozen=True, tag_field="schema", tag="speedrun.about/1"):
+    """`about.json`: the authors' description of a record."""
+
+    title: str = "untitled"
+    authors: tuple[str, ...] = ()
+    parent_record: str | None = None
+    changes: tuple[str, ...] = ()  #: from the parent; one sentence each
 
 
 class UnknownTrack(LookupError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from speedrun.base import runlog
 from speedrun.record import git_history, layout
-from speedrun.record.batch import allowed_to_break_off, completed, looks, seeds_from, standing
+from speedrun.record.batch import TrackRef, allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.record.checks.table import Skip, check
 from speedrun.record.logged_run import FormatError, Run, read_run
 from speedrun.record.reader import Record
@@ -143,7 +143,7 @@ def _declared_before(record: Record) -> Iterator[str]:
         if run.begun < datetime.fromisoformat(declared.created_utc):
             yield f"{run.folder}: began {run.lines[0].t_utc}, before the declaration of {declared.created_utc}"
     first = record.runs[0].start  # other checks compare the runs with each other
-    rules = layout.TrackRef(first.track, first.track_sha256)
+    rules = TrackRef(first.track, first.track_sha256)
     recipe = layout.Recipe(first.recipe, first.recipe_revision, first.overrides)
     stated = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
     if stated != (rules, recipe, first.config_sha256, first.source_sha256):
