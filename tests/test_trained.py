@@ -22,7 +22,7 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import mesh, runlog, track
 from speedrun.base.errors import CheckpointError, DataError, UsageError
-from speedrun.data import shards, tokenizer
+from speedrun.data import tokenizer, writer
 from speedrun.lab import single_run
 from speedrun.lab.single_run import Extras
 from speedrun.model import eval_tasks, exported, samples, weights
@@ -412,7 +412,7 @@ metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bet
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path):
     ids = np.tile(of_text.words.encode("the cat sat on the mat. the dog ate"), 9).astype(np.uint16)
-    shards.write_shard(tmp_path / "x.bin", ids)
+    writer.write_shard(tmp_path / "x.bin", ids)
     (part,) = eval_tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
     found = eval_tasks.scorer(of_text, 8, print)(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]

@@ -27,6 +27,7 @@ from speedrun.data import shards
 from speedrun.data.documents import Source
 from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded, id_bytes_V
+from speedrun.data.writer import write_manifest, write_shard
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
 _PIECE_TOKENS = 2**18  #: fits into the processor's cache
@@ -99,7 +100,7 @@ def prepare(
     found = len(manifest.shards)
     if manifest.complete:
         return Prepared(out, manifest, found)
-    shards.write_manifest(out, manifest)
+    write_manifest(out, manifest)
     writer = _Writer(out, cut, manifest, id_bytes_V(chosen))
     watch, start_tokens = Stopwatch(), writer.tokens
     with closing(encoded(source.blocks(writer.next), chosen, num_workers=num_workers)) as blocks:
@@ -189,7 +190,7 @@ class _Writer:
 
     def _write(self) -> None:
         name, ids = self._cut.name(self.num_shards), self._buffer[: self._filled]
-        shards.write_shard(self._out / name, ids)
+        write_shard(self._out / name, ids)
         faults.point("shard")
         counts_V = self._counts(ids)
         entry = ShardEntry(
@@ -205,7 +206,7 @@ class _Writer:
             scored_bytes = int(self._counts(scored) @ self._id_bytes_V)
             changes |= {"scored_tokens": len(scored), "scored_bytes": scored_bytes}
         self._manifest = msgspec.structs.replace(self._manifest, **changes)
-        shards.write_manifest(self._out, self._manifest)
+        write_manifest(self._out, self._manifest)
         self._filled = 0
 
     def _counts(self, ids: np.ndarray) -> np.ndarray:
@@ -225,7 +226,7 @@ class _Writer:
                 f"{self._manifest.source}: holds no document; need at least one; name another --source"
             )
         self._manifest = msgspec.structs.replace(self._manifest, complete=True)
-        shards.write_manifest(self._out, self._manifest)
+        write_manifest(self._out, self._manifest)
         return self._manifest
 
 
