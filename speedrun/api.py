@@ -16,7 +16,8 @@ from subprocess import STDOUT
 from typing import TYPE_CHECKING
 
 from speedrun.base.console import Printer
-from speedrun.base.errors import SpeedrunError, UsageError, meaning, unknown
+from speedrun.base.errors import SpeedrunError, UsageError, unknown
+from speedrun.base.exit_codes import meaning
 from speedrun.base.recipe_files import resolve
 from speedrun.base.track import load as load_track
 from speedrun.board import plots

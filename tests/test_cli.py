@@ -12,8 +12,9 @@ import pytest
 from typed import as_words, invoke
 
 from speedrun import __version__, cli, recipes
-from speedrun.base import errors, track
+from speedrun.base import track
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
+from speedrun.base.exit_codes import EXIT_CODES
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import train
 from speedrun.cli.options import command as cli_command
@@ -41,7 +42,7 @@ def test_help_says_what_there_is():
     shown = invoke("--help").output
     for name in cli.COMMANDS:
         assert f"\n  {name} " in shown
-    for code, meaning in errors.EXIT_CODES.items():
+    for code, meaning in EXIT_CODES.items():
         assert f" {code} {meaning} " in " ".join(shown.split())  # long ones are broken
     assert "Example:" in shown
     assert invoke("--version").output == f"speedrun {__version__}\n"
@@ -189,7 +190,7 @@ def test_an_expected_error_is_one_line(raiser, error, exit_code, said):
     assert (plain.exit_code, plain.stdout, plain.stderr) == (exit_code, "", f"{ended}error: {said}\n")
     assert (machine.exit_code, machine.stderr) == (exit_code, ended)
     assert json.loads(machine.stdout) == {"error": said, "exit_code": exit_code}
-    assert exit_code in errors.EXIT_CODES
+    assert exit_code in EXIT_CODES
 
 
 @pytest.mark.parametrize(

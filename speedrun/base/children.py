@@ -20,9 +20,10 @@ from typing import IO, Any
 
 import msgspec
 
-from speedrun.base import errors, signals
+from speedrun.base import signals
 from speedrun.base.console import clean
-from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
+from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, translate_os_errors
+from speedrun.base.exit_codes import meaning
 from speedrun.base.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
@@ -99,14 +100,14 @@ def shell_code(code: int) -> int:
 def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
     """Return the error of a run that failed, with the command to resume; `data` if it is not the track's."""
     resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
-    ended = f"ended with {errors.meaning(code)}" if code else "left no result, although its process succeeded"
+    ended = f"ended with {meaning(code)}" if code else "left no result, although its process succeeded"
     return SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}", shell_code(code))
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
     """Lock an existing file; yield its descriptor. A child that inherits it keeps the lock if its parent is killed."""
-    with errors.translate_os_errors(path):
+    with translate_os_errors(path):
         file = path.open("rb+")  # network disks lock only files that are open for writing
     with file:
         try:
@@ -179,7 +180,7 @@ def _report(child: Popen[bytes], said: IO[bytes], name: str, remedy: str, overdu
     said.seek(0)
     problem = said.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
     if code < 0 or not problem:
-        problem = "".join(overdue) or f"its process ended with {errors.meaning(code)}"
+        problem = "".join(overdue) or f"its process ended with {meaning(code)}"
     say(f"warning: {name}: {problem}; {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, and their exit codes.
+"""Errors that a user can cause, and their exit codes: `exit_codes` explains them.
 
 Every message is one line with three parts: what we got, what we need, what to do.
 """
@@ -55,30 +55,7 @@ class Terminated(BaseException):
 
 
 HANG = 6  #: the watchdog ends a run that hangs
-#: After a second SIGINT, as a shell reports it.
-INTERRUPTED = 130
-#: One of several processes was lost. JAX ends the others with SIGABRT, which a shell reports as this code.
-LOST = 134
-
-#: All exit codes, as `speedrun --help` and docs/commands.md print them.
-EXIT_CODES = {
-    0: "done",
-    1: "ran, and the answer is no: target missed or a check failed",
-    2: "usage: unknown name, bad setting, output folder or device count",
-    3: "data: shard missing, damaged, foreign or too short",
-    4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
-    5: "non-finite loss; the first bad leaf is named",
-    HANG: "hang: a phase went past its deadline; all stacks are kept",
-    75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
-    INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
-    LOST: "one of several processes was lost; what they had written is kept",
-}
-
-
-def meaning(code: int) -> str:
-    """Return an exit code in words; a negative one is the signal that killed the process."""
-    known = f"signal {-code}" if code < 0 else EXIT_CODES.get(code, "none of ours")
-    return f"exit code {code} ({known})"
+INTERRUPTED = 130  #: after a second SIGINT, as a shell reports it
 
 
 @contextmanager

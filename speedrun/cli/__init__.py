@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import click
 
 from speedrun import __version__
-from speedrun.base.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.base.errors import INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.base.exit_codes import EXIT_CODES
 from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 
 #: Module and description of each command.

@@ -18,7 +18,8 @@ import msgspec
 from speedrun.base import provenance
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
-from speedrun.base.errors import EXIT_CODES, DataError, SpeedrunError, UsageError, meaning
+from speedrun.base.errors import DataError, SpeedrunError, UsageError
+from speedrun.base.exit_codes import EXIT_CODES, meaning
 from speedrun.base.wholefile import write_whole
 from speedrun.data import generated, shards, vocabulary
 from speedrun.record import archive

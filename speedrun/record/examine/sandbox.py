@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from speedrun.base import children, console
-from speedrun.base.errors import EXIT_CODES, SpeedrunError, UsageError
+from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.exit_codes import EXIT_CODES
 
 #: What programs need to load. Nothing else of /etc, which holds names and keys.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
