@@ -29,8 +29,8 @@ from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
 from speedrun.record.batch import Declaration, Look, seeds_from
 from speedrun.record.git_history import files_here
-from speedrun.record.layout import config_sha256, encode, sha256
-from speedrun.record.reader import load
+from speedrun.record.layout import config_sha256, sha256
+from speedrun.record.reader import encode, load
 from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcome_of
 
 Build = Callable[[Path], object]

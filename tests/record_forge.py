@@ -23,6 +23,7 @@ from speedrun.record.archive import Archive, Lowered
 from speedrun.record.batch import Declaration, Look, TrackRef
 from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.layout import Recipe
+from speedrun.record.reader import encode
 from speedrun.record.source import is_science, split_source
 
 VAL_TOKENS = 1000
@@ -332,7 +333,7 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
 def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
     root.mkdir(exist_ok=True)
     write_code(root, spec)
-    (root / layout.BATCH).write_bytes(layout.encode(promise))
+    (root / layout.BATCH).write_bytes(encode(promise))
     return root
 
 

@@ -30,7 +30,7 @@ from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
 from speedrun.record.batch import TrackRef
 from speedrun.record.logged_run import Run, read_run
-from speedrun.record.reader import read_files
+from speedrun.record.reader import encode, read_files
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe, describe
 from speedrun.train import local_processes
@@ -325,7 +325,7 @@ def performed(forged, monkeypatch):
             created_utc="2026-10-02T00:00:00+00:00",
         )
         folder.mkdir(exist_ok=True)
-        (folder / "experiment.json").write_bytes(layout.encode(made))
+        (folder / "experiment.json").write_bytes(encode(made))
         return made
 
     def designed(module: str, request: Request) -> int:
@@ -421,7 +421,7 @@ def test_a_run_that_ends_well_and_leaves_nothing_stops_it(performed):
 def test_a_plan_that_was_edited_is_refused(performed):
     plan = performed.plan()
     edited = msgspec.structs.replace(plan, arms=plan.arms[:2])
-    (performed.folder / "experiment.json").write_bytes(layout.encode(edited))
+    (performed.folder / "experiment.json").write_bytes(encode(edited))
     result = invoke("sweep", "--resume", str(performed.folder))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "its seeds do not follow from its arms" in result.stderr

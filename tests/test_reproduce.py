@@ -24,9 +24,9 @@ from speedrun.lab.effects import compared
 from speedrun.record import reproduction
 from speedrun.record.examine import reproduce, sandbox
 from speedrun.record.examine.rerun import Rerun
-from speedrun.record.layout import encode, sha256
+from speedrun.record.layout import sha256
 from speedrun.record.logged_run import Run, read_run
-from speedrun.record.reader import decode, load, read_files
+from speedrun.record.reader import decode, encode, load, read_files
 from speedrun.record.reproduction import Difference, Reproduction, judged, point, verdict
 from speedrun.record.statistics import pooled_sd
 from speedrun.record.validate import validate

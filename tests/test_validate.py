@@ -30,9 +30,8 @@ from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import _nowhere_else, unfollowed
 from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.checks.v5_source import _inputs, leaves
-from speedrun.record.layout import encode
 from speedrun.record.logged_run import FormatError
-from speedrun.record.reader import About, decode, load
+from speedrun.record.reader import About, decode, encode, load
 from speedrun.record.validate import Report, find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS
 

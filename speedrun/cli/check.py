@@ -16,9 +16,8 @@ from speedrun.base.wholefile import write_whole
 from speedrun.cli import options as cli
 from speedrun.lab.effects import RATE_FROM, compared
 from speedrun.record.examine.sandbox import protections
-from speedrun.record.layout import encode
 from speedrun.record.logged_run import Run
-from speedrun.record.reader import Record, load_result, need_record
+from speedrun.record.reader import Record, encode, load_result, need_record
 from speedrun.record.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
 from speedrun.record.validate import Report, find_check
 from speedrun.record.validate import validate as checked

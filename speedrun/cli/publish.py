@@ -19,8 +19,7 @@ from speedrun.board.plots import pictures
 from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli import options as cli
 from speedrun.record.about import assemble
-from speedrun.record.layout import encode
-from speedrun.record.reader import load, need_record
+from speedrun.record.reader import encode, load, need_record
 from speedrun.record.validate import examine
 
 

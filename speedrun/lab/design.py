@@ -25,6 +25,7 @@ from speedrun.lab.trials import BASELINE, Arm, Experiment, Promise, Request
 from speedrun.record import layout
 from speedrun.record.batch import Declaration, TrackRef, seeds_from
 from speedrun.record.batch import looks as looks_of
+from speedrun.record.reader import encode
 from speedrun.science.models.record21_model import NO_TABLE
 from speedrun.science.recipe import Recipe, settings
 from speedrun.train.preflight import prepare
@@ -52,7 +53,7 @@ def declare(promise: Promise) -> Declaration:
         created_utc=now().utc,
     )
     with lock_record(promise.config.out):
-        files = {"source.txt": ready.source.encode(), layout.BATCH: layout.encode(declaration)}
+        files = {"source.txt": ready.source.encode(), layout.BATCH: encode(declaration)}
         make_folder(promise.config.out, files)
     return declaration
 
@@ -94,7 +95,7 @@ def design(request: Request) -> Experiment:
         created_utc=now().utc,
     )
     with lock_record(config.out):
-        make_folder(config.out, {trials.EXPERIMENT: layout.encode(found)})
+        make_folder(config.out, {trials.EXPERIMENT: encode(found)})
     return found
 
 

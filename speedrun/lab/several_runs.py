@@ -26,7 +26,7 @@ from speedrun.lab.trials import EXPERIMENT, Experiment, Runs, Trial
 from speedrun.record import layout, statistics
 from speedrun.record.about import Summary, assemble
 from speedrun.record.batch import Declaration, Standing, standing
-from speedrun.record.reader import load
+from speedrun.record.reader import encode, load
 from speedrun.record.salvage import salvage
 from speedrun.train import local_processes
 from speedrun.train.request import RunConfig
@@ -167,7 +167,7 @@ class Sweep:
                 pair = [plan.arm(best.against), plan.arm(best.arm)]
                 runs |= self._run_missing([*trials.trials(pair, plan.confirming)], lock)
                 found = effects.summary(plan, self._sha256, runs)
-            write_whole(self.folder / "summary.json", layout.encode(found))
+            write_whole(self.folder / "summary.json", encode(found))
             return found
 
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:

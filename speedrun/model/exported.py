@@ -126,7 +126,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
         version=metadata.version("speedrun"),
     )
     about = card(trained, "speedrun", _LOAD.format(name=out.name, version=facts.version))
-    files = {WEIGHTS: raw, FACTS: layout.encode(facts), "README.md": about.encode(), **spoken}
+    files = {WEIGHTS: raw, FACTS: records.encode(facts), "README.md": about.encode(), **spoken}
     return save_folder(trained, out, files)
 
 

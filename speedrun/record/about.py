@@ -12,9 +12,9 @@ from speedrun.base import console, track
 from speedrun.base.errors import UsageError
 from speedrun.base.wholefile import lock_record, write_whole
 from speedrun.record.batch import standing
-from speedrun.record.layout import ABOUT, Strict, encode
+from speedrun.record.layout import ABOUT, Strict
 from speedrun.record.logged_run import Run
-from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, load
+from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, encode, load
 from speedrun.record.statistics import MeanTest
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"

@@ -26,11 +26,6 @@ class Recipe(Strict, frozen=True):
     overrides: dict[str, str]
 
 
-def encode(file: msgspec.Struct) -> bytes:
-    """Return the canonical bytes of a file: JSON, indented for people and `diff`."""
-    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
-
-
 def sha256(raw: bytes) -> str:
     """Return the digest in hex digits."""
     return hashlib.sha256(raw).hexdigest()

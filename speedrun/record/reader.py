@@ -22,7 +22,7 @@ from speedrun.base.track import Track
 from speedrun.base.wholefile import PARTIAL, read_regular
 from speedrun.record import archive
 from speedrun.record.batch import Declaration
-from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, Strict, encode, sha256
+from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, Strict, sha256
 from speedrun.record.logged_run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.record.reproduction import REPRODUCTION, Reproduction
 from speedrun.record.source import split_source
@@ -156,6 +156,11 @@ def load(root: Path) -> Record:
         whole=0 < len(runs) == len(folders),
         malformed=tuple(malformed),  # complete, since all files above are read
     )
+
+
+def encode(file: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of a file: JSON, indented for people and `diff`."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 
 def decode(raw: bytes, kind: type[_File]) -> _File:

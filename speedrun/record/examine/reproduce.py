@@ -15,9 +15,9 @@ from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, Usage
 from speedrun.base.wholefile import lock_record, make_folder, read_regular, write_whole
 from speedrun.record.batch import seeds_from
 from speedrun.record.examine.rerun import Rerun
-from speedrun.record.layout import Strict, encode
+from speedrun.record.layout import Strict
 from speedrun.record.logged_run import Run
-from speedrun.record.reader import Record, load, load_result
+from speedrun.record.reader import Record, encode, load, load_result
 from speedrun.record.reproduction import (
     REPRODUCTION,
     Judgement,
