@@ -75,19 +75,23 @@ class TokenStream:
 
     def _read(self, num_tokens: int, start: int, stop: int) -> np.ndarray:
         """Advance by `num_tokens`; of these, read `start` to `stop` and the one after."""
-        index, offset = self.cursor
-        while index < len(self._shards):
+        for index, offset in self._places():
             shard = self._shards[index]
             # As in record 21, which also drops a rest that is just long enough.
             if offset + num_tokens + 1 < shard.num_tokens:
                 tokens = shard.read(offset + start, offset + stop + 1)
                 self._advance(index, offset, num_tokens)
                 return tokens
-            index, offset = index + 1, 0
-        raise DataError(
-            f"no shard of {len(self._shards)} has {num_tokens + 2:,} tokens left for a batch after token "
-            f"{self.cursor.offset:,} of shard {self.cursor.shard + 1}; get more shards or run fewer steps"
-        )
+        raise self._too_short(f"{num_tokens + 2:,} tokens left for a batch")
+
+    def _places(self) -> list[Cursor]:
+        """Return where the next batch may begin: at the cursor, or at the start of a later shard."""
+        return [self.cursor, *(Cursor(i, 0) for i in range(self.cursor.shard + 1, len(self._shards)))]
+
+    def _too_short(self, need: str) -> DataError:
+        after = f"token {self.cursor.offset:,} of shard {self.cursor.shard + 1}"
+        found = f"no shard of {len(self._shards)} has {need} after {after}"
+        return DataError(f"{found}; get more shards or run fewer steps")
 
     def batch(self, num_sequences: int, seq_len: int, document_tokens: int = 0) -> Batch:
         """Return this process's rows of the next batch of `num_sequences` rows.
@@ -105,9 +109,8 @@ class TokenStream:
 
     def _packed(self, shape: Shape) -> np.ndarray:
         """Advance by a batch of documents; return it with the last targets, uint16 [B, T + 1]."""
-        index, offset = self.cursor
         num_tokens = shape.num_sequences * shape.seq_len
-        while index < len(self._shards):
+        for index, offset in self._places():
             shard, ahead, starts = self._shards[index], 0, 0
             while offset + ahead < shard.num_tokens:  # until enough documents have been read
                 ahead = min(2 * max(ahead, num_tokens), shard.num_tokens - offset)
@@ -123,11 +126,7 @@ class TokenStream:
                     f"{shard.path}: {ahead:,} tokens without document token {self._document_token}; need documents; "
                     "check where the shard came from"
                 )
-            index, offset = index + 1, 0
-        raise DataError(
-            f"no shard of {len(self._shards)} has documents for {shape.num_sequences} x {shape.seq_len:,} tokens after "
-            f"token {self.cursor.offset:,} of shard {self.cursor.shard + 1}; get more shards or run fewer steps"
-        )
+        raise self._too_short(f"documents for {shape.num_sequences} x {shape.seq_len:,} tokens")
 
     def _advance(self, index: int, start: int, num_tokens: int, skipped: int = 0) -> None:
         """Move the cursor past a range, and record the range or extend the last one."""
