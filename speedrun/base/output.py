@@ -62,17 +62,17 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
 
     Those are ours, out of memory, a name too long, and anything that a recipe raises.
     """
-    said, recipe = text_of(error), line_of_recipe(error)
+    said, by_recipe = text_of(error), _by_recipe(file for file, _ in reversed(_lines(error)))
     short = said[:_LONGEST].rstrip(".")
-    if recipe and isinstance(error, UsageError):
+    if by_recipe and isinstance(error, UsageError):
         return UsageError(said)
-    if isinstance(error, SpeedrunError | Terminated) and not recipe:
+    if isinstance(error, SpeedrunError | Terminated) and not by_recipe:
         return error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{str(error.filename)[:80]}...: {error.strerror}; need a shorter name")
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
         return UsageError(f"out of memory: {short or 'nothing left'}; use less, or more devices")
-    if recipe and not isinstance(error, KeyboardInterrupt):
+    if by_recipe and not isinstance(error, KeyboardInterrupt):
         kind, at = type(error).__name__, _raised_at(error)
         return UsageError(f"{kind}: {short}; {at}; 'speedrun --debug' shows the traceback")
     return None
@@ -84,19 +84,10 @@ def text_of(error: BaseException) -> str:
     return " ".join(said.encode(errors="backslashreplace").decode().split())
 
 
-def line_of_recipe(error: BaseException) -> str:
-    """Return the line of a recipe or of science that raised, as `speedrun/science/nn.py:7`, or an empty string."""
-    return _science(reversed(_lines(error)))
-
-
-def _science(lines: Iterable[tuple[str, int]]) -> str:
-    """Return the first line of science; empty if one of ours comes before it. Installed packages do not count."""
-    for file, number in lines:
-        if _is_science(file):
-            return _shown(file, number)
-        if _PACKAGE in Path(file).parents:
-            break
-    return ""
+def _by_recipe(files: Iterable[str]) -> bool:
+    """Return whether a recipe or science comes before other code of ours. Installed packages do not count."""
+    ours = (file for file in files if _is_science(file) or _PACKAGE in Path(file).parents)
+    return _is_science(next(ours, ""))
 
 
 def _raised_at(error: BaseException) -> str:
@@ -140,7 +131,7 @@ def own_process() -> None:
 
     def guarded(code: int) -> NoReturn:
         stack = traceback.walk_stack(sys._getframe().f_back)
-        if os.getpid() == process and _science((frame.f_code.co_filename, number) for frame, number in stack):
+        if os.getpid() == process and _by_recipe(frame.f_code.co_filename for frame, _ in stack):
             raise SystemExit("os._exit would end the process")
         end(code)
 
