@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
 
 #: Bytes of a token's first or last piece, and the ranks at which it begins and ends to be that.
 _Piece = tuple[bytes, int, int]
-#: Merges that a piece of a token would enter; the character at the seam: S space, N digit, L letter, O other, ? cut.
+#: Merges that a piece would enter; the seam's character: S space, N digit, L letter, O other, ? cut, ' contraction.
 _Key = tuple[tuple[int, ...], str]
 
 
@@ -50,7 +50,7 @@ def impossible_pairs(tokens: Sequence[bytes]) -> Pairs:
     texts = [token.decode(errors="surrogateescape") for token in tokens]
     # An ending that is not one token with its apostrophe may come after it in pieces.
     loose = {end[i:] for end in _ENDINGS if f"'{end}".encode() not in ranks for i in range(len(end))}
-    ends = ("'" if text in loose else _last(text) for text in texts)
+    ends = ("'" if text in loose or _CONTRACTION.search(text) else _kind(text[-1:]) for text in texts)
     starts = (_kind(text[:1]) for text in texts)
     row_of, last_R, by_row = _numbered((_entered(p, lefts), end) for p, end in zip(lasts, ends, strict=True))
     column_of, first_C, by_column = _numbered(
@@ -110,11 +110,6 @@ def _numbered(keys: Iterable[_Key]) -> tuple[np.ndarray, np.ndarray, dict[int, l
         for rank in ranks:
             by_merge[rank].append(number)
     return of, np.array([kind for _, kind in numbers]), by_merge
-
-
-def _last(text: str) -> str:
-    """Return the kind of the last character, or ' for a contraction."""
-    return "'" if _CONTRACTION.search(text) else _kind(text[-1:])
 
 
 def _kind(character: str) -> str:
