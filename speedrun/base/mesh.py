@@ -72,9 +72,8 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
         raise UsageError(f"{found}; pass --devices {len(devices)} or start fewer processes")
     shares = Counter(device.process_index for device in devices)
     if len(set(shares.values())) > 1:
-        found = (
-            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices"
-        )
+        numbers = ", ".join(str(shares[i]) for i in sorted(shares))
+        found = f"the {len(shares)} processes have {numbers} devices"
         hint = "check CUDA_VISIBLE_DEVICES and the node that has fewer"
         raise UsageError(f"{found}; need equal numbers; {hint}")
     if num_devices % replicas:

@@ -123,10 +123,9 @@ def _locked(
                 hint = "choose a folder on another disk"
                 raise (refuse or DataError)(f"{path}: cannot be locked: {error.strerror}; {hint}") from None
             # The previous holder removed its file, and another process may have made a new one.
-            try:
+            is_ours = False
+            with suppress(FileNotFoundError):
                 is_ours = os.path.samestat(path.stat(), os.fstat(file.fileno()))
-            except FileNotFoundError:
-                is_ours = False
             if is_ours:
                 try:
                     yield

@@ -68,11 +68,9 @@ def open_shard(path: Path, *, vocab_size: int) -> Shard:
             raise DataError(f"{path}: not a regular file; need one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
-    size_bytes = status.st_size
+    found, redo = f"{path}: {status.st_size:,} bytes", "delete it and make it again"
     if len(header) < HEADER_BYTES:
-        raise DataError(
-            f"{path}: {size_bytes:,} bytes; a header alone has {HEADER_BYTES:,}; delete it and make it again"
-        )
+        raise DataError(f"{found}; a header alone has {HEADER_BYTES:,}; {redo}")
     magic, version, count = (int(x) for x in np.frombuffer(header, "<i4", 3))
     if magic != MAGIC:
         raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; remove the file")
@@ -80,11 +78,8 @@ def open_shard(path: Path, *, vocab_size: int) -> Shard:
         raise DataError(f"{path}: version {version}; need version {VERSION}; make it again")
     if count < 1:
         raise DataError(f"{path}: header promises {count} tokens; need at least 1; make it again")
-    if size_bytes != HEADER_BYTES + 2 * count:
-        need = HEADER_BYTES + 2 * count
-        raise DataError(
-            f"{path}: {size_bytes:,} bytes; {count:,} tokens need {need:,}; delete it and make it again"
-        )
+    if status.st_size != (need := HEADER_BYTES + 2 * count):
+        raise DataError(f"{found}; {count:,} tokens need {need:,}; {redo}")
     return Shard(path, count, vocab_size, _identity(status))
 
 
@@ -176,18 +171,15 @@ def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
     if listed and (wrong := set(names) ^ set(listed[: max(1, len(names))])):
         foreign = sorted(wrong & set(names))
         what = f"{foreign[0]} is not the track's" if foreign[0] not in listed else f"{min(wrong)} is missing"
-        raise DataError(
-            f"{folder}: {what}; need its first shards without a gap; remove or add it; {data.get}"
-        )
+        hint = f"need its first shards without a gap; remove or add it; {data.get}"
+        raise DataError(f"{folder}: {what}; {hint}")
     return tuple(open_shard(folder / name, vocab_size=data.vocab_size) for name in names)
 
 
 def _check_manifest(folder: Path, manifest: Manifest, data: Data, shards: Sequence[Shard]) -> None:
     if not manifest.complete:
-        raise DataError(
-            f"{folder / MANIFEST}: unfinished after {len(manifest.shards)} shards; need all of them; "
-            "run the command that made them again to continue"
-        )
+        found = f"{folder / MANIFEST}: unfinished after {len(manifest.shards)} shards"
+        raise DataError(f"{found}; need all of them; run the command that made them again to continue")
     made, need = (manifest.vocab_size, manifest.document_token), (data.vocab_size, data.document_token)
     if made != need:
         raise DataError(f"{folder / MANIFEST}: vocabulary, document token {made}; need {need}: {data.get}")

@@ -37,9 +37,7 @@ class Archive(Strict, frozen=True):
     """The programs of a run."""
 
     leaves: Names  #: of the state, as in a checkpoint
-    num_params: (
-        int  #: number of leaves named `params.*`, in the order of the arguments of `hidden` and `logits`
-    )
+    num_params: int  #: leaves named `params.*`, in the order of the arguments of `hidden` and `logits`
     document_tokens: Numbers  #: most tokens of a document in each step; 0: contiguous text
     platforms: dict[str, Lowered]  #: by their names in `jax.export`: cpu, cuda
     derived: Names = ()  #: constants that are the impossible pairs of the track's vocabulary; none is contained

@@ -185,11 +185,9 @@ class Checkpoints:
 
         self._ocp, self._folder = ocp, folder
         self.newest: int | None = None  #: step that this process wrote or restored
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
+        kept, items = ocp.CheckpointManagerOptions(max_to_keep=keep or None), ("state", "facts")
         # orbax needs absolute paths.
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=options, item_names=("state", "facts")
-        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=kept, item_names=items)
         # All processes must call JAX's function equally often (`processes`); calls of orbax would disturb that.
         self._manager.reached_preemption = lambda step: False
 
@@ -314,11 +312,9 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         is_damage = isinstance(cause, ValueError | KeyError | FileNotFoundError | NotADirectoryError)
         said = said.partition("\n")[0].partition(" [")[0] or type(cause).__name__
         said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
-        failed = Damaged(said)
+        failed, hint = Damaged(said), "it is kept; fix this, then try again"
         if not is_damage or (status and status[1] not in _DAMAGE):
-            failed = CheckpointError(
-                f"{checkpoint}: cannot be read: {said}; it is kept; fix this, then try again"
-            )
+            failed = CheckpointError(f"{checkpoint}: cannot be read: {said}; {hint}")
     else:
         return
     # When collected, orbax's other reads print as many lines for each array.

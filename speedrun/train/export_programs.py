@@ -58,9 +58,7 @@ def exported(ready: Ready) -> Archive:
     return Archive(
         leaves=tuple(named(state)),
         num_params=len(state.params),
-        document_tokens=tuple(
-            recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
-        ),
+        document_tokens=tuple(one.document_tokens for one in recipe.stages for _ in range(one.num_steps)),
         platforms=platforms,
         derived=tuple(program.constants.derived_names),
     )
