@@ -52,7 +52,7 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
     "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
     "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     "speedrun plan --recipe record21 --nodes 1,2,8,32",
-    "speedrun plan --check rank0.json.gz --check rank1.json.gz",
+    "speedrun plan --check records/webmini/2026-11-26-first-gpu",
 )
 def plan(
     ctx: click.Context,
@@ -68,7 +68,7 @@ def plan(
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
     nodes: Annotated[str | None, "--nodes N,N", "Instead, scale the step over so many machines."] = None,
     network: Annotated[float | None, cli.Number(0, min_open=True), "--network GBIT"] = None,
-    check: Annotated[tuple[Path, ...], "--check PATH"] = (),
+    check: Annotated[tuple[Path, ...], "--check RECORD"] = (),
 ) -> cli.Answer:
     """Predict memory, bounds, time and cost of a recipe on devices that need not be here.
 
@@ -78,7 +78,7 @@ def plan(
     Options:
         compiled: Analyse the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
         network: With --nodes: network rate of a device.
-        check: Instead, compare the model with a trace of torch.profiler, or with a record, from a GPU.
+        check: Instead, compare the steps of a record from a GPU with the plan of its recipe.
     """
     if check:
         return _checked(ctx, check)
@@ -115,16 +115,14 @@ def plan(
 
 
 def _checked(ctx: click.Context, paths: tuple[Path, ...]) -> cli.Answer:
-    """Compare the model with measurements."""
+    """Compare the model with records."""
     from speedrun.plan import calibration
 
     if other := [option.opts[0] for option in cli.typed(ctx) if option.name not in ("check", "as_json")]:
         raise UsageError(f"--check measures nothing with {other[0]}; leave it out")
-    records, traces = ([path for path in paths if path.is_dir() is is_record] for is_record in (True, False))
-    stages = {str(path): calibration.check_record(path) for path in records}
+    stages = {str(path): calibration.check(path) for path in paths}
     lines = [line for path, found in stages.items() for line in (f"record {path}", *found)]
-    against = calibration.check(traces) if traces else None
-    return cli.Answer({"records": stages, "traces": against}, [*lines, *(against.lines() if against else [])])
+    return cli.Answer({"records": stages}, lines)
 
 
 def _check(given: dict[str, Any], *, on_gpu: bool) -> None:

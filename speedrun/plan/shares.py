@@ -1,7 +1,6 @@
 """Shares of the vendor's rates that programs reach, and their errors: the frozen numbers of the cost model.
 
-`speedrun plan --check` fits and tests them (docs/plan.md). They stay: a change must save FLOPs, instructions, bytes or
-starts.
+docs/plan.md says how they were fitted and tested. They stay: a change must save FLOPs, instructions, bytes or starts.
 """
 
 from typing import Literal, get_args
