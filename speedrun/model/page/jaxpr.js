@@ -69,13 +69,6 @@ const OPERATIONS = {
   transpose: ([x], { permutation }) => x.transpose(permutation),
 };
 
-/** `rows` as a product, whose gradient needs no scatter: jax-js 0.1.25 cannot compile scatters. */
-export const rowsByProduct = ([table, indices], _, [, shape]) => {
-  const places = np.arange(0, table.shape[0], 1, { dtype: "int32" });
-  const chosen = np.equal(indices.astype("int32").reshape([-1, 1]), places.reshape([1, -1])).astype("float32");
-  return np.matmul(chosen, table).reshape(shape);
-};
-
 export const knows = (name) => Object.hasOwn(OPERATIONS, name);
 
 function literal({ value, dtype }) {
@@ -92,8 +85,8 @@ function uses(program) {
   return counts;
 }
 
-/** Evaluate a program on inputs and constants by number, which it consumes; `others` replace operations. */
-function evaluate(program, given, others = {}) {
+/** Evaluate a program on inputs and constants by number, which it consumes. */
+function evaluate(program, given) {
   const left = uses(program);
   const values = new Map();
   for (const [number, value] of given) left.has(number) ? values.set(number, value) : value.dispose();
@@ -107,20 +100,15 @@ function evaluate(program, given, others = {}) {
     return value;
   };
   for (const [name, operands, out, more] of program.equations) {
-    values.set(out, (others[name] ?? OPERATIONS[name])(operands.map(read), more, program.values[out]));
+    values.set(out, OPERATIONS[name](operands.map(read), more, program.values[out]));
   }
   return program.outputs.map(read);
 }
 
-/** A function of lists of inputs and constants, which it consumes. */
-export function runner(program, others) {
-  const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
-  return (inputs, constants = []) =>
-    evaluate(program, [...inputs, ...constants].map((x, i) => [numbers[i], x]), others);
-}
-
 /** Compile a program with constants by name: a function that consumes its inputs, and keeps the constants. */
 export function compiled(program, constants) {
-  const run = jit(runner(program)), names = Object.values(program.constants);
-  return (...inputs) => run(inputs, names.map((name) => constants.get(name).ref));
+  const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
+  const run = jit((given) => evaluate(program, given.map((x, i) => [numbers[i], x])));
+  const names = Object.values(program.constants);
+  return (...inputs) => run([...inputs, ...names.map((name) => constants.get(name).ref)]);
 }

@@ -51,23 +51,20 @@ export async function read(url, as) {
 
 export const array = ({ dtype, shape, data }) => np.array(data, { dtype, shape });
 
-/** Read a file of facts and one of arrays. Refuses other formats, and programs with unknown operations. */
-export async function opened(folder, name, arrays, format, programs) {
-  const [facts, raw] = await Promise.all([read(`${folder}/${name}`, "json"), read(`${folder}/${arrays}`, "arrayBuffer")]);
-  if (facts.format !== format) {
-    throw new Unusable(`${folder}/${name} has the format ${facts.format}; this page reads ${format}. Export it again.`);
-  }
-  for (const program of programs(facts)) {
-    const unknown = program.equations.find(([name]) => !knows(name));
-    if (unknown) throw new Unusable(`${folder}: this page has no operation ${unknown[0]}. Export it again.`);
-  }
-  return [facts, parse(raw, `${folder}/${arrays}`)];
-}
-
 export class Model {
+  /** Load a model. Refuses other formats, and programs with unknown operations. */
   static async load(folder, device = "wasm") {
-    const programs = ({ states, logits }) => [...states, ...logits];
-    const [facts, weights] = await opened(folder, "model.json", "weights.safetensors", FORMAT, programs);
+    const [facts, raw] = await Promise.all([
+      read(`${folder}/model.json`, "json"), read(`${folder}/weights.safetensors`, "arrayBuffer"),
+    ]);
+    if (facts.format !== FORMAT) {
+      throw new Unusable(`${folder}/model.json has the format ${facts.format}; this page reads ${FORMAT}. Export it again.`);
+    }
+    for (const program of [...facts.states, ...facts.logits]) {
+      const unknown = program.equations.find(([name]) => !knows(name));
+      if (unknown) throw new Unusable(`${folder}: this page has no operation ${unknown[0]}. Export it again.`);
+    }
+    const weights = parse(raw, `${folder}/weights.safetensors`);
     const model = new Model();
     model.device = device;
     model.facts = facts;
