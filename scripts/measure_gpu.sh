@@ -73,7 +73,6 @@ each() {
   for blocks in 1 2 4 7 10 14; do
     "$1" attention-w$blocks 120 bench attention "${heads[@]}" --block 128 --window $blocks
   done
-  "$1" loader 120 bench loader --data "$shards"
   "$1" plan 120 plan --track single-gpu
 }
 

@@ -65,7 +65,7 @@ ENDS = {
     "run": ('echo \'{"mean_ms": 812.25, "mfu": null}\'', "ok", "mean_ms 812.25"),
     "muon": ('echo \'[{"name": "ours", "median_ms": 2.5}]\'', "ok", "ours 2.5"),
     "doctor": ("echo '{\"ready\": false}'; exit 1", "ok", ""),
-    "loader": ('echo \'{"error": "no GPU"}\'; exit 2', "refused", "error no GPU"),
+    "profile-w1": ('echo \'{"error": "no GPU"}\'; exit 2', "refused", "error no GPU"),
     "plan": ('echo \'{"error": "no shard"}\'; exit 3', "failed", "error no shard"),
     "head": ("echo RuntimeError: CUDA error >&2; exit 1", "failed", "said last: RuntimeError: CUDA error"),
     "attention-w1": ("echo death >&2; kill -SEGV $$", "failed", "said last: death"),

@@ -33,7 +33,7 @@ def test_a_plain_jax_step_has_the_losses_of_ours(smoke_data, tmp_path):
     program = Program(recipe, mesh.make_mesh(1), 1)
     state = program.init(jax.random.key(0))
     state = state._replace(params=program.layout.pack(given), step=state.step + 100)
-    stream, ours = TokenStream(bench_step.folder_shards(smoke_data, None)), []
+    stream, ours = TokenStream(bench_step.folder_shards(smoke_data)), []
     for _ in range(STEPS):
         batch = (mesh.place(x_BT, program.mesh) for x_BT in stream.batch(2, 256))
         state, metrics = program.train_step_for(program.static_at(100))(state, *batch, program.schedule)

@@ -27,7 +27,6 @@ from speedrun.data.stream import (
     validation_batches,
 )
 from speedrun.data.writer import write_shard
-from speedrun.machine import bench_step as timing
 from speedrun.science import nn
 
 
@@ -301,21 +300,3 @@ def test_an_error_is_raised_with_its_batch(folder):
             with pytest.raises(DataError, match="has 8 tokens left"):
                 next(ahead)
         assert ahead.cursor == Cursor(0, 12)
-
-
-def test_the_benchmark_of_a_loader_with_known_speed(folder, monkeypatch):
-    """Reads of 20 ms with steps of 10 ms: half of the time is spent waiting."""
-    monkeypatch.setattr(timing, "_LOOPS_S", 0.1)
-    real = Shard.read
-
-    def slow(shard: Shard, start: int, stop: int) -> np.ndarray:
-        threading.Event().wait(0.02)
-        return real(shard, start, stop)
-
-    monkeypatch.setattr(Shard, "read", slow)
-    measured = timing.loader(make(folder, 100), (2, 3), step_ms=10, num_steps=5)
-    assert measured.batch_tokens == 6
-    assert measured.first_batch_ms >= 20
-    assert 0.2 < measured.waited < 1
-    assert measured.tokens_per_s <= 6 / 0.02
-    assert measured.times_h100 == measured.tokens_per_s / 4e6

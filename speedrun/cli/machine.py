@@ -121,14 +121,6 @@ def muon(
     return _answer(bench_kernels.muon(one, devices))
 
 
-@cli.command("speedrun bench loader --data data/fineweb10B", of=bench)
-def loader(*, data: Annotated[cli.Folder, "--data DIR", "Folder of shards."]) -> cli.Answer:
-    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
-    from speedrun.machine import bench_step as timing
-
-    return _answer(timing.loader(timing.folder_shards(data)))
-
-
 @cli.command("speedrun bench target", of=bench)
 def target() -> cli.Answer:
     """Print XLA's description of this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
@@ -187,7 +179,7 @@ def step(
     from speedrun.machine import bench_step as timing
     from speedrun.train.footprint import fitted_here
 
-    shards = timing.folder_shards(data, None) if data else ()
+    shards = timing.folder_shards(data) if data else ()
     when = {"num_steps": steps, "first_step": asked.first_step}
     return _answer(timing.step(fitted_here(program), **when, shards=shards, command_buffers=not one_by_one))
 

@@ -1,9 +1,7 @@
-"""Time the training step, alone or in turns with another program (ABBA), and the loader of batches."""
+"""Time the training step, alone or in turns with another program (ABBA)."""
 
 import io
-import os
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from itertools import repeat
@@ -36,12 +34,6 @@ from speedrun.train.program import Program
 
 #: Makes XLA launch kernels one by one. A profiler sees a command buffer as one event.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
-#: Record 21 takes about 100 ms for a step of 393,216 tokens on eight H100.
-H100_TOKENS_PER_S = 4e6
-
-_NUM_SHARDS = 2
-_LOOPS_S = 1.0  #: batches are read for so long
-_MANY_EPOCHS = 2**20
 
 
 class StepTimings(msgspec.Struct, frozen=True):
@@ -155,64 +147,12 @@ def _imitated(program: Program, first_step: int) -> Batch:
     return Batch(*(x.reshape(shape.num_sequences, shape.seq_len) for x in (ids[:-1], ids[1:])))
 
 
-class Pace(msgspec.Struct, frozen=True):
-    """The speed of the loader on this machine."""
-
-    batch_tokens: int
-    tokens_per_s: float  #: with the files in memory
-    times_h100: float  #: that rate, relative to what eight H100 consume
-    first_batch_ms: float  #: with the files on the disk
-    step_ms: float  #: of a simulated step
-    waited: float  #: share of the time of simulated steps spent waiting, without the first batch
-
-    def __str__(self) -> str:
-        return (
-            f"rate    {self.tokens_per_s:,.0f} tokens/s | {self.times_h100:.0f} x what 8 H100 consume\n"
-            f"wait    {self.waited:.2%} of steps of {self.step_ms:g} ms and {self.batch_tokens:,} tokens\n"
-            f"first   batch after {self.first_batch_ms:.1f} ms, from the disk"
-        )
-
-
-def loader(
-    shards: Sequence[Shard],
-    shape: tuple[int, int] = (8, 49_152),
-    *,
-    step_ms: float = 100,
-    num_steps: int = 30,
-) -> Pace:
-    """Read batches during simulated steps, then as fast as possible, by default those of record 21 on eight H100.
-
-    `shape` is the number and length of the sequences of a batch.
-    """
-    if hasattr(os, "posix_fadvise"):  # out of the page cache
-        for shard in shards:
-            with shard.path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with Prefetch(TokenStream([*shards] * _MANY_EPOCHS), repeat(shape)) as batches:
-        next(batches)
-        first_s, watch = batches.wait_s, Stopwatch()
-        for _ in range(num_steps):
-            time.sleep(step_ms / 1e3)
-            next(batches)
-        waited = (batches.wait_s - first_s) / watch.seconds
-    stream = TokenStream([*shards] * _MANY_EPOCHS)
-    for shard in shards:
-        shard.path.read_bytes()
-    watch, num_batches = Stopwatch(), 0
-    while (seconds := watch.seconds) < _LOOPS_S:
-        stream.batch(*shape)
-        num_batches += 1
-    rate = num_batches * shape[0] * shape[1] / seconds
-    return Pace(shape[0] * shape[1], rate, rate / H100_TOKENS_PER_S, first_s * 1e3, step_ms, waited)
-
-
-def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
-    """Return the first `most` training shards of a folder (None: all of them)."""
+def folder_shards(folder: Path) -> list[Shard]:
+    """Return the training shards of a folder."""
     paths = sorted(folder.glob("*_train_*.bin"))
     if not paths:
         raise DataError(f"{folder}: no *_train_*.bin; need shards of tokens; choose another folder")
-    return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:most]]
+    return [open_shard(path, vocab_size=UINT16_IDS) for path in paths]
 
 
 class Curve(msgspec.Struct, frozen=True):
