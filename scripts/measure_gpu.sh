@@ -68,7 +68,6 @@ each() {
   "$1" step-auto-w14-no-command-buffers 300 bench step "${step[@]}" --steps 5 --first-step "${first[w14]}" \
     --no-command-buffers
   "$1" doctor 120 doctor
-  "$1" muon 300 bench muon "${step[@]}"
   "$1" head 120 bench head "${head[@]}"
   for blocks in 1 2 4 7 10 14; do
     "$1" attention-w$blocks 120 bench attention "${heads[@]}" --block 128 --window $blocks

@@ -63,7 +63,7 @@ def typed(checkout: Path) -> list[str]:
 #: How parts end, and what their lines say.
 ENDS = {
     "run": ('echo \'{"mean_ms": 812.25, "mfu": null}\'', "ok", "mean_ms 812.25"),
-    "muon": ('echo \'[{"name": "ours", "median_ms": 2.5}]\'', "ok", "ours 2.5"),
+    "step-banded-w1": ('echo \'[{"name": "ours", "median_ms": 2.5}]\'', "ok", "ours 2.5"),
     "doctor": ("echo '{\"ready\": false}'; exit 1", "ok", ""),
     "profile-w1": ('echo \'{"error": "no GPU"}\'; exit 2', "refused", "error no GPU"),
     "plan": ('echo \'{"error": "no shard"}\'; exit 3', "failed", "error no shard"),
@@ -86,8 +86,8 @@ def test_each_end_of_a_part_is_told_and_the_others_go_on(checkout):
 
 
 def test_slices_go_on_where_the_last_one_stopped(checkout):
-    first = measure(checkout, "echo '{}'", "--parts", "muon,head")
-    assert (first.code, [line.split()[1] for line in first.lines]) == (0, ["muon", "head"])
+    first = measure(checkout, "echo '{}'", "--parts", "doctor,head")
+    assert (first.code, [line.split()[1] for line in first.lines]) == (0, ["doctor", "head"])
     late = measure(checkout, '[[ $1 != plan ]] || sleep 600; echo "{}"', "--parts", "plan", "--minutes", "0")
     assert late.lines == ["time is up before plan; the same command continues there"]
     typed(checkout)
@@ -95,7 +95,7 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
     rest = measure(checkout, "echo '{}'", "--rival", str(checkout / "rival"))
     names, asked = [line.split()[1] for line in rest.lines], typed(checkout)
     assert (rest.code, len({*names})) == (0, len(names))
-    assert not {"muon", "head"} & {*names}
+    assert not {"doctor", "head"} & {*names}
     for name, line in zip(names, asked, strict=True):
         read_options(f"speedrun {line}")
         given, window = shlex.split(line), re.search(r"(?:step|rank|profile).*-w(\d+)", name)

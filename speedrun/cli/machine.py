@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import click
 import msgspec
@@ -105,20 +105,6 @@ def attention(sizes: AttentionSizes) -> cli.Answer:
     from speedrun.machine import bench_kernels
 
     return _answer(bench_kernels.attention(**sizes._asdict()))
-
-
-@cli.command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=bench)
-def muon(
-    *,
-    recipe: Annotated[cli.Recipe, "Recipe with the matrices."] = "smoke",
-    devices: Annotated[Literal[1, 2, 4, 8], "--devices N", "Time the share of one of N devices."] = 1,
-    settings: cli.Settings = (),
-) -> cli.Answer:
-    """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
-    one = ProgramOptions(recipe, devices=1, settings=settings).program()
-    from speedrun.machine import bench_kernels
-
-    return _answer(bench_kernels.muon(one, devices))
 
 
 @cli.command("speedrun bench target", of=bench)

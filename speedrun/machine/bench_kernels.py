@@ -1,9 +1,9 @@
-"""Times kernels against their definitions and bounds: attention, the loss head, Newton-Schulz.
+"""Times kernels against their definitions and bounds: attention, the loss head.
 
-Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary; stacks of K matrices [m, n].
+Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,11 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import optax
 
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
-from speedrun.base.errors import UsageError
 from speedrun.science.kernels import choose, cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
-from speedrun.science.optim.groups import MuonAndAdam
-from speedrun.science.optim.orthogonal import orthogonalize
-from speedrun.science.params import SHARDS
-from speedrun.train.program import Program
 
 _TRIALS = 7
 
@@ -140,46 +134,6 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     ours["definition"] = cross_entropy.weighted_cross_entropy
     forms = {name: summed(form) for name, form in ours.items()}
     return compare({"three products": products, **forms}, x_ND, head_VD)
-
-
-def muon(program: Program, num_devices: int) -> list[Timing]:
-    """Time Newton-Schulz on the matrices of one of `num_devices` devices; its products alone are the bound.
-
-    Ours and optax's include the norm and the sums of the polynomial; none includes momentum.
-    """
-    optimizer = program.recipe.optimizer
-    if not isinstance(optimizer, MuonAndAdam):
-        raise UsageError(f"recipe {program.recipe.name} trains without Muon; choose another --recipe")
-    own = SHARDS // num_devices
-    shapes = [tuple(sorted((bank[0].rows, bank[0].cols))) for bank in program.layout.banks.values()]
-    stacks = {shape: own * shapes.count(shape) for shape in dict.fromkeys(shapes)}
-    key, steps, dtype = jax.random.key(0), optimizer.muon_steps, optimizer.muon_dtype
-    stacks_Kmn = [jax.random.normal(key, (count, *shape), dtype) for shape, count in stacks.items()]
-    ours = partial(orthogonalize, steps=steps, dtype=dtype)
-
-    def over_stacks(function: Callable[[jax.Array], Any]) -> Callable[[Sequence[jax.Array]], Any]:
-        return lambda stacks_Kmn: [function(x_Kmn) for x_Kmn in stacks_Kmn]
-
-    def products(x_Kmn: jax.Array) -> jax.Array:
-        for _ in range(steps):
-            s = x_Kmn @ x_Kmn.mT
-            x_Kmn = (s @ s) @ x_Kmn
-        return x_Kmn
-
-    def of_optax(x_Kmn: jax.Array) -> Any:
-        axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        transform = optax.contrib.scale_by_muon(
-            beta=0.0, nesterov=False, ns_steps=steps, mu_dtype=dtype, weight_dimension_numbers=axes
-        )
-        return transform.update(x_Kmn, transform.init(jnp.zeros_like(x_Kmn)))[0]
-
-    forms = {
-        "three products": over_stacks(products),
-        "ours, stacked": over_stacks(ours),
-        "ours, one by one": over_stacks(lambda x_Kmn: [ours(x) for x in x_Kmn]),
-        "optax, stacked": over_stacks(of_optax),
-    }
-    return compare(forms, stacks_Kmn)
 
 
 def _here() -> tuple[str, str, jnp.dtype]:
