@@ -77,25 +77,12 @@ need_room() {
   echo "install: at least $fetch GB to fetch, $unpacked GB of disk"
 }
 
-# Two installs into one checkout would delete each other's files. With flock the lock ends with the process; without
-# (macOS) it is a folder that names its owner.
-take_turns() {
-  local lock=.venv.lock
-  if command -v flock >/dev/null; then
-    exec 9>"$lock"
-    flock -n 9 || { echo "install: another install runs here; waiting for it to end" && flock 9; }
-    return
-  fi
-  while ! mkdir "$lock.d" 2>/dev/null; do
-    kill -0 "$(cat "$lock.d/owner" 2>/dev/null || echo $$)" 2>/dev/null || rm -rf "$lock.d"
-    sleep 1
-  done
-  echo $$ >"$lock.d/owner"
-  trap 'rm -rf .venv.lock.d' EXIT
-}
-
 main() {
-  take_turns
+  # Two installs into one checkout would delete each other's files. macOS has no flock.
+  if command -v flock >/dev/null; then
+    exec 9>.venv.lock
+    flock -n 9 || { echo "install: another install runs here; waiting for it to end" && flock 9; }
+  fi
   local want=${1:-run} kind lock locks overlay=() python pip stamp=.venv/speedrun.stamp sum
   kind=$(accelerator)
   case $want in
