@@ -4,11 +4,9 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -338,8 +336,8 @@ def of_text(tiny, tmp_path_factory) -> weights.Trained:
     return weights.Trained(program, docs, folder, recipe.num_steps, packed)
 
 
-def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
-    """The log probability of every id after each position."""
+def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
+    """The negative log likelihood of each id but the first."""
     recipe = trained.program.recipe
 
     @jax.jit
@@ -348,66 +346,8 @@ def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
         x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, kernels)
         return jax.nn.log_softmax(recipe.logits(params, x_BTD[0], trained.inputs, recipe.config))
 
-    return np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
-
-
-def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
-    """The negative log likelihood of each id but the first."""
-    return -log_p_of(trained, ids)[np.arange(len(ids) - 1), ids[1:]]
-
-
-@pytest.fixture
-def harnessed(of_text, monkeypatch):
-    """The model for the harness, without its base class, which only turns text into calls."""
-    monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
-    monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
-    return eval_tasks.adapter(of_text, print)
-
-
-@pytest.mark.compile
-def test_the_harness_gets_the_definition_of_a_likelihood(harnessed, of_text):
-    context = harnessed.tok_encode("the cat sat")
-    other, likeliest = harnessed.tok_encode(" on the mat"), list[int]()
-    for _ in range(3):
-        likeliest.append(int(np.argmax(log_p_of(of_text, context + likeliest)[-1])))
-    asked = [(("", ""), context, ending) for ending in (other, likeliest)]
-    (nats, is_likeliest), (_, is_likeliest_too) = harnessed._loglikelihood_tokens(asked)
-    assert nats == pytest.approx(-nll_of(of_text, [*context, *other])[len(context) - 1 :].sum(), abs=1e-4)
-    assert (is_likeliest, is_likeliest_too) == (False, True)
-
-
-def test_a_context_that_is_too_long_is_cut_at_its_start_and_other_requests_are_refused(harnessed, of_text):
-    longest = of_text.program.recipe.eval_seq_len
-    ending, context = harnessed.tok_encode(" dog"), harnessed.tok_encode("the cat " * longest)
-    longest_context = context[-(longest - len(ending)) :]
-    whole, cut = harnessed._loglikelihood_tokens(
-        [(("", ""), ids, ending) for ids in (context, longest_context)]
-    )
-    assert whole == cut
-    with pytest.raises(UsageError):
-        harnessed._loglikelihood_tokens([(("", ""), [1], [1] * longest)])
-    with pytest.raises(UsageError, match="ask for new text"):
-        harnessed.generate_until([None])
-
-
-def test_the_harness_itself_takes_the_model(of_text, tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the dog sat on the cat"}))
-    (tmp_path / "task.yaml").write_text(
-        f"""
-task: rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path}/text.jsonl}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
-"""
-    )
-    found = eval_tasks.scores(of_text, [str(tmp_path / "task.yaml")], None, print)
-    nats = nll_of(of_text, [*map(int, of_text.words.encode("the dog sat on the cat"))]).sum()
-    assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
+    log_p_TV = np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
+    return -log_p_TV[np.arange(len(ids) - 1), ids[1:]]
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path):

@@ -170,7 +170,6 @@ def play(
     "speedrun eval runs/docs --context 128 --tokens 65536",
     "speedrun eval runs/record21 --shard data/fineweb10B/fineweb_train_000103.bin",
     "speedrun eval runs/record21 --hellaswag hellaswag_val.jsonl --limit 1000",
-    "speedrun eval runs/record21 --tasks lambada_openai,piqa",
     "speedrun eval gpt2 --data data/fineweb10B --dtype float32",
 )
 def eval(
@@ -181,7 +180,6 @@ def eval(
     context: Annotated[int | None, cli.Integer(2)] = None,
     tokens: Annotated[cli.Count | None, "Largest number of tokens of each. Default: the track's."] = None,
     hellaswag: Annotated[Path | None, "--hellaswag FILE", "Questions of HellaSwag, as lines of JSON."] = None,
-    tasks: Annotated[str | None, "--tasks A,B,..."] = None,
     limit: Annotated[cli.Count | None, "Ask only the first N questions."] = None,
     dtype: cli.Dtype = None,
 ) -> cli.Answer:
@@ -193,19 +191,17 @@ def eval(
     Options:
         shards: Shard to score. Default: the official slice of the track, and the one after it.
         context: Tokens of a sequence. Default: that of the run's validation.
-        tasks: Tasks of lm-evaluation-harness, by name or file; pip install lm-eval.
     """
     from speedrun.model import eval_tasks, weight_sources
 
-    named = [task.strip() for task in (tasks or "").split(",") if task.strip()]
-    asks, scores = hellaswag is not None, bool(shards) or not (hellaswag or named)
-    if limit is not None and not (asks or named):
-        raise UsageError("--limit has no effect; it needs --hellaswag or --tasks; leave it out, or add that")
+    scores = bool(shards) or hellaswag is None
+    if limit is not None and hellaswag is None:
+        raise UsageError("--limit has no effect; it needs --hellaswag; leave it out, or add that")
     for name, value in {"context": context, "tokens": tokens}.items():
         if value is not None and not scores:
-            needs = "--shard, next to --hellaswag or --tasks"
+            needs = "--shard, next to --hellaswag"
             raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
-    questions = eval_tasks.read(hellaswag, limit) if hellaswag is not None else []
+    questions = [] if hellaswag is None else eval_tasks.read(hellaswag, limit)
     trained = weight_sources.load(source, **weights._asdict(), dtype=dtype)
     found: dict[str, Any] = trained.facts
     context = context or trained.program.recipe.eval_seq_len
@@ -217,15 +213,10 @@ def eval(
         for part in parts:
             with Progress(part.name, "tokens") as progress:
                 found["scores"].append(score(part, partial(progress.update, total=part.tokens)))
-    if asks:
+    lines = [*found.get("scores", [])]
+    if questions:
         with Progress("hellaswag", "questions") as progress:
             done = partial(progress.update, total=len(questions))
             found["hellaswag"] = eval_tasks.ask(trained, questions, done)
-    lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
-    if named:
-        found["tasks"] = eval_tasks.scores(trained, named, limit, say)
-        lines += [
-            f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            for task, metrics in found["tasks"].items()
-        ]
+        lines.append(found["hellaswag"])
     return cli.Answer(found, lines)

@@ -1,30 +1,27 @@
-"""What `speedrun eval` computes: the loss on shards, HellaSwag, and tasks of lm-evaluation-harness.
+"""What `speedrun eval` computes: the loss on shards, and HellaSwag.
 
 HellaSwag is scored as in llm.c: an ending follows its context after one space, without a document token, and the
 answer is the ending with the smallest mean loss per token.
 
 Legend: B sequences, C chunks, R rows, T positions, E tokens of an ending, V vocabulary.
-Sources: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy); Gao et al.,
-EleutherAI/lm-evaluation-harness.
+Sources: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy).
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import yaml
 from msgspec import Meta
 
 from speedrun.base import mesh as meshes
-from speedrun.base.errors import DataError, NonFiniteError, UsageError, translate_read_errors
+from speedrun.base.errors import DataError, NonFiniteError, translate_read_errors
 from speedrun.base.wholefile import read_regular
 from speedrun.data.shards import Shard, open_shard, open_track
 from speedrun.data.stream import validation_batches
@@ -142,42 +139,33 @@ class Row(NamedTuple):
     first: int  #: position of the ending; at least 1
 
 
-class Ending(NamedTuple):
-    """Negative log likelihoods of an ending."""
-
-    nll_E: np.ndarray  #: f64, nats
-    is_likeliest: bool  #: whether each token is the most probable one
-
-
-def _endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) -> list[Ending]:
-    """Score all endings; `say` gets the number of finished rows."""
-    score, params, found = jax.jit(partial(_scores, trained)), trained.params, list[Ending]()
+def _endings(trained: Trained, rows: Sequence[Row], say: Callable[[int], None]) -> list[np.ndarray]:
+    """Return the negative log likelihoods of each ending, f64 [E]; `say` gets the number of finished rows."""
+    score, params, found = jax.jit(partial(_scores, trained)), trained.params, list[np.ndarray]()
     for start in range(0, len(rows), _TOGETHER):
         few = rows[start : start + _TOGETHER]
         longest = -(-max(len(row.ids) for row in few) // _POSITIONS) * _POSITIONS
         tokens_RT = np.zeros((_TOGETHER, longest), np.int32)  # empty rows save a compilation
         for tokens_T, row in zip(tokens_RT, few, strict=False):
             tokens_T[: len(row.ids)] = row.ids
-        nll_RT, likeliest_RT = jax.device_get(score(params, tokens_RT))
-        for nll_T, likeliest_T, row in zip(nll_RT, likeliest_RT, few, strict=False):
-            part = slice(row.first - 1, len(row.ids) - 1)
-            found.append(Ending(nll_T[part].astype(np.float64), bool(likeliest_T[part].all())))
-            if not np.isfinite(found[-1].nll_E).all():
+        for nll_T, row in zip(jax.device_get(score(params, tokens_RT)), few, strict=False):
+            found.append(nll_T[row.first - 1 : len(row.ids) - 1].astype(np.float64))
+            if not np.isfinite(found[-1]).all():
                 raise NonFiniteError("the loss of an ending is not finite; need a model with finite losses")
         say(start + len(few))
     return found
 
 
-def _scores(trained: Trained, params: Params, tokens_RT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the negative log likelihood of each next token, f32 [R, T - 1], and whether it is the likeliest."""
+def _scores(trained: Trained, params: Params, tokens_RT: jax.Array) -> jax.Array:
+    """Return the negative log likelihood of each next token: f32 [R, T - 1]."""
     recipe, inputs = trained.program.recipe, trained.inputs
 
-    def of_one(tokens_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_one(tokens_T: jax.Array) -> jax.Array:
         read = recipe.read(params, tokens_T[None])
         (x_TD,) = recipe.forward(read, tokens_T[None], inputs, recipe.config, DecodingKernels())
         z_TV = recipe.logits(params, x_TD[:-1], inputs, recipe.config).astype(jnp.float32)
         of_target_T = jnp.take_along_axis(z_TV, tokens_T[1:, None], axis=1)[:, 0]
-        return jax.nn.logsumexp(z_TV, axis=1) - of_target_T, jnp.argmax(z_TV, axis=1) == tokens_T[1:]
+        return jax.nn.logsumexp(z_TV, axis=1) - of_target_T
 
     return jax.lax.map(of_one, tokens_RT)
 
@@ -233,88 +221,10 @@ def ask(trained: Trained, questions: Sequence[Question], say: Callable[[int], No
     for question in questions:
         context, *endings = encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
         rows += [Row(np.concatenate([context, one]).astype(np.int32), len(context)) for one in endings]
-    losses = [ending.nll_E for ending in _endings(trained, rows, lambda done: say(done // 4))]
+    losses = _endings(trained, rows, lambda done: say(done // 4))
     right = right_norm = 0
     for number, question in enumerate(questions):
         four = losses[4 * number : 4 * number + 4]
         right += int(np.argmin([part.sum() for part in four])) == question.label
         right_norm += int(np.argmin([part.mean() for part in four])) == question.label
     return Answers(len(questions), right_norm / len(questions), right / len(questions))
-
-
-# --- lm-evaluation-harness
-
-
-def scores(
-    trained: Trained, tasks: Sequence[str], limit: int | None, say: Callable[[str], None]
-) -> dict[str, dict[str, float]]:
-    """Run tasks by name or YAML file, with at most `limit` questions each; return their metrics by task and name.
-
-    Raises:
-        UsageError: if the harness is not installed, a task is unknown, or the track has no text.
-        DataError: if the data of a task cannot be loaded.
-    """
-    try:
-        harness = importlib.import_module("lm_eval")
-        tasks_of = importlib.import_module("lm_eval.tasks").TaskManager
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--tasks needs {error.name}; type: pip install lm-eval") from None
-    trained.words.needed()
-    known = tasks_of()
-    for task in tasks:
-        if not Path(task).is_file() and not known.match_tasks([task]):
-            raise UsageError(f"unknown task {task!r}; 'lm-eval ls tasks' lists them, or name a file of YAML")
-    try:
-        found = harness.simple_evaluate(
-            model=adapter(trained, say), tasks=[*tasks], limit=limit, task_manager=known, bootstrap_iters=0
-        )
-    except (OSError, ValueError, yaml.YAMLError) as error:  # from the hub, `datasets`, and files of tasks
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"a task cannot be run: {reason}; need its data, here or on the hub") from None
-    return {
-        task: {name.removesuffix(",none"): x for name, x in metrics.items() if isinstance(x, float)}
-        for task, metrics in found["results"].items()
-    }
-
-
-def adapter(trained: Trained, say: Callable[[str], None]) -> Any:
-    """Return the model as a `TemplateLM` of the harness."""
-    template = importlib.import_module("lm_eval.api.model").TemplateLM
-    windows = importlib.import_module("lm_eval.utils")
-    longest, opens = trained.program.recipe.eval_seq_len, trained.track.data.document_token
-
-    class Model(template):
-        """Cuts long contexts at their start."""
-
-        eot_token_id = opens
-
-        def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
-            del add_special_tokens
-            return [*map(int, trained.words.encode(string)[1:])]
-
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            rows = [_row(context, ending, longest) for _, context, ending in requests]
-            found = _endings(trained, rows, lambda done: say(f"{done:,} of {len(rows):,} endings"))
-            return [(-float(one.nll_E.sum()), one.is_likeliest) for one in found]
-
-        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            found = []
-            for (text,) in (request.args for request in requests):
-                parts = windows.get_rolling_token_windows(self.tok_encode(text), opens, longest - 1, 1)
-                pairs = [("", *windows.make_disjoint_window(part)) for part in parts]
-                found.append(sum(nats for nats, _ in self._loglikelihood_tokens(pairs)))
-            return found
-
-        def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            raise UsageError(f"{len(requests)} questions ask for new text; tasks that score given text work")
-
-    return Model()
-
-
-def _row(context: list[int], ending: list[int], longest: int) -> Row:
-    if len(ending) >= longest:
-        raise UsageError(
-            f"an ending of {len(ending):,} tokens; the model takes {longest:,} with its context; leave that task out"
-        )
-    ids = np.array([*context, *ending][-longest:], np.int32)
-    return Row(ids, max(1, len(ids) - len(ending)))
