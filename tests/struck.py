@@ -313,7 +313,7 @@ class Soak:
             case "batch":
                 return Round(["batch", "--out", out, "--runs", "2", *self._settings], out)
             case "leaderboard":
-                board = ("LEADERBOARD.md", "leaderboard.json", "leaderboard.html")
+                board = ("LEADERBOARD.md", "leaderboard.json")
                 rewrites = ("README.md", *(f"records/{name}" for name in board))
                 return Round(["leaderboard", "build"], "", rewrites)
             case "describe":

@@ -68,7 +68,7 @@ def checkout(forged) -> Path:
     [
         (["describe", "records/forged/record", "--title", "new", "--author", "ada"], 13),
         pytest.param(["batch", "--resume", "batch"], 17, marks=pytest.mark.compile),
-        pytest.param(["leaderboard", "build"], 17, marks=pytest.mark.compile),
+        pytest.param(["leaderboard", "build"], 11, marks=pytest.mark.compile),
         pytest.param(
             ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.compile
         ),

@@ -1,6 +1,7 @@
 """Pages and pictures state the figures of records/context.toml, and a malformed file is refused."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ def test_pages_and_pictures_are_those_of_the_file() -> None:
     """The board itself is compared by `leaderboard check` (tests/test_validate.py)."""
     stale = [path.name for path, content in pictures.outputs().items() if path.read_bytes() != content]
     assert not stale, "python scripts/pictures.py"
+
+
+@pytest.mark.parametrize("name", ["history", "ladder"])
+def test_every_colour_of_a_picture_has_a_dark_one(name):
+    text = (ROOT / "docs" / f"{name}.svg").read_text()
+    swaps = dict(re.findall(r'"(?:fill|stroke): (#\w+)"\]\{\w+:(#\w+)!important', text))
+    used = set(re.findall(r"(?:fill|stroke): (#\w+)", text.partition("</style>")[2]))
+    assert len(used) > 3
+    assert used <= swaps.keys()
+    assert not swaps.keys() & set(swaps.values())
 
 
 def test_a_wrong_mark_is_refused():

@@ -1,10 +1,6 @@
-import random
-import re
 import statistics
 from pathlib import Path
-from xml.etree import ElementTree
 
-import msgspec
 import pytest
 from matplotlib.figure import Figure
 from record_forge import Spec, change, forge, shard, write_run
@@ -13,10 +9,8 @@ from typed import invoke
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
 from speedrun.board import drawing
-from speedrun.board.plots import KINDS, frontier, pictures, plot, results
-from speedrun.board.standings import Board, Row, judge
+from speedrun.board.plots import KINDS, plot
 from speedrun.record.about import assemble
-from speedrun.record.reader import load
 from speedrun.record.validate import validate
 
 
@@ -26,18 +20,6 @@ def test_pictures_of_a_record_are_part_of_it_and_their_bytes_do_not_change(recor
     assert validate(record).exit_code == 0
     first = [path.read_bytes() for path in paths]
     assert [path.read_bytes() for path in plot(record, KINDS)] == first
-
-
-def test_every_colour_of_the_page_has_a_dark_one(row):
-    drawn = pictures(Board((row,), ()))
-    assert drawn
-    for text in (svg.decode() for svg in drawn.values()):
-        assert ElementTree.fromstring(text).tag.endswith("svg")
-        swaps = dict(re.findall(r'"(?:fill|stroke): (#\w+)"\]\{\w+:(#\w+)!important', text))
-        used = set(re.findall(r"(?:fill|stroke): (#\w+)", text.partition("</style>")[2]))
-        assert len(used) > 3
-        assert used <= swaps.keys()
-        assert not swaps.keys() & set(swaps.values())
 
 
 @pytest.fixture
@@ -105,35 +87,6 @@ def test_outliers_are_counted_and_do_not_stretch_the_histogram(tmp_path, record,
     assert sum(patch.get_height() for patch in axes.patches) == num_steps - 1
     assert axes.get_xlim()[1] < 400
     assert "1 of 400 beyond the right end" in {text.get_text() for text in axes.texts}
-
-
-@pytest.fixture
-def row(record) -> Row:
-    found = judge(load(record), "forged/record")
-    assert isinstance(found, Row)
-    return found
-
-
-def rows_at(row: Row, *places: tuple[float, float]) -> list[Row]:
-    return [msgspec.structs.replace(row, train_time_s=time_s, val_loss=loss) for time_s, loss in places]
-
-
-def test_the_pareto_front_holds_the_rows_that_are_not_dominated(row):
-    draw = random.Random(1)
-    for _ in range(50):
-        places = [(draw.randint(1, 9) + 0.5, draw.randint(1, 9) + 0.5) for _ in range(12)]
-        beaten = {
-            one for one in places for other in places
-            if other != one and other[0] <= one[0] and other[1] <= one[1]
-        }  # fmt: skip
-        found = [(row.train_time_s, row.val_loss) for row in frontier(rows_at(row, *places))]
-        assert found == sorted({*places} - beaten)
-
-
-def test_any_name_can_be_drawn_and_no_number_out_of_range(row):
-    assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
-    odd = msgspec.structs.replace(row, path="forged/$x_{\u202e}^" + "y" * 400)
-    assert len(pictures(Board((odd,), ()))) == 1
 
 
 def test_the_command_draws_all_kinds_of_several_records(record, tmp_path, drawn):

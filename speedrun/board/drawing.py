@@ -24,8 +24,6 @@ _DARK = {
     PAPER: "#12181e",
 }
 DASHED = (0, (5, 3))
-#: The largest number to draw; matplotlib fails far beyond it.
-MOST = 1e15
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],

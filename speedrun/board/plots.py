@@ -1,27 +1,21 @@
-"""The pictures of a record and of the board.
+"""The pictures of a record."""
 
-The cost on the board's axes is what the track ranks by: train time or steps.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, get_args
 
-from speedrun.base import track as tracks
 from speedrun.base.console import quantiles_ms
 from speedrun.base.errors import UsageError
 from speedrun.board import drawing
-from speedrun.board.drawing import DASHED, GREY, MOST, PAPER, TARGET, TRAIN, VAL
+from speedrun.board.drawing import DASHED, GREY, TARGET, TRAIN, VAL
 from speedrun.board.ghost import same_batches
-from speedrun.board.standings import Board, Row
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record, load
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Kind = Literal["loss", "tokens", "steps"]  #: also the names of the files
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -32,8 +26,7 @@ _MAX_LABELS = 6
 _NUM_BINS = 60
 _FAR = 3.0  #: times the 95th percentile; longer steps are counted in the key and not drawn
 _NARROWEST_MS = 0.01  #: half width of a histogram whose steps all take the same time
-_MOST_NAMED = 12
-_MOST_NAME = 32  #: characters
+_MOST = 1e15  #: the largest number to draw; matplotlib fails far beyond it
 
 
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
@@ -44,8 +37,8 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
         raise UsageError(f"{record_dir} holds no run with a step; 'speedrun validate {record_dir}' says why")
     for run in runs:
         for number in (*(step.loss for step in run.steps), *map(loss_of, run.vals)):
-            if not abs(number) <= MOST:  # neither is NaN
-                raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {MOST:g}")
+            if not abs(number) <= _MOST:  # neither is NaN
+                raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {_MOST:g}")
     paths: list[Path] = []
     for kind in kinds:
         with drawing.canvas(8.0, 4.5) as figure:
@@ -155,87 +148,3 @@ def _headline(runs: Sequence[Run]) -> str:
     mean = "" if len(done) == 1 else f", mean of {len(done)} runs"
     val, train = fmean(run.val_loss for run in done), fmean(run.train_time_s for run in done)
     return f"{_what(runs)}: {val:.4f} after {train:.1f} s{mean}"
-
-
-# --- the board
-
-
-def pictures(board: Board) -> dict[str, bytes]:
-    """Draw loss against cost for each track that has a result; return SVGs by caption."""
-    drawn: dict[str, bytes] = {}
-    for name in sorted({row.track for row in board.rows}):
-        if rows := results(board.of(name)):
-            with drawing.canvas(6.0, 3.2) as figure:
-                _draw_pareto(figure, name, rows)
-                drawn[f"{name}: loss against {_unit(rows)[0]}, with the Pareto front"] = drawing.svg(figure)
-    return drawn
-
-
-def results(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that are not refused and whose numbers can be drawn."""
-
-    def is_drawable(row: Row) -> bool:
-        numbers = row.train_time_s, row.val_loss, row.num_steps
-        half_widths = row.train_time_half_width_s or 0.0, row.val_loss_half_width or 0.0
-        return all(number is not None and abs(number) <= MOST for number in (*numbers, *half_widths))
-
-    return [row for row in rows if row.standing != "refused" and is_drawable(row)]
-
-
-def frontier(rows: Sequence[Row]) -> list[Row]:
-    """Return the Pareto front, fastest first: rows not dominated in cost and loss."""
-    best: list[Row] = []
-    for row in sorted(rows, key=_place):
-        if not best or _place(row)[1] < _place(best[-1])[1]:
-            best.append(row)
-    return best
-
-
-def _place(row: Row) -> tuple[float, float]:
-    return row.cost or 0.0, row.val_loss or 0.0
-
-
-def _unit(rows: Sequence[Row]) -> tuple[str, list[float]]:
-    """Return the name of the rows' cost, and its half widths."""
-    if rows[0].rules.rank_by == "steps":
-        return "steps", [0.0] * len(rows)
-    return "train time (s)", [row.train_time_half_width_s or 0.0 for row in rows]
-
-
-def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
-    """Draw the records with intervals and the Pareto front; their names are on the right."""
-    axes, best = figure.add_subplot(), frontier(rows)
-    axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    costs, losses = zip(*map(_place, rows), strict=True)
-    loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
-    name, half_widths = _unit(rows)
-    _points(axes, rows, costs, losses, loss_half_widths, half_widths)
-    target = tracks.load(track.rpartition("@")[0]).target.loss
-    axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
-    drawing.title(axes, f"{track} (filled: qualified)")
-    axes.margins(x=0.12, y=0.15)
-    axes.set_xlabel(f"mean {name}")
-    axes.set_ylabel("mean loss (nats per token)")
-    axes.ticklabel_format(axis="y", useOffset=False)
-    _note(axes, 0, f"target {target:g}", TARGET)
-    named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
-    for number, row in enumerate(named[-_MOST_NAMED:], 1):
-        name = row.path.rpartition("/")[2][:_MOST_NAME]
-        _note(axes, number, f"{number}  {name}", VAL if row.standing == "qualified" else GREY)
-        drawing.label(axes, _place(row), str(number), (6, 5))
-
-
-def _points(axes: "Axes", rows: Sequence[Row], *numbers: Sequence[float]) -> None:
-    """Draw a point for each row, filled where qualified; the numbers are x, y and the half widths in y and x."""
-    form = {"color": VAL, "markersize": 4, "elinewidth": 1, "capsize": 2, "zorder": 3}
-    for face, filled in ((VAL, True), (PAPER, False)):
-        shown = [place for place, row in enumerate(rows) if (row.standing == "qualified") == filled]
-        if shown:
-            at = [[one[place] for place in shown] for one in numbers]
-            axes.errorbar(*at, fmt="o", markerfacecolor=face, **form)
-
-
-def _note(axes: "Axes", line: int, text: str, colour: str) -> None:
-    """Write a numbered line to the right of the axes."""
-    place, shown = (1.03, 1.0 - 0.075 * line), drawing.in_font(text)
-    axes.text(*place, shown, transform=axes.transAxes, va="top", fontsize=8.5, color=colour)

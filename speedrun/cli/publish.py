@@ -15,7 +15,6 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.board import exports, pages, submission
 from speedrun.board.leaks import Leak
-from speedrun.board.plots import pictures
 from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli import options as cli
 from speedrun.record.about import assemble
@@ -120,7 +119,7 @@ def leaderboard() -> None:
 
 @cli.command("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=leaderboard)
 def build(*, records: _Records = Path("records")) -> cli.Answer:
-    """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
+    """Validate every record again and write LEADERBOARD.md and leaderboard.json.
 
     They go into the folder of records. If its name is records, the README.md next to it gets the board between its
     marks. A record that cannot be judged is left out, with a warning and exit code 1.
@@ -128,14 +127,12 @@ def build(*, records: _Records = Path("records")) -> cli.Answer:
     board = read(records)
     for path, content in _files(board, records).items():
         write_whole(path, content)
-    # Not in `_files`, which `check` compares: pictures differ between versions of matplotlib.
-    write_whole(records / "leaderboard.html", pages.page(board, pictures(board)).encode())
     rows = [f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}" for row in board.rows]
-    places = [f"board   {records / 'LEADERBOARD.md'}", f"page    {records / 'leaderboard.html'}"]
     for one in board.left_out:
         say(f"left out {one.path}: {one.why}")
     error = f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"
-    return cli.Answer(board, [*rows, *places], error=error if board.left_out else None)
+    rows.append(f"board   {records / 'LEADERBOARD.md'}")
+    return cli.Answer(board, rows, error=error if board.left_out else None)
 
 
 @cli.command("speedrun leaderboard check", of=leaderboard)
@@ -149,7 +146,7 @@ def check(*, records: _Records = Path("records")) -> cli.Answer:
 
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
-    """Return the content of every generated file except the HTML page."""
+    """Return the content of every generated file."""
     table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
