@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv from the lock files. Called by quickstart.sh and test.sh; may be called by hand, as often as you like.
 #
-#   scripts/install.sh [run|prep|dev|compile]
+#   scripts/install.sh [run|prep|islands|dev|compile]
 #
 #   run      what `speedrun` needs
 #   prep     also what makes shards from text: datasets, pyarrow, tiktoken, and the fast tokenizer
+#   islands  what a run needs, and Ray
 #   dev      also the tools of scripts/test.sh
-#   compile  also the compiler for absent GPUs (Linux)
+#   compile  also the compiler for absent GPUs (Linux), and Ray
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)
@@ -87,9 +88,10 @@ main() {
   kind=$(accelerator)
   case $want in
     run) locks=(requirements/run.lock) ;;
-    prep) locks=(requirements/prep.lock) ;;
-    dev | compile) locks=(requirements/dev.lock) ;;
-    *) die "got $want; need run, prep, dev or compile" ;;
+    prep | islands) locks=("requirements/$want.lock") ;;
+    dev) locks=(requirements/dev.lock) ;;
+    compile) locks=(requirements/dev.lock requirements/islands.lock) ;;
+    *) die "got $want; need run, prep, islands, dev or compile" ;;
   esac
   # The CUDA locks already contain a compiler, of the same version as JAX.
   if [[ $want == compile && $kind == cpu ]]; then locks+=("requirements/aot${SPEEDRUN_JAX:+-$SPEEDRUN_JAX}.lock"); fi
@@ -107,7 +109,7 @@ main() {
   sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
   if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
     case "$want $(<"$stamp")" in
-      "$want $want $sum" | *" compile $sum" | "run prep $sum" | "run dev $sum" | "prep dev $sum") return ;;
+      "$want $want $sum" | *" compile $sum" | "run prep $sum" | "run islands $sum" | "run dev $sum" | "prep dev $sum") return ;;
     esac
   fi
 

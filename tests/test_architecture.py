@@ -46,15 +46,15 @@ SCIENCE_LINES = 1_190
 #: record 89 from there.
 MORE_SCIENCE = {"record89": 611, "record92": 465, "record92_masked": 100}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
-#: export the programs that the record carries, for its devices and for a CPU.
-CLOSURE_LINES = 5_055
+#: export the programs that the record carries, for its devices and for a CPU; 40 are the events of islands.
+CLOSURE_LINES = 5_009
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92 with rows that travel, and 700
-#: for islands.
-ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 415}
+#: for islands, which take more: what they take above it was cut elsewhere.
+ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 700}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

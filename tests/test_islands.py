@@ -1,49 +1,86 @@
-"""Islands in turns: rounds, leases, refusals and the outer step, against a plain run and against NumPy."""
+"""Islands without an engine's processes: rounds, leases, refusals, the outer step, records, snapshots and replays."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
-from small_run import SMALL, events
+from msgspec.structs import replace
+from small_run import SMALL, events, log_of, runs_of
 
-from speedrun.base import runlog
-from speedrun.base.errors import DataError, SpeedrunError
+from speedrun.base import faults, runlog
+from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, UsageError
+from speedrun.base.rounds import Work
 from speedrun.data.stream import START, Shape
-from speedrun.islands import outer
+from speedrun.islands import outer, snapshot
+from speedrun.islands.driver import Driver
 from speedrun.islands.fleet import Fleet
-from speedrun.islands.in_turns import InTurns
-from speedrun.islands.island import Answer, Island, Order, digest
+from speedrun.islands.island import Island, config_sha256, weights_of
 from speedrun.islands.leases import Leases
-from speedrun.islands.outer import Outer
-from speedrun.islands.rounds import Lost, Rules
+from speedrun.islands.outer import Outer, digest
+from speedrun.islands.replay import in_turns, repeated
+from speedrun.islands.rounds import Answer, Lost, Order
+from speedrun.record.about import assemble
+from speedrun.record.validate import validate
+from speedrun.train.preflight import prepare, shapes_of
+from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
+from speedrun.train.run import train
 
 RNG = np.random.default_rng(0)
-PATIENT = Rules(deadline_s=600)
+FLEET = runlog.Islands(islands=2, every=2, quorum=1, deadline_s=600.0)
 
 
-def settings(**changed: Any) -> dict[str, Any]:
-    start = {"outer": Outer(), "rules": PATIENT, "every": 2, "quorum": 1, "config_sha256": "c" * 64}
-    return {**start, **changed}
+class Here:
+    """An engine whose islands take turns in this process; they share one program, and each has a state of its own."""
+
+    def __init__(self, config: RunConfig, *names: str, island: Island | None = None) -> None:
+        self.names, self.orders = list(names), list[tuple[str, Order]]()
+        self.island = island or Island("", replace(config, out=Path(f"{config.out}.island"), resume=False))
+        self.states: dict[str, Any] = {}
+
+    def islands(self) -> list[str]:
+        return self.names
+
+    def send(self, island: str, order: Order) -> None:
+        self.orders.append((island, order))
+
+    def receive(self, timeout_s: float, /) -> Answer | Lost | None:
+        if not self.orders:
+            return None
+        name, order = self.orders.pop(0)
+        with jax.transfer_guard("allow"):  # this process is the driver's, too
+            self.island.state = self.states.pop(name) if name in self.states else self.island.fresh()
+            answer = self.island.work(order)
+        self.states[name] = self.island.state
+        return answer._replace(work=replace(answer.work, island=name))
+
+
+SMALLER = {**SMALL, "stages.0.num_steps": "25", "stages.0.num_sequences": "8"}
+ISLANDS = RunConfig("islands-cpu", Path("unset"), overrides=SMALLER, islands=2)
 
 
 def test_one_island_whose_mean_is_taken_ends_with_the_state_of_a_plain_run(trained, smoke_data, tmp_path):
-    member = Island("a", RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
-    (stage,) = member.ready.recipe.stages
-    shapes = [Shape(stage.num_sequences, stage.seq_len)] * stage.num_steps
-    given = settings(every=4, config_sha256=member.config_sha256)
-    fleet = Fleet(**given, shapes=shapes, leases=Leases(member.ready.stream(START)), weights=member.weights())
-    losses, answer = [], None
+    config = RunConfig(
+        "islands-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, num_devices=8, islands=1
+    )
+    engine = Here(config, "a")
+    ready = engine.island.ready
+    weights = weights_of(engine.island.fresh())
+    given = replace(FLEET, every=4), config_sha256(ready), shapes_of(ready.recipe)
+    fleet, losses, last = Fleet(*given, Leases(ready.stream(START)), weights), [], None
     while not fleet.is_done:
-        (answer,) = fleet.advance(InTurns({"a": member})).answers
-        losses += answer.losses
+        (last,) = fleet.advance(engine).used
+        losses += last.losses
     (end,) = events(trained.out, runlog.RunEnd)
-    assert answer is not None
-    assert answer.state_hash == end.final_hash
+    assert last is not None
+    assert last.state_hash == end.final_hash
     assert losses == [step.loss for step in events(trained.out, runlog.Step)]
-    assert all(np.array_equal(x, answer.weights[name]) for name, x in fleet.weights.items())
+    assert last.digest == digest(fleet.weights)
 
 
 class Scripted:
@@ -80,14 +117,27 @@ class Tokens:
 
 def scripted(*names: str, most: int = 10_000, **changed: Any) -> tuple[Fleet, Scripted]:
     tokens: Any = Tokens(most)
-    fleet = Fleet(**settings(**changed), shapes=[Shape(2, 8)] * 6, leases=Leases(tokens), weights=WEIGHTS)
-    return fleet, Scripted(*names)
+    return Fleet(replace(FLEET, **changed), "c" * 64, [Shape(2, 8)] * 6, Leases(tokens), WEIGHTS), Scripted(
+        *names
+    )
 
 
-def answer_to(order: Order, island: str, **changed: Any) -> Answer:
-    weights = {name: x + np.float32(1) for name, x in order.weights.items()}
-    given = order.version, order.lease.number, "c" * 64, order.lease.num_tokens, weights, digest(weights)
-    return Answer(island, *given, losses=(1.0, 1.0), state_hash="")._replace(**changed)
+def answer_to(
+    order: Order, island: str, weights: Any = None, config: str = "c" * 64, **changed: Any
+) -> Answer:
+    made = {name: x + np.float32(1) for name, x in order.weights.items()}
+    lease = order.lease
+    given = (
+        order.version,
+        lease.number,
+        lease.start,
+        lease.stop,
+        lease.num_tokens,
+        (1.0, 1.0),
+        digest(made),
+        "",
+    )
+    return Answer(replace(Work(island, *given), **changed), config, made if weights is None else weights)
 
 
 def played(fleet: Fleet, engine: Scripted, *answers: Callable[[], Any]) -> Any:
@@ -96,12 +146,22 @@ def played(fleet: Fleet, engine: Scripted, *answers: Callable[[], Any]) -> Any:
     return fleet.advance(engine)
 
 
+def refused(found: Any) -> list[tuple[str, str]]:
+    return [(one.island, one.refused) for one in found.round.works if one.refused]
+
+
+def names(found: Any) -> list[str]:
+    return [one.island for one in found.used]
+
+
 NAN = {name: np.full_like(x, np.nan) for name, x in WEIGHTS.items()}
 FAR = {name: 100 * x for name, x in WEIGHTS.items()}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another lease": ({"lease": 7}, "of lease 7 with 32 tokens, need lease 0"),
-    "other tokens": ({"num_tokens": 31}, "of lease 0 with 31 tokens, need lease 0"),
-    "another config": ({"config_sha256": "d" * 64}, "of config dddddddddddd, need cccccccccccc"),
+    "another lease": ({"lease": 7}, "of lease 7, need lease 0"),
+    "other tokens": ({"start": (0, 8)}, "of lease 0, need lease 0"),
+    "fewer tokens": ({"num_tokens": 31}, "of 31 tokens in 2 steps, need 32 in 2"),
+    "fewer steps": ({"losses": (1.0,)}, "of 32 tokens in 1 steps, need 32 in 2"),
+    "another config": ({"config": "d" * 64}, "of config dddddddddddd, need cccccccccccc"),
     "damaged": ({"weights": WEIGHTS}, "damaged: its weights do not have its digest"),
     "not finite": ({"weights": NAN, "digest": digest(NAN)}, "not finite"),
     "a loss of NaN": ({"losses": (1.0, float("nan"))}, "not finite"),
@@ -116,12 +176,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_answer_is_refused_and_its_tokens_are_given_again(kind):
     changed, why = WRONG[kind]
-    fleet, engine = scripted("a", "b", rules=Rules(600, most_change=10.0))
+    fleet, engine = scripted("a", "b", most_change=10.0)
     wrong = lambda: answer_to(engine.orders["a"], "a", **changed)  # noqa: E731
     found = played(fleet, engine, wrong, lambda: answer_to(engine.orders["b"], "b"))
-    assert found.refused == (Lost("a", why),)
-    assert [one.island for one in found.answers] == ["b"]
+    assert refused(found) == [("a", why)]
+    assert names(found) == ["b"]
     assert [lease.number for lease in fleet.leases.returned] == [0]
+    assert runlog.decode(runlog.Line(0, 0, "", "", found.round).encode()).event == found.round, (
+        "it can be logged"
+    )
     played(fleet, engine)
     assert {order.lease.number for order in engine.orders.values()} == {0, 2}
 
@@ -130,9 +193,18 @@ def test_a_stale_answer_is_refused_and_its_island_may_still_answer():
     fleet, engine = scripted("a")
     late = lambda: answer_to(engine.orders["a"], "a", version=4)  # noqa: E731
     found = played(fleet, engine, late, lambda: answer_to(engine.orders["a"], "a"))
-    assert found.refused == (Lost("a", "stale: of version 4, need 0"),)
-    assert [one.island for one in found.answers] == ["a"]
+    assert refused(found) == [("a", "stale: of version 4, need 0")]
+    assert names(found) == ["a"]
     assert fleet.leases.returned == []
+
+
+def test_what_arrives_while_islands_are_awaited_is_kept_for_the_next_round():
+    fleet, engine = scripted("a", "b")
+    engine.arriving = [lambda: Lost("c", "killed")]
+    assert fleet.recruit(engine, 0.1) == ["a", "b"]
+    found = played(fleet, engine, lambda: answer_to(engine.orders["a"], "a"))
+    assert found.lost[0] == Lost("c", "killed")
+    assert fleet.late == []
 
 
 def test_an_island_that_is_late_gives_its_tokens_back():
@@ -146,21 +218,23 @@ def test_a_second_answer_is_refused():
     fleet, engine = scripted("a", "b")
     twice = [lambda: answer_to(engine.orders["a"], "a")] * 2
     found = played(fleet, engine, *twice)
-    assert [one.why for one in found.refused] == ["it has answered already, or was not asked"]
-    assert len(found.answers) == 1
+    assert refused(found) == [("a", "it has answered already, or was not asked")]
+    assert names(found) == ["a"]
 
 
 def test_a_round_without_a_quorum_changes_nothing_and_gives_its_tokens_again():
     fleet, engine = scripted("a", "b", quorum=2)
     found = played(fleet, engine, lambda: answer_to(engine.orders["a"], "a"), lambda: Lost("b", "killed"))
     assert found.lost == (Lost("b", "killed"),)
-    assert fleet.version == 0
+    assert refused(found) == [("a", "only 1 of 2 answered")]
+    assert (fleet.version, found.round.digest) == (0, "")
     assert fleet.weights is WEIGHTS
     first = {order.lease for order in engine.orders.values()}
     both = [lambda: answer_to(engine.orders["a"], "a"), lambda: answer_to(engine.orders["b"], "b")]
     found = played(fleet, engine, *both)
     assert {order.lease for order in engine.orders.values()} == first
-    assert fleet.version == 1
+    assert (fleet.version, found.round.digest) == (1, digest(fleet.weights))
+    assert found.round.num_bytes == 4 * sum(x.nbytes for x in WEIGHTS.values())
 
 
 def test_leases_are_disjoint_and_cover_the_stream_in_order():
@@ -168,11 +242,9 @@ def test_leases_are_disjoint_and_cover_the_stream_in_order():
     seen = []
     while not fleet.is_done:
         round_ = played(fleet, engine, *[lambda n=n: answer_to(engine.orders[n], n) for n in "abc"])
-        seen += [round_.leases[answer.island] for answer in round_.answers]
-    assert [lease.number for lease in seen] == list(range(9))
-    assert [(lease.start.offset, lease.stop.offset) for lease in seen] == [
-        (32 * i, 32 * i + 32) for i in range(9)
-    ]
+        seen += sorted(round_.used, key=lambda one: one.lease)
+    assert [one.lease for one in seen] == list(range(9))
+    assert [(one.start[1], one.stop[1]) for one in seen] == [(32 * i, 32 * i + 32) for i in range(9)]
     assert (fleet.version, fleet.step) == (3, 6)
 
 
@@ -180,22 +252,6 @@ def test_too_few_tokens_are_an_error():
     fleet, engine = scripted("a", "b", most=40)
     with pytest.raises(DataError, match="no tokens left"):
         fleet.advance(engine)
-
-
-def test_an_island_that_fails_is_lost_and_the_others_go_on():
-    class Failing:
-        def work(self, order: Order) -> Answer:
-            raise SpeedrunError("its disk is full")
-
-    class Fine:
-        def work(self, order: Order) -> Answer:
-            return answer_to(order, "b")
-
-    members: Any = {"a": Failing(), "b": Fine()}
-    fleet, engine = scripted()[0], InTurns(members)
-    assert fleet.advance(engine).lost == (Lost("a", "its disk is full"),)
-    assert engine.islands() == ["b"]
-    assert fleet.advance(engine).lost == ()
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.5), (1.0, 0.9)])
@@ -228,7 +284,200 @@ def test_the_mean_of_one_island_is_its_weights_to_the_last_bit():
     assert all(np.array_equal(x, WEIGHTS[name]) for name, x in new.items())
 
 
-@pytest.mark.parametrize("wrong", [{"lr": 0.0}, {"momentum": 1.0}])
-def test_settings_of_the_outer_step_have_limits(wrong):
+@pytest.mark.parametrize("wrong", [{"outer_lr": 0.0}, {"outer_momentum": 1.0}, {"islands": 0}, {"every": 0}])
+def test_settings_have_limits(wrong):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"lr": 1.0, "momentum": 0.0} | wrong, Outer)
+        msgspec.convert(msgspec.to_builtins(FLEET) | wrong, runlog.Islands)
+
+
+# --- with the driver, its record and its snapshot -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def island(smoke_data, tmp_path_factory) -> Island:
+    """A program for all islands of this file."""
+    return Island("", replace(ISLANDS, out=tmp_path_factory.mktemp("island") / "out", data=smoke_data))
+
+
+def run(island: Island, out: Path, engine: Any = None, resume: bool = False, **changed: Any) -> runlog.RunEnd:
+    settings = replace(FLEET, every=10, quorum=2, outer_lr=0.7, outer_momentum=0.5, **changed)
+    config = replace(island.ready.config, out=out, resume=resume)
+    here = lambda config: engine or Here(config, "0", "1", island=island)  # noqa: E731
+    end = train(config, kind=Driver, settings=settings, engine_of=here, meet_s=5.0)
+    assemble(out)
+    return end
+
+
+@pytest.fixture(scope="module")
+def done(island, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("islands") / "record"
+    run(island, out)
+    return out
+
+
+def failed(record: Path) -> dict[str, tuple[str, ...]]:
+    """Checks that failed, but for what the test's islands do in the driver's process, and its flags of XLA."""
+    return {
+        one.check.id: one.messages
+        for one in validate(record).having("failed")
+        if one.check.id not in SIMULATED
+    }
+
+
+SIMULATED = {"V206"}
+
+
+def differences(island: Island, record: Path) -> list[str]:
+    runs, weights = runs_of(record), weights_of(island.fresh())
+    return [said for one in repeated(runs, weights, in_turns(island, 10)) for said in one.differs]
+
+
+def test_a_record_of_islands_validates_and_can_be_repeated(island, done):
+    assert failed(done) == {}
+    assert {one.check.id for one in validate(done).having("ok")} >= {"V108", "V109"}
+    assert differences(island, done) == []
+    assert [step.step for step in events(done, runlog.Step)] == list(range(25))
+    assert events(done, runlog.Step)[-1].tokens_seen == 2 * 25 * 8 * 64
+    assert [one.step for one in events(done, runlog.Val)] == [0, 25]
+
+
+class Killed(BaseException):
+    """As a process dies: nothing runs after it that would not run in another process."""
+
+
+@pytest.mark.parametrize("point", ["round", "snapshot"])
+def test_a_driver_that_dies_between_snapshot_and_log_goes_on(point, island, tmp_path, monkeypatch):
+    out, reached = tmp_path / "out", list[str]()
+
+    def dies(name: str) -> None:
+        reached.append(name)
+        if reached.count(point) == 2:
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "point", dies)
+        with pytest.raises(Killed):
+            run(island, out)
+    kept = snapshot.load(out)
+    assert kept.version == {"round": 1, "snapshot": 2}[point]
+    run(island, out, resume=True)
+    rounds = [one.version for each in runs_of(out) for one in each.of(runlog.Round)]
+    assert rounds == [0, 1, 2], "each once"
+    assert failed(out) == {}
+    assert differences(island, out) == []
+
+
+def test_a_snapshot_that_is_damaged_or_missing_is_named(island, done, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="is missing; start a new one"):
+        snapshot.load(out)
+    shutil.copytree(f"{done}.islands", f"{out}.islands")
+    path = Path(f"{out}.islands/snapshot")
+    raw = bytearray(path.read_bytes())
+    raw[-9] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="its digest does not fit"):
+        snapshot.load(out)
+
+
+class Slow(Here):
+    """An island's first answer arrives after five others."""
+
+    held: Answer | None = None
+    count = 0
+
+    def islands(self) -> list[str]:
+        return [name for name in self.names if not (name == "1" and self.held)]
+
+    def receive(self, timeout_s: float, /) -> Answer | Lost | None:
+        if self.held and self.count >= 5:
+            late, self.held = self.held, None
+            return late
+        answer: Any = super().receive(timeout_s)
+        if answer and self.count == 1 and answer.work.island == "1":
+            self.held, answer = answer, super().receive(timeout_s)
+        self.count += answer is not None
+        return answer
+
+
+def test_a_late_answer_is_refused_and_the_replay_knows_that_it_moved_the_optimiser(island, tmp_path):
+    out = tmp_path / "out"
+    engine = Slow(island.ready.config, "0", "1", "2", island=island)
+    run(island, out, engine)
+    (late,) = [one for each in events(out, runlog.Round) for one in each.works if one.refused]
+    assert (late.island, late.version) == ("1", 0)
+    assert late.refused.startswith("stale")
+    assert failed(out) == {}
+    assert differences(island, out) == []
+
+
+def test_a_fleet_without_a_quorum_ends_with_the_reason(island, tmp_path):
+    with pytest.raises(SpeedrunError, match=r"1 of 2 islands were ready within 5 s"):
+        run(island, tmp_path / "out", Here(island.ready.config, "0", island=island))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"track": "smoke-cpu"}, "smoke-cpu@1 is for one mesh"),
+        ({"islands": 0}, "islands-cpu@1 is for islands; type: speedrun islands run"),
+        ({"islands": 8, "overrides": {"stages.0.num_steps": "60"}}, "shards last for"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(changed, why, smoke_data, tmp_path):
+    config = replace(ISLANDS, out=tmp_path / "out", data=smoke_data, **changed)
+    with pytest.raises(SpeedrunError, match=why):
+        prepare(config)
+    assert not config.out.exists()
+
+
+FORGED: dict[str, tuple[str, Callable[[runlog.Round], runlog.Round]]] = {
+    "a lease twice": ("V108", lambda one: with_works(one, lease=0)),
+    "tokens of another": ("V108", lambda one: with_works(one, start=(0, 0))),
+    "more tokens": ("V108", lambda one: with_works(one, num_tokens=1)),
+    "a round twice": ("V109", lambda one: replace(one, version=0)),
+    "a round of one island": ("V109", lambda one: replace(one, works=one.works[:1])),
+    "one island twice": ("V109", lambda one: with_works(one, island="0")),
+    "an island that never joined": ("V109", lambda one: with_works(one, island="9")),
+    "other losses": ("V109", lambda one: with_works(one, losses=(3.0,) * 10)),
+    "no outer step": ("V109", lambda one: replace(one, digest="")),
+}
+
+
+def with_works(one: runlog.Round, **changed: Any) -> runlog.Round:
+    return replace(one, works=(*one.works[:1], replace(one.works[1], **changed)))
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_round_is_found(kind, done, tmp_path):
+    id, change = FORGED[kind]
+    out = tmp_path / "record"
+    shutil.copytree(done, out)
+    prev, lines, is_second = runlog.GENESIS, [], False
+    for line in list(runlog.read(log_of(out))):
+        event = line.event
+        if isinstance(event, runlog.Round) and event.version == 1:
+            event, is_second = change(event), True
+        raw = msgspec.structs.replace(line, prev=prev, event=event).encode()
+        prev = runlog.digest(raw)
+        lines.append(raw + b"\n")
+    assert is_second
+    log_of(out).write_bytes(b"".join(lines))
+    problems = {one.check.id: one for one in validate(out).results if one.status in ("failed", "warning")}
+    assert id in problems, [one.messages for one in problems.values()]
+
+
+def test_the_request_of_a_logged_run_is_the_one_that_made_it(island, done):
+    (run_,) = runs_of(done)
+    found, config = asked(run_, done), island.ready.config
+    same = ("track", "seed", "overrides", "islands")
+    assert [getattr(found, name) for name in same] == [getattr(config, name) for name in same]
+
+
+def test_no_other_module_imports_ray():
+    package = Path(__file__).parent.parent / "speedrun"
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if '"ray"' in path.read_text()}
+    assert found == {"islands/actors.py"}
+    assert not [
+        path for path in package.rglob("*.py") if "import ray" in path.read_text().replace("imports ray", "")
+    ]

@@ -58,6 +58,15 @@ def memory(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _of_islands(event: runlog.Island | runlog.Round) -> str | None:
+    """Return who joined or is gone, or what a round refused."""
+    if isinstance(event, runlog.Island):
+        came = f"is gone: {event.why}" if event.why else "joined"
+        return f"isle  {event.island} {came}, after round {event.version}"
+    why = [f"{work.island}: {work.refused}" for work in event.works if work.refused]
+    return f"round {event.version + 1}  {'; '.join(why)}" if why else None
+
+
 class TextLog:
     """Turns events into text."""
 
@@ -123,6 +132,8 @@ class TextLog:
             case runlog.StageChange() as change:
                 inputs = [f"{name} {value}" for name, value in change.inputs.items()]
                 return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
+            case runlog.Island() | runlog.Round() as one:
+                return _of_islands(one)
             case runlog.Val() as val:
                 clock = "clock paused" if self._clock_runs else "clock stopped"
                 return f"{self._at(val.step)}  val {val.loss:.4f}  ({clock}, {val.seconds:.1f} s)"

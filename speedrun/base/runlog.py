@@ -15,6 +15,7 @@ import msgspec
 from speedrun.base.clock import now
 from speedrun.base.errors import translate_os_errors
 from speedrun.base.limits import Count, Natural, Seconds, Sha256, Size, StateHash
+from speedrun.base.rounds import Island, Islands, Round
 
 GENESIS = "0" * 16
 
@@ -23,7 +24,7 @@ Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True):
-    """Base of all events."""
+    """Base of all events but those of `base.rounds`."""
 
 
 class ShardRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -243,7 +244,8 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
 
 AnyEvent = (
     RunStart | Preflight | DataReady | Exported | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
-    | StageChange | ClockPause | Val | ClockResume | ClockStop | Checkpoint | Warning | Error | RunEnd
+    | StageChange | Islands | Island | Round | ClockPause | Val | ClockResume | ClockStop | Checkpoint | Warning | Error
+    | RunEnd
 )  # fmt: skip
 
 

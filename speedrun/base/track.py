@@ -84,6 +84,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: Rules
     synthetic: dict[str, int] | None = None  #: settings of the generator, if the data is synthetic
     python_docs: dict[str, int] | None = None  #: its BPE and shards, if the data is Python's documentation
+    islands: dict[str, int] | None = None  #: `most` of them, steps of `every` round, `quorum`; None: one mesh
     fixed: Fixed | None = None  #: None: recipes are free
 
     @property

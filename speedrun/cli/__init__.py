@@ -24,6 +24,7 @@ GROUPS = {
         "recipes": ("plan", "List recipes, or the settings of one."),
         "run": ("train", "Train on a track, under the clock."),
         "batch": ("train", "Declare several runs, run them, and test their mean loss."),
+        "islands": ("islands", "Train on islands that may come and go, or replay such a run."),
     },
     "Check": {
         "validate": ("check", "Check a record offline, and recompute every claim."),

@@ -20,6 +20,7 @@ from speedrun.train import connect, watchdog
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
+    from speedrun.lab import single_run
     from speedrun.lab.several_runs import Outcome
     from speedrun.lab.trials import Promise
 
@@ -114,7 +115,7 @@ def run(
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
     ctx.with_resource(children.stoppable())
-    _import_jax()
+    import_jax()
     from speedrun.lab import single_run
 
     config = options.request(
@@ -135,9 +136,12 @@ def run(
     same["watch_port"] = extras.watch_port or (cli.WATCH_PORT if extras.watch else None)
     beside = single_run.Extras(**same, init_from=single.init_from, to_stderr=ctx.params["as_json"])
     done = single_run.run(config, joined, beside)
-    if done is None:
-        return None
-    lines = [card(done.rules, done.summary, done.report)]
+    return None if done is None else told(done)
+
+
+def told(done: "single_run.Single", *more: str) -> cli.Answer:
+    """Return the answer about a finished run, with more lines after its card."""
+    lines = [card(done.rules, done.summary, done.report), *more]
     if done.bits_per_byte is not None:
         lines.append(f"bytes   {done.bits_per_byte:.3f} bits per byte of validation text")
     lines += [f"record  {done.config.out}", f"plot    {done.picture}"]
@@ -146,7 +150,7 @@ def run(
     return cli.Answer(done.facts(), lines, 0 if is_good else 1)
 
 
-def _import_jax() -> None:
+def import_jax() -> None:
     """Import JAX, and handle signals only afterwards: an exception in its C++ start crashes the process."""
     got: list[int] = []
     with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):

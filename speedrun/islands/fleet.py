@@ -1,34 +1,47 @@
 """Training of a fleet of islands: rounds, each followed by an outer step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
+from speedrun.base import runlog
 from speedrun.base.clock import Stopwatch
+from speedrun.base.rounds import Work
 from speedrun.data.stream import Shape
-from speedrun.islands.island import Answer, Order
 from speedrun.islands.leases import Leases
-from speedrun.islands.outer import Outer, Weights, stepped
-from speedrun.islands.rounds import Engine, Lost, Round, Rules, refusal
+from speedrun.islands.outer import Outer, Weights, digest, stepped
+from speedrun.islands.rounds import Answer, Engine, Lost, Order, refusal
+
+
+class Played(NamedTuple):
+    """What came of a round."""
+
+    round: runlog.Round
+    lost: tuple[Lost, ...]
+
+    @property
+    def used(self) -> list[Work]:
+        """The works whose weights were used."""
+        return [one for one in self.round.works if not one.refused]
 
 
 @dataclass
 class Fleet:
     """The weights and everything that moves them. The inner optimisers are on the islands."""
 
-    outer: Outer
-    rules: Rules
-    every: int  #: inner steps of a round
-    quorum: int  #: islands that must answer for a round to count
+    settings: runlog.Islands
     config_sha256: str  #: of all islands
     shapes: Sequence[Shape]  #: of the batch of an island at each step
     leases: Leases
-    weights: Weights
-    velocity: Weights = field(default_factory=dict[str, np.ndarray])
-    version: int = 0  #: number of outer steps
+    weights: dict[str, np.ndarray]
+    velocity: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    version: int = 0  #: number of rounds that counted
 
     def __post_init__(self) -> None:
+        self.late: list[Answer | Lost] = []
         self.velocity = self.velocity or {
             name: np.zeros(x.shape, np.float32) for name, x in self.weights.items()
         }
@@ -36,56 +49,72 @@ class Fleet:
     @property
     def step(self) -> int:
         """The step of the schedule at which the next round begins."""
-        return self.version * self.every
+        return min(self.version * self.settings.every, len(self.shapes))
 
     @property
     def is_done(self) -> bool:
         """Whether all steps of the schedule are done."""
-        return self.step >= len(self.shapes)
+        return self.step == len(self.shapes)
 
-    def advance(self, engine: Engine) -> Round:
+    def recruit(self, engine: Engine, timeout_s: float) -> list[str]:
+        """Return the islands that are ready; if something arrives before, keep it for the next round."""
+        if (found := engine.receive(timeout_s)) is not None:
+            self.late.append(found)
+        return engine.islands()
+
+    def advance(self, engine: Engine) -> Played:
         """Play a round. If enough islands have answered, take the outer step; else their tokens are given again."""
-        found = self._play(engine)
-        if len(found.answers) < self.quorum:
-            for answer in found.answers:
-                self.leases.give_back(found.leases[answer.island])
-            return found
-        parts = [(answer.num_tokens, answer.weights) for answer in found.answers]
-        self.weights, self.velocity = stepped(self.outer, self.weights, self.velocity, parts)
-        self.version += 1
-        return found
+        orders, works, parts, lost = self._play(engine)
+        counts = len(parts) >= self.settings.quorum
+        for order in orders:
+            if not (counts and order.lease.number in parts):
+                self.leases.give_back(order.lease)
+        if not counts:
+            short = f"only {len(parts)} of {self.settings.quorum} answered"
+            works = [one if one.refused else replace(one, refused=short) for one in works]
+        num_bytes = sum(x.nbytes for x in self.weights.values()) * (len(orders) + len(works))
+        found = runlog.Round(self.version, tuple(works), num_bytes)
+        if counts:
+            outer = Outer(self.settings.outer_lr, self.settings.outer_momentum)
+            in_order = [part for _, part in sorted(parts.items())]
+            self.weights, self.velocity = stepped(outer, self.weights, self.velocity, in_order)
+            self.version += 1
+            found = replace(found, digest=digest(self.weights))
+        return Played(found, tuple(lost))
 
-    def _play(self, engine: Engine) -> Round:
-        """Give every island that is ready an order with a lease of its own; return what came back by the deadline.
+    def _play(
+        self, engine: Engine
+    ) -> tuple[Collection[Order], list[Work], dict[int, tuple[int, Weights]], list[Lost]]:
+        """Give every island that is ready an order with a lease of its own; sort what comes back by the deadline.
 
-        Leases of refused, lost and late islands go back. A late answer is refused in a later round, as it is stale.
+        Return the orders, all works, tokens and weights of the good ones by lease, and losses. The answer of a late
+        island is refused in a later round, as it is stale.
         """
-        shapes = self.shapes[self.step : self.step + self.every]
-        waiting: dict[str, Order] = {}
+        shapes, deadline_s = self.shapes[self.step :][: self.settings.every], self.settings.deadline_s
+        orders: dict[str, Order] = {}
         for name in engine.islands():
-            waiting[name] = Order(self.version, self.step, self.leases.grant(shapes), self.weights)
-            engine.send(name, waiting[name])
-        granted = {name: order.lease for name, order in waiting.items()}
-        watch, taken, refused, lost = Stopwatch(), list[Answer](), list[Lost](), list[Lost]()
-        while waiting and (left_s := self.rules.deadline_s - watch.seconds) > 0:
-            if (found := engine.receive(left_s)) is None:
+            orders[name] = Order(self.version, self.step, self.leases.grant(shapes), self.weights)
+            engine.send(name, orders[name])
+        waiting, watch = dict(orders), Stopwatch()
+        works, parts, lost = list[Work](), dict[int, tuple[int, Weights]](), list[Lost]()
+        while self.late or waiting:
+            found = self.late.pop(0) if self.late else engine.receive(max(0.0, deadline_s - watch.seconds))
+            if found is None:
                 break
-            if isinstance(found, Answer) and found.version != self.version:
-                # Its island may still answer this round's order.
-                refused.append(Lost(found.island, f"stale: of version {found.version}, need {self.version}"))
-                continue
-            order = waiting.pop(found.island, None)
             if isinstance(found, Lost):
                 lost.append(found)
-            elif why := refusal(found, order, self.config_sha256, self.rules):
-                refused.append(Lost(found.island, why))
-            else:
-                taken.append(found)
+                waiting.pop(found.island, None)
                 continue
-            if order is not None:
-                self.leases.give_back(order.lease)
-        for name, order in waiting.items():
-            lost.append(Lost(name, f"late: no answer in {self.rules.deadline_s:g} s"))
-            self.leases.give_back(order.lease)
-        answers = tuple(sorted(taken, key=lambda one: one.lease))
-        return Round(self.version, granted, answers, tuple(refused), tuple(lost))
+            work = found.work
+            why = f"stale: of version {work.version}, need {self.version}"
+            if work.version == self.version:  # else its island may still answer this round's order
+                order = waiting.pop(work.island, None)
+                why = refusal(found, order, self.config_sha256, self.settings.most_change)
+            if why:
+                finite = work.losses if np.isfinite(work.losses).all() else ()
+                work = replace(work, refused=why, losses=finite)
+            else:
+                parts[work.lease] = work.num_tokens, found.weights
+            works.append(work)
+        lost += [Lost(name, f"late: no answer in {deadline_s:g} s") for name in waiting]
+        return orders.values(), works, parts, lost

@@ -24,10 +24,8 @@ class Lease(msgspec.Struct, frozen=True):
 class Leases:
     """Grants tokens, and grants again what comes back untrained."""
 
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream = stream
-        self._number = 0
-        self.returned: list[Lease] = []
+    def __init__(self, stream: TokenStream, num_granted: int = 0, returned: Sequence[Lease] = ()) -> None:
+        self.stream, self.num_granted, self.returned = stream, num_granted, list(returned)
 
     def grant(self, shapes: Sequence[Shape]) -> Lease:
         """Lease tokens for batches of these shapes; raise DataError if the stream has too few."""
@@ -35,11 +33,11 @@ class Leases:
         if again := next((lease for lease in self.returned if lease.shapes == wanted), None):
             self.returned.remove(again)
             return again
-        start = self._stream.cursor
+        start = self.stream.cursor
         for shape in wanted:
-            self._stream.batch(*shape)
-        self._number += 1
-        return Lease(self._number - 1, start, self._stream.cursor, wanted)
+            self.stream.batch(*shape)
+        self.num_granted += 1
+        return Lease(self.num_granted - 1, start, self.stream.cursor, wanted)
 
     def give_back(self, lease: Lease) -> None:
         """Take a lease whose tokens were not trained on."""

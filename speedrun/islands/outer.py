@@ -5,6 +5,7 @@
 Source: Douillard et al. 2023, DiLoCo.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -54,3 +55,12 @@ def stepped(
             moving[name] = (outer.momentum * moving[name].astype(np.float64) + change).astype(np.float32)
             new[name] = old - outer.lr * (change + outer.momentum * moving[name].astype(np.float64))
     return {name: x.astype(weights[name].dtype) for name, x in new.items()}, moving
+
+
+def digest(weights: Weights) -> str:
+    """Return the sha256 of weights by name."""
+    found = hashlib.sha256()
+    for name, x in sorted(weights.items()):
+        found.update(f"{name} {x.dtype} {x.shape} ".encode())
+        found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -6,17 +6,32 @@ do not know whether islands are processes, or take turns in one.
 
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
-from speedrun.base.limits import Positive, Seconds
-from speedrun.islands.island import Answer, Order, digest
+from speedrun.base.rounds import Work
 from speedrun.islands.leases import Lease
-from speedrun.islands.outer import Weights
+from speedrun.islands.outer import Weights, digest
+
+
+class Order(NamedTuple):
+    """What an island is asked to do."""
+
+    version: int  #: of the weights: the number of rounds that counted before
+    step: int  #: of the schedule, at which it begins
+    lease: Lease
+    weights: Weights
+
+
+class Answer(NamedTuple):
+    """What it did."""
+
+    work: Work
+    config_sha256: str
+    weights: Weights
 
 
 class Lost(NamedTuple):
-    """An island that will not answer."""
+    """An island that left, or will not answer."""
 
     island: str
     why: str
@@ -26,7 +41,7 @@ class Engine(Protocol):
     """Islands by name."""
 
     def islands(self) -> list[str]:
-        """Return those that are ready for an order."""
+        """Return those that are ready for an order; start others in the place of lost ones."""
         ...
 
     def send(self, island: str, order: Order) -> None:
@@ -38,42 +53,30 @@ class Engine(Protocol):
         ...
 
 
-class Rules(msgspec.Struct, frozen=True):
-    """What a round waits for and takes."""
-
-    deadline_s: Seconds
-    most_change: Positive = 1e30  #: of the norm of all weights, relative
-
-
-class Round(NamedTuple):
-    """What came of a round."""
-
-    version: int  #: before it
-    leases: dict[str, Lease]  #: by island
-    answers: tuple[Answer, ...]  #: taken, in the order of their leases
-    refused: tuple[Lost, ...]
-    lost: tuple[Lost, ...]
-
-
-def refusal(answer: Answer, order: Order | None, config_sha256: str, rules: Rules) -> str | None:
-    """Return why an answer of this version is not taken, or None. `order` is the open one of its island."""
+def refusal(answer: Answer, order: Order | None, config_sha256: str, most_change: float) -> str:
+    """Return why an answer of this version is not taken, or nothing. `order` is the open one of its island."""
+    work = answer.work
     if order is None:
         return "it has answered already, or was not asked"
-    if answer.lease != order.lease.number or answer.num_tokens != order.lease.num_tokens:
-        return f"of lease {answer.lease} with {answer.num_tokens:,} tokens, need lease {order.lease.number}"
+    lease = order.lease
+    if (work.lease, work.start, work.stop) != (lease.number, lease.start, lease.stop):
+        return f"of lease {work.lease}, need lease {lease.number}"
+    if work.num_tokens != lease.num_tokens or len(work.losses) != len(lease.shapes):
+        got = f"of {work.num_tokens:,} tokens in {len(work.losses)} steps"
+        return f"{got}, need {lease.num_tokens:,} in {len(lease.shapes)}"
     if answer.config_sha256 != config_sha256:
         return f"of config {answer.config_sha256[:12]}, need {config_sha256[:12]}"
-    if answer.digest != digest(answer.weights):
+    if work.digest != digest(answer.weights):
         return "damaged: its weights do not have its digest"
     forms = [{name: (x.dtype, x.shape) for name, x in w.items()} for w in (answer.weights, order.weights)]
     if forms[0] != forms[1]:
         return "its weights have other names, shapes or dtypes"
     change, size = _norm(answer.weights, order.weights), _norm(order.weights)
-    if not np.isfinite(change) or not np.isfinite(answer.losses).all():
+    if not np.isfinite(change) or not np.isfinite(work.losses).all():
         return "not finite"
-    if change > rules.most_change * size:
-        return f"its weights moved by {change / size:.3g} of their norm, more than {rules.most_change:g}"
-    return None
+    if change > most_change * size:
+        return f"its weights moved by {change / size:.3g} of their norm, more than {most_change:g}"
+    return ""
 
 
 def _norm(weights: Weights, origin: Weights | None = None) -> float:

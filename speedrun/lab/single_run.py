@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -85,10 +86,17 @@ class Single(NamedTuple):
         }
 
 
-def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extras) -> Single | None:
+def run(
+    config: RunConfig,
+    joined: AbstractContextManager[object],
+    extras: Extras,
+    train: Callable[..., object] = train,
+    resumed: Callable[[Path], RunConfig] = resumed,
+) -> Single | None:
     """Train, or resume, and write the record; return None in all processes but the first.
 
-    `joined` connects the processes of the run. With `config.resume`, all settings but `out` come from the folder.
+    `joined` connects the processes of the run. With `config.resume`, all settings but `out` come from the folder, by
+    `resumed`. `train` trains a request.
     """
     is_ours = config.resume or not os.path.exists(config.out)
     is_done = False
@@ -101,7 +109,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
                     _say(f"{config.out} is finished; nothing to resume; writing its record again")
             if not is_done:
                 extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
-                config = _trained(config, extras)
+                config = _trained(config, extras, train)
     except BaseException:
         if is_ours and processes.is_first():
             _assemble_broken(config)
@@ -113,7 +121,7 @@ def run(config: RunConfig, joined: AbstractContextManager[object], extras: Extra
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 
-def _trained(config: RunConfig, extras: Extras) -> RunConfig:
+def _trained(config: RunConfig, extras: Extras, train: Callable[..., object]) -> RunConfig:
     """Generate the data of a synthetic track, and train; return the settings, which `init_from` changes."""
     request, rules = extras.samples(config), tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None

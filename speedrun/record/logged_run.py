@@ -27,7 +27,7 @@ _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, t
 
 _LARGEST = 2.0**128  #: the end of float32, so sums of squares are finite
 _LONGEST_LINE, _DEEPEST = 2**22, 64  #: bytes of a line, and levels of its JSON
-_Event = TypeVar("_Event", bound=runlog.Event)
+_Event = TypeVar("_Event", bound=msgspec.Struct)
 
 
 class FormatError(ValueError):

@@ -1,11 +1,10 @@
 """The training loop: compile, warm up, train under the clock, score.
 
-Programs are warmed up on random ids, and the state is built again. No token is read before the clock starts. A loss is
-fetched while the next step runs.
+Programs are warmed up on random ids, and the state is built again. No token is read before the clock starts.
 """
 
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,22 +67,11 @@ class Training:
 
     def run(self) -> None:
         """Compile, warm up, train and score."""
-        given = self.ready, self.checkpoints, self.place, self.log, self.phases, self.stopping, self.untimed
-        self.state, self.executables, self.place = set_up(*given)
+        self.set_up()
         self.clock.resume_at(self.place.train_time_s)
-        mesh, schedule = self.ready.program.mesh, self.ready.program.schedule
-        throttled_s = health.throttled_s(mesh)
-        with closing(self._feed()) as feed, self._clocked():
-            for step, batches in feed:
-                self._before_step(step, batches)
-                batch = self._next_batch(step, batches)
-                tokens_BT, targets_BT = (meshes.place(x, mesh) for x in batch)
-                train_step = self.executables.steps[self.executables.planned[step].shape]
-                self.state, metrics = train_step(self.state, tokens_BT, targets_BT, schedule)
-                self._report()  # of the previous step: the devices are busy with this one
-                # Gather the flags now: queued after the next step, the gather would wait for it.
-                self.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
-                self.place = replace(self.place, step=step + 1, cursor=batches.cursor)
+        throttled_s = health.throttled_s(mesh := self.ready.program.mesh)
+        with self._clocked():
+            self.train()
             self._finish(throttled_s)
         with processes.handled_by(signals.ignore):  # do not lose the result
             self.final_hash = processes.agreed(
@@ -93,6 +81,32 @@ class Training:
                 refuse=SpeedrunError,
             )
             self.matmul_gflops = health.matmul_gflops_again(mesh, self.log)
+
+    def set_up(self) -> None:
+        """Make the state and everything that runs under the clock."""
+        given = self.ready, self.checkpoints, self.place, self.log, self.phases, self.stopping, self.untimed
+        self.state, self.executables, self.place = set_up(*given)
+
+    def train(self) -> None:
+        """Run all steps, with the validations before them."""
+        mesh, schedule, start = self.ready.program.mesh, self.ready.program.schedule, self.place
+        planned = self.executables.planned
+        tokens = self.ready.stream(start.cursor, process=processes.index(), num_processes=processes.count())
+        with stream.Prefetch(tokens, [each.batch for each in planned[start.step :]]) as batches:
+            try:
+                for step in range(start.step, len(planned)):
+                    self._before_step(step, batches)
+                    batch = self._next_batch(step, batches)
+                    tokens_BT, targets_BT = (meshes.place(x, mesh) for x in batch)
+                    train_step = self.executables.steps[planned[step].shape]
+                    self.state, metrics = train_step(self.state, tokens_BT, targets_BT, schedule)
+                    self._report()  # of the previous step: the devices are busy with this one
+                    # Gather the flags now: queued after the next step, the gather would wait for it.
+                    bad = meshes.whole(metrics.bad)
+                    self.pending = Pending(step, metrics._replace(bad=bad), batches.cursor)
+                    self.place = replace(self.place, step=step + 1, cursor=batches.cursor)
+            finally:  # also for a run that breaks off
+                self.data_wait_s, self.ranges = batches.wait_s, batches.ranges
 
     def end(self, outcome: runlog.Outcome) -> runlog.RunEnd:
         """Return the last event of the log."""
@@ -134,18 +148,6 @@ class Training:
         jax.device_get(jax.block_until_ready(self.state).step)
         processes.barrier()
 
-    def _feed(self) -> Generator[tuple[int, stream.Prefetch], None, None]:
-        """Yield each step with the stream of its batch."""
-        start, planned = self.place, self.executables.planned
-        shapes = [each.batch for each in planned[start.step :]]
-        tokens = self.ready.stream(start.cursor, process=processes.index(), num_processes=processes.count())
-        with stream.Prefetch(tokens, shapes) as batches:
-            try:
-                for step in range(start.step, len(planned)):
-                    yield step, batches
-            finally:  # also for a run that breaks off
-                self.data_wait_s, self.ranges = batches.wait_s, batches.ranges
-
     def _before_step(self, step: int, batches: stream.Prefetch) -> None:
         """Save and validate if due; stop if a signal was received."""
         every = self.ready.config.checkpoint_every
@@ -159,10 +161,7 @@ class Training:
             self.stopping.check()
         if validates:
             batches.drain()
-            with self.clock.paused(self._sync):
-                self.log.emit(runlog.ClockPause("validation", self.clock.seconds))
-                self._validate(step)
-            self.log.emit(runlog.ClockResume(self.clock.seconds))
+            self._validate_in_pause(step)
         _log_stage_change(self.executables, step, self.log)
         faults.point("step")
 
@@ -199,6 +198,12 @@ class Training:
         reads = ", ".join(self.ready.program.layout.reads)
         rows = f", or spread the ids that are read of {reads} evenly over it" if reads else ""
         return f"lower the learning rate{rows}"
+
+    def _validate_in_pause(self, step: int) -> None:
+        with self.clock.paused(self._sync):
+            self.log.emit(runlog.ClockPause("validation", self.clock.seconds))
+            self._validate(step)
+        self.log.emit(runlog.ClockResume(self.clock.seconds))
 
     def _validate(self, step: int) -> None:
         """Score the validation tokens, log the result, and check that the state did not change."""

@@ -116,8 +116,8 @@ class Ready:
         return msgspec.json.encode(Resumable(config, recipe, self.program.num_devices), enc_hook=str)
 
 
-def prepare(config: RunConfig) -> Ready:
-    """Check everything about a run that can be checked before its folder is made."""
+def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
+    """Check everything about a run that can be checked before its folder is made. `loop` is the module that trains."""
     with watchdog.starting(config.out, config.deadlines_s):
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
@@ -125,7 +125,7 @@ def prepare(config: RunConfig) -> Ready:
         recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
         _check_out(config)
         meshes.prepare(track.rules.platform)
-        _check_platform(track)
+        _check_platform(track, config)
         num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
         mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
         folder = shards.data_folder(track, config.data)
@@ -137,17 +137,23 @@ def prepare(config: RunConfig) -> Ready:
         contract.check_fixed(recipe, program.step.plan.rows, track)
         program = footprint.fitted_here(program)
         found = shards.open_track(folder, track.data)
-        steps: list[stream.Shape] = []
-        for one in recipe.stages:
-            steps += [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens)] * one.num_steps
-        stream.require_steps(found.train, steps, track.data.document_token)
+        shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.islands))]
+        stream.require_steps(found.train, shapes, track.data.document_token)
         stream.validation_batches(
             found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
         )
-        modules = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run"]
+        modules = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run", loop]
         source = provenance.closure(modules, [tracks.TRACKS_DIR / f"{track.name}.toml"])
         _check_source(config, source)
         return Ready(config, track, recipe, program, found, folder, source)
+
+
+def shapes_of(recipe: Recipe) -> list[stream.Shape]:
+    """Return the shape of the batch of each step."""
+    shapes = (
+        (stream.Shape(one.num_sequences, one.seq_len, one.document_tokens), one) for one in recipe.stages
+    )
+    return [shape for shape, one in shapes for _ in range(one.num_steps)]
 
 
 def _check_source(config: RunConfig, source: str) -> None:
@@ -172,8 +178,11 @@ def _check_out(config: RunConfig) -> None:
         raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
 
 
-def _check_platform(track: tracks.Track) -> None:
-    """Check the platform: without a usable GPU, JAX silently falls back to the CPU."""
+def _check_platform(track: tracks.Track, config: RunConfig) -> None:
+    """Check what the track is for, and the platform: without a usable GPU, JAX silently falls back to the CPU."""
+    if (track.islands is None) == (config.islands > 0):
+        hint = "choose another track, as islands-cpu" if config.islands else "type: speedrun islands run"
+        raise UsageError(f"{track.id} is for {'one mesh' if track.islands is None else 'islands'}; {hint}")
     found, needed = jax.default_backend(), track.rules.platform
     if needed not in ("any", found):
         hint = "scripts/install.sh adds JAX for CUDA where there is a driver; or choose another track"

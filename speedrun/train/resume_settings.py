@@ -5,13 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from speedrun.base import processes, track
+from speedrun.base import processes
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.record import layout
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
+from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig, read_sealed
 
 
@@ -22,10 +23,8 @@ def resumed(out: Path) -> RunConfig:
     """
     if (out / layout.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
-    for run in load(out).finished if out.is_dir() else ():
-        start, name = run.start, run.start.track.rpartition("@")[0]
-        recipe = None if start.recipe == track.load(name).recipe else start.recipe
-        return RunConfig(name, out, recipe, start.seed, start.overrides)
+    if (done := finished(out)) is not None:
+        return done
     path = checkpoint.folder_of(out) / checkpoint.RUN
     if not path.exists():
         if path.parent.exists() and not out.exists():
@@ -36,7 +35,17 @@ def resumed(out: Path) -> RunConfig:
     with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
         kept = read_sealed(path, Resumable)
     if processes.is_first():
-        salvage(out)
-        for problem in load(out).malformed:
-            raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")
+        repair(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
+
+
+def finished(out: Path) -> RunConfig | None:
+    """Return the settings of the finished run in a folder, if there is one."""
+    return next((asked(run, out) for run in (load(out).finished if out.is_dir() else ())), None)
+
+
+def repair(out: Path) -> None:
+    """Mark a run that was killed as one that broke off; refuse a record that cannot be read."""
+    salvage(out)
+    for problem in load(out).malformed:
+        raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")

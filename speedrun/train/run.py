@@ -4,8 +4,11 @@ python -m speedrun.train.run REQUEST.json      prints the log; other commands ru
 """
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from speedrun.base import faults, processes, provenance, runlog, signals
 from speedrun.base import track as tracks
@@ -15,35 +18,36 @@ from speedrun.base.output import expected, reported, text_of
 from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.record import layout
 from speedrun.train import checkpoint, health, watchdog
-from speedrun.train.checkpoint import Checkpoints
 from speedrun.train.loop import Training
 from speedrun.train.preflight import Ready, prepare
 from speedrun.train.request import RunConfig, decoded
 
 
-def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunEnd:
+def train(
+    config: RunConfig, reader: runlog.Reader | None = None, kind: type[Training] = Training, **more: Any
+) -> runlog.RunEnd:
     """Train once; write `source.txt` and `runs/<run id>/` into the record; return the last event of the log.
 
-    If `prepare` refuses, no folder is made. If the run breaks off, its log says why.
+    If `prepare` refuses, no folder is made. If the run breaks off, its log says why. `more` are arguments of `kind`.
     """
-    ready = processes.agreed(lambda: prepare(config), lambda ready: ready.facts)
+    ready = processes.agreed(lambda: prepare(config, kind.__module__), lambda ready: ready.facts)
     locked = lock_record(config.out) if processes.is_first() else nullcontext()
     kept = nullcontext()
     if config.checkpoint_every:
         folder = checkpoint.folder_of(config.out)
         kept = checkpoint.opened(folder, ready.resumable, keep=config.keep_checkpoints)
     with locked, kept as checkpoints:
-        return _logged(ready, checkpoints, reader)
+        return _logged(ready, reader, partial(kind, checkpoints=checkpoints, **more))
 
 
-def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runlog.RunEnd:
+def _logged(ready: Ready, reader: runlog.Reader | None, make: Callable[..., Training]) -> runlog.RunEnd:
     config, started = ready.config, now()
     nonce = layout.sha256(f"{started}".encode())[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
     with runlog.RunLog(path, reader) as log, processes.handled_by(signals.ignore):
-        training = Training(run_id, ready, log, checkpoints)
+        training = make(run_id, ready, log)
         outcome: runlog.Outcome = "aborted"
         training.phases.enter("start")  # its deadline counts from here
         try:

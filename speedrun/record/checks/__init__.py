@@ -2,6 +2,7 @@
 
 from speedrun.record.checks import (
     v0_files,
+    v1_islands,
     v1_tokens,
     v2_timing,
     v3_batches,
@@ -11,7 +12,7 @@ from speedrun.record.checks import (
 )
 from speedrun.record.checks.table import Check
 
-_MODULES = (v3_batches, v3_claims, v4_environment, v0_files, v5_source, v2_timing, v1_tokens)
+_MODULES = (v3_batches, v3_claims, v4_environment, v0_files, v5_source, v2_timing, v1_tokens, v1_islands)
 
 _FOUND = [one for module in _MODULES for one in vars(module).values() if isinstance(one, Check)]
 

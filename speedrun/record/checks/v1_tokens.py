@@ -94,6 +94,8 @@ def _is_scored(shard: runlog.ShardRange, run: Run) -> bool:
 )
 def _token_count(run: Run, _record: Record) -> Iterator[str]:
     """If documents are cut, a range holds more than the steps read, so the cursor can only be bounded."""
+    if run.of(runlog.Islands):
+        raise Skip("trained by islands: see V108")
     if (cut := sum(shard.skipped for shard in run.data.shards)) and not _cuts(run):
         yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
     shards = iter(run.data.shards)

@@ -175,6 +175,8 @@ def _throughput(run: Run, _record: Record) -> Iterator[str]:
     steps = [(step.batch_tokens, seconds) for step, seconds in zip(run.steps, run.step_s, strict=True)]
     seen, begun = run.steps[-1].tokens_seen, run.origin  # without the run that it resumes
     whole = seen - begun.tokens_seen, run.train_time_s - begun.train_time_s
+    if run.of(runlog.Islands):  # all steps of a round end with it
+        steps = [whole]
     for what, parts in (("median step", steps), ("whole run", [whole])):
         rates = [tokens / seconds if seconds > 0 else float("inf") for tokens, seconds in parts]
         gflops = plan.flops_per_token * median(rates) / 1e9

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+from msgspec.structs import replace
 
-from speedrun.base import provenance
+from speedrun.base import provenance, runlog
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
@@ -27,6 +28,7 @@ from speedrun.record.examine import sandbox
 from speedrun.record.findings import Examination, Findings
 from speedrun.record.layout import Strict
 from speedrun.record.reader import load, read_files
+from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
 
 _PACKAGE = Path(__file__).parent.parent.parent
@@ -160,6 +162,8 @@ class Rerun:
 
     def run(self, out: Path, *, seed: int) -> None:
         """Train with the source, and copy its record into a new folder; raise SpeedrunError if it fails."""
+        if self.old.of(runlog.Islands):
+            raise UsageError(f"{self.old.folder} was trained by islands; type: speedrun islands replay")
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, self.data)
@@ -231,19 +235,7 @@ class Rerun:
             raise SpeedrunError(f"{ended}; see its output above", found if found in EXIT_CODES else 0)
 
     def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
-        start = self.old.start
-        return RunConfig(
-            track=self.rules.name,
-            out=out.absolute(),
-            recipe=start.recipe,
-            seed=seed,
-            overrides=start.overrides,
-            data=data.absolute(),
-            num_devices=self.old.preflight.num_devices,
-            replicas=start.config.get("replicas"),
-            microbatches=start.config.get("microbatches"),
-            attention=start.config.get("attention", "auto"),
-        )
+        return replace(asked(self.old, out.absolute(), data.absolute()), seed=seed)
 
 
 def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:

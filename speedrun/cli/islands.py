@@ -1,0 +1,153 @@
+"""The commands `speedrun islands`: training that loses a machine and goes on."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import click
+from msgspec.structs import replace
+
+from speedrun.base import children, runlog
+from speedrun.base import track as tracks
+from speedrun.base.console import memory
+from speedrun.base.errors import UsageError
+from speedrun.cli import options as cli
+from speedrun.cli.train import import_jax, told
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import load_result
+from speedrun.train.repeat import asked
+
+_TRACK = "islands-cpu"
+
+
+@click.group(epilog=cli.epilog("speedrun islands run", "speedrun islands replay runs/first"))
+def islands() -> None:
+    """Train on islands: meshes that exchange weights every few steps, and may join, leave or die."""
+
+
+class Fleet(NamedTuple):
+    """Options of a fleet.
+
+    Options:
+        every: Steps of a round. Default: the track's.
+        quorum: Islands whose answers make a round count. Default: the track's.
+        outer_lr: Learning rate of the outer step; 1 without momentum takes the mean.
+        most_change: Refuse weights that move by more than this part of their norm in a round.
+        meet_within: Time for islands to start.
+    """
+
+    islands: Annotated[cli.Count, "Number of islands."] = 3
+    every: cli.Count | None = None
+    quorum: cli.Count | None = None
+    outer_lr: Annotated[float, cli.Number(0.0001, 100)] = 1.0
+    outer_momentum: Annotated[float, cli.Number(0, 0.9999), "Nesterov momentum of the outer step."] = 0.0
+    deadline: Annotated[cli.Count, "--deadline SECONDS", "Time for the answers of a round."] = 120
+    most_change: Annotated[float, cli.Number(0.0001)] = 1e30
+    meet_within: Annotated[cli.Count, "--meet-within SECONDS"] = 600
+
+    def settings(self, track: str) -> runlog.Islands:
+        """Return the settings that the log names; raise UsageError if the track does not permit them."""
+        rules = tracks.load(track)
+        own = rules.islands or {"most": self.islands, "every": 1, "quorum": 1}  # refused with its data
+        every, quorum = self.every or own["every"], self.quorum or min(own["quorum"], self.islands)
+        if not quorum <= self.islands <= own["most"]:
+            got = f"{self.islands} islands of which {quorum} must answer"
+            raise UsageError(f"{got}; {rules.id} takes at most {own['most']}; pass other numbers")
+        if rules.rules.val_every % every:
+            need = f"need a divisor of {rules.rules.val_every}, as {rules.id} validates so often"
+            raise UsageError(f"--every {every}; {need}")
+        outer = self.outer_lr, self.outer_momentum, self.most_change
+        return runlog.Islands(self.islands, every, quorum, float(self.deadline), *outer)
+
+
+@cli.command(
+    "speedrun islands run",
+    "speedrun islands run --islands 4 --every 10 --outer-lr 0.7 --outer-momentum 0.5",
+    "speedrun islands run --resume runs/2026-11-26-islands-cpu-1",
+    of=islands,
+)
+def run(
+    ctx: click.Context,
+    options: cli.RunOptions,
+    fleet: Fleet,
+    *,
+    seed: Annotated[cli.Seed, "Seed of the initial weights."] = 0,
+    address: Annotated[str | None, "--address HOST:PORT"] = None,
+    resume: Annotated[Path | None, "--resume DIR", "Resume the run in DIR from its snapshot."] = None,
+) -> cli.Answer | None:
+    """Train on islands, and write, draw and validate a record. An island that is lost is replaced.
+
+    Exits with 0 if the target is reached and every check passes, else with 1.
+
+    Options:
+        address: Ray to use; $RAY_AUTH_TOKEN has its token. Default: one of our own, on this machine.
+    """
+    ctx.with_resource(children.stoppable())
+    if "track" not in (param.name for param in cli.typed(ctx)):
+        options = options._replace(track=_TRACK)
+    from speedrun.islands import actors, snapshot
+
+    if resume is None:
+        settings = fleet.settings(options.track)
+        limits_s = {"start": fleet.meet_within + 300.0, "step": fleet.meet_within + fleet.deadline + 300.0}
+        folder, changed = options.out or cli.new_folder(options.track), cli.parse_settings(options.settings)
+        config = options.request(folder, changed, seed=seed, deadlines_s=limits_s, islands=fleet.islands)
+    else:
+        cli.only_with_resume(ctx, "address")
+        kept = snapshot.load(resume)
+        config, settings = replace(kept.config, out=resume, resume=True), kept.settings
+    engine_of = ctx.with_resource(actors.connected(address, settings.islands))
+    import_jax()
+    from speedrun.islands.driver import Driver
+    from speedrun.lab import single_run
+    from speedrun.train.run import train
+
+    more = {"settings": settings, "engine_of": engine_of, "meet_s": float(fleet.meet_within)}
+    beside = single_run.Extras(to_stderr=ctx.params["as_json"])
+    done = single_run.run(
+        config, nullcontext(), beside, partial(train, kind=Driver, **more), snapshot.resumed
+    )
+    return None if done is None else told(done, _line(load_result(config.out).runs))
+
+
+def _line(runs: Sequence[Run]) -> str:
+    """Return what the islands of a record did."""
+    rounds = [one for run in runs for one in run.of(runlog.Round)]
+    works = [work for one in rounds for work in one.works]
+    losses = sum(bool(one.why) for run in runs for one in run.of(runlog.Island))
+    used = sum(work.num_tokens for work in works if not work.refused)
+    return (
+        f"islands {len(rounds)} rounds, {losses} islands left or were late, "
+        f"{sum(bool(work.refused) for work in works)} answers refused\n"
+        f"        {used:,} distinct tokens of {sum(work.num_tokens for work in works):,} in all, "
+        f"{memory(sum(one.num_bytes for one in rounds))} exchanged"
+    )
+
+
+@cli.command("speedrun islands replay runs/2026-11-26-islands-cpu-1", of=islands)
+def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.Answer:
+    """Train again as the log of RECORD says, in turns in this process, and compare every digest. Needs no Ray.
+
+    Exits with 0 if all weights and states are equal to the last bit, else with 1. Other machines may round differently.
+    """
+    found = load_result(record)
+    runs = sorted(found.runs, key=lambda run: run.begun)
+    if not any(run.of(runlog.Islands) for run in runs):
+        raise UsageError(f"{record} has no islands; type: speedrun validate --replay {record}")
+    ctx.with_resource(children.stoppable())
+    from speedrun.islands.island import Island, weights_of
+    from speedrun.islands.replay import in_turns, repeated
+
+    (settings, *_) = runs[0].of(runlog.Islands)
+    island = Island("", asked(found.lead, Path(f"{record}.replay"), data))
+    differ, num_works = list[str](), 0
+    for one in repeated(runs, weights_of(island.fresh()), in_turns(island, settings.every)):
+        num_works += len(one.works)
+        differ += [f"round {one.round.version}: {said}" for said in one.differs]
+        said = f"round {one.round.version}: {len(one.works)} answers, {len(one.differs)} differences"
+        click.echo(said, err=True)
+    facts = {"record": str(record), "answers": num_works, "differ": differ}
+    lines = [*differ, f"replay   {num_works} answers repeated, {len(differ)} differences"]
+    return cli.Answer(facts, lines, int(bool(differ)))

@@ -1,0 +1,97 @@
+"""V108 and V109: islands trained on disjoint tokens, and their rounds follow each other. In records of islands only."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import fmean
+
+from speedrun.base import runlog
+from speedrun.base.rounds import Work
+from speedrun.record.checks.table import Skip, check
+from speedrun.record.reader import Record
+
+_ROUNDING = 1e-6  #: nats between the loss of a step and the mean of its islands
+
+
+def _rounds(record: Record) -> list[runlog.Round]:
+    """Return the rounds of all runs, which go on from each other; raise Skip if none finished."""
+    if not record.finished:
+        raise Skip("no run finished")
+    return [one for run in sorted(record.runs, key=lambda run: run.begun) for one in run.of(runlog.Round)]
+
+
+def _used(one: runlog.Round) -> list[Work]:
+    return [work for work in one.works if not work.refused] if one.digest else []
+
+
+@check(
+    "V108 islands trained on disjoint tokens, in the order of the stream",
+    why="islands that share tokens count them twice, and islands that choose tokens influence the loss",
+    hint="let `speedrun islands run` lease tokens; an island that is lost gives its lease back",
+)
+def _leases(record: Record) -> Iterator[str]:
+    if not (rounds := _rounds(record)):
+        return
+    used = sorted((work for one in rounds for work in _used(one)), key=lambda work: work.lease)
+    if used and used[0].lease == 0 and used[0].start != (0, 0):
+        yield f"lease 0 starts at {used[0].start}; need the first token"
+    for before, after in pairwise(used):
+        follows = after.start in (before.stop, (before.stop[0] + 1, 0)) or after.lease > before.lease + 1
+        if after.lease == before.lease or after.start < before.stop or not follows:
+            yield f"lease {after.lease} starts at {after.start}; lease {before.lease} ends at {before.stop}"
+    skipped = used[-1].lease + 1 - len(used) if used else 0
+    lost = sum(bool(one.why) for run in record.runs for one in run.of(runlog.Island))
+    lost += sum(bool(work.refused) for one in rounds for work in one.works)
+    if skipped > lost:
+        yield f"{skipped} leases were not trained on, but only {lost} answers were lost or refused"
+    for run in record.finished:
+        seen = run.origin.tokens_seen
+        for step in run.steps:
+            seen += step.batch_tokens
+            if step.tokens_seen != seen:
+                yield f"{run.folder}: step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
+                break
+        if (trained := sum(work.num_tokens for work in used)) != seen:
+            yield f"{run.folder}: {seen:,} tokens seen, its islands trained on {trained:,}"
+
+
+@check(
+    "V109 each round follows from the one before, by the track's rules",
+    severity="error if ranked",
+    why="a round that is left out or repeated, or decided by too few islands, is training that nobody counted",
+    hint="keep the logs of all runs of the record; `speedrun islands run` takes the track's numbers by itself",
+)
+def _follows(record: Record) -> Iterator[str]:
+    rounds, rules = _rounds(record), record.rules.islands or {}
+    settings = [one for run in record.runs for one in run.of(runlog.Islands)]
+    if bool(settings) != bool(rules):
+        yield f"{record.rules.id} is {'only' if rules else 'not'} for islands"
+    if not settings:
+        return
+    fleet = settings[0]
+    if any(one != fleet for one in settings):
+        yield "runs that go on from each other have different settings"
+    got = {"most": fleet.islands, "every": fleet.every, "quorum": fleet.quorum}
+    if got["most"] > rules.get("most", 0) or any(
+        got[name] != rules.get(name) for name in ("every", "quorum")
+    ):
+        yield f"{fleet.islands} islands, {fleet.every} steps, quorum {fleet.quorum}; the track has {rules}"
+    counted = [one for one in rounds if one.digest]
+    due = math.ceil(record.lead.start.num_steps / fleet.every)
+    if [one.version for one in counted] != [*range(due)]:
+        yield f"rounds {[one.version for one in counted]} counted; need 0 to {due - 1}, once each"
+    joined = {one.island for run in record.runs for one in run.of(runlog.Island) if not one.why}
+    steps = {step.step: step.loss for run in record.runs for step in run.steps}
+    for one in counted:
+        works = _used(one)
+        names, wrong = (
+            {work.island for work in works},
+            [work for work in works if work.version != one.version],
+        )
+        if len(names) < max(fleet.quorum, len(works)) or not names <= joined or wrong:
+            yield f"round {one.version}: islands {sorted(names)} with {len(works)} answers cannot decide it"
+        weights = [work.num_tokens for work in works]
+        for number, losses in enumerate(zip(*(work.losses for work in works), strict=False)):
+            loss = steps.get(step := one.version * fleet.every + number)
+            if loss is not None and abs(loss - fmean(losses, weights)) > _ROUNDING:
+                yield f"step {step} has loss {loss}, its islands a mean of {fmean(losses, weights)}"
