@@ -25,6 +25,10 @@ from speedrun.islands.outer import Outer, digest
 from speedrun.islands.replay import in_turns, repeated
 from speedrun.islands.rounds import Answer, Lost, Order
 from speedrun.record.about import assemble
+from speedrun.record.checks.v6_examination import REPLAY_CHECKS
+from speedrun.record.examine.examiner import examine
+from speedrun.record.findings import Examination
+from speedrun.record.logged_run import rounds_of
 from speedrun.record.validate import validate
 from speedrun.train.preflight import prepare, shapes_of
 from speedrun.train.repeat import asked
@@ -162,7 +166,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "fewer tokens": ({"num_tokens": 31}, "of 31 tokens in 2 steps, need 32 in 2"),
     "fewer steps": ({"losses": (1.0,)}, "of 32 tokens in 1 steps, need 32 in 2"),
     "another config": ({"config": "d" * 64}, "of config dddddddddddd, need cccccccccccc"),
-    "damaged": ({"weights": WEIGHTS}, "damaged: its weights do not have its digest"),
+    "damaged": ({"weights": WEIGHTS}, "damaged: its weights do not match its digest"),
     "not finite": ({"weights": NAN, "digest": digest(NAN)}, "not finite"),
     "a loss of NaN": ({"losses": (1.0, float("nan"))}, "not finite"),
     "far away": (
@@ -201,7 +205,7 @@ def test_a_stale_answer_is_refused_and_its_island_may_still_answer():
 def test_what_arrives_while_islands_are_awaited_is_kept_for_the_next_round():
     fleet, engine = scripted("a", "b")
     engine.arriving = [lambda: Lost("c", "killed")]
-    assert fleet.recruit(engine, 0.1) == ["a", "b"]
+    fleet.poll(engine, 0.1)
     found = played(fleet, engine, lambda: answer_to(engine.orders["a"], "a"))
     assert found.lost[0] == Lost("c", "killed")
     assert fleet.late == []
@@ -220,6 +224,18 @@ def test_a_second_answer_is_refused():
     found = played(fleet, engine, *twice)
     assert refused(found) == [("a", "it has answered already, or was not asked")]
     assert names(found) == ["a"]
+
+
+def test_a_late_answer_to_an_earlier_order_of_the_round_leaves_the_open_one_alone():
+    fleet, engine = scripted("a", "b", "c", quorum=3)
+    played(fleet, engine, lambda: answer_to(engine.orders["a"], "a"), lambda: Lost("b", "killed"))
+    old, engine.names = engine.orders["c"], ["a", "d", "c"]
+    late, others = lambda: answer_to(old, "c"), [lambda n=n: answer_to(engine.orders[n], n) for n in "adc"]
+    engine.arriving = [late]
+    fleet.poll(engine, 0.1)
+    found = played(fleet, engine, *others)
+    assert refused(found) == [("c", "of lease 2, need lease 3")] or len(found.used) == 3
+    assert fleet.version == 1
 
 
 def test_a_round_without_a_quorum_changes_nothing_and_gives_its_tokens_again():
@@ -316,7 +332,7 @@ def done(island, tmp_path_factory) -> Path:
 
 
 def failed(record: Path) -> dict[str, tuple[str, ...]]:
-    """Checks that failed, but for what the test's islands do in the driver's process, and its flags of XLA."""
+    """Checks that failed, but for what the test's islands compile in the driver's process."""
     return {
         one.check.id: one.messages
         for one in validate(record).having("failed")
@@ -328,8 +344,9 @@ SIMULATED = {"V206"}
 
 
 def differences(island: Island, record: Path) -> list[str]:
-    runs, weights = runs_of(record), weights_of(island.fresh())
-    return [said for one in repeated(runs, weights, in_turns(island, 10)) for said in one.differs]
+    (settings, *_) = runs_of(record)[0].of(runlog.Islands)
+    given = settings, rounds_of(runs_of(record)), weights_of(island.fresh()), in_turns(island, 10)
+    return [said for one in repeated(*given) for said in one.differs]
 
 
 def test_a_record_of_islands_validates_and_can_be_repeated(island, done):
@@ -339,6 +356,37 @@ def test_a_record_of_islands_validates_and_can_be_repeated(island, done):
     assert [step.step for step in events(done, runlog.Step)] == list(range(25))
     assert events(done, runlog.Step)[-1].tokens_seen == 2 * 25 * 8 * 64
     assert [one.step for one in events(done, runlog.Val)] == [0, 25]
+
+
+def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, smoke_data, tmp_path):
+    (run_,) = runs_of(done)
+    (settings,), (programs,) = run_.of(runlog.Islands), done.glob("programs-*.xz")
+    request = Examination(
+        programs=programs,
+        track="islands-cpu",
+        data=smoke_data,
+        run_seed=0,
+        platform="cpu",
+        num_steps=25,
+        num_devices=1,
+        replicas=1,
+        checkpoints=None,
+        stretches=(),
+        draws=7,
+        findings=tmp_path / "findings.json",
+        islands=settings,
+        rounds=tuple(rounds_of([run_])),
+    )
+    found = examine(request)
+    assert found.final_hash == run_.final_hash
+    assert found.stretches[0].losses == tuple(step.loss for step in run_.steps)
+    assert [problem for one in REPLAY_CHECKS[:5] for problem in one.find(run_, found)] == []
+    other = replace(settings, outer_lr=0.8)
+    assert examine(replace(request, islands=other)).final_hash != run_.final_hash
+    first, *rest = request.rounds
+    moved = with_works(first[1], stop=(0, 5))
+    with pytest.raises(UsageError, match=r"lease 1 ends at \(0, 5\) by the log"):
+        examine(replace(request, rounds=((first[0], moved), *rest)))
 
 
 class Killed(BaseException):
@@ -376,7 +424,7 @@ def test_a_snapshot_that_is_damaged_or_missing_is_named(island, done, tmp_path):
     raw = bytearray(path.read_bytes())
     raw[-9] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="its digest does not fit"):
+    with pytest.raises(CheckpointError, match="its digest does not match"):
         snapshot.load(out)
 
 
@@ -411,8 +459,43 @@ def test_a_late_answer_is_refused_and_the_replay_knows_that_it_moved_the_optimis
     assert differences(island, out) == []
 
 
+class Mute(Here):
+    """Islands that are ready, and never answer."""
+
+    def send(self, island: str, order: Order) -> None:
+        pass
+
+
+def test_a_fleet_that_never_answers_ends_with_the_reason(island, tmp_path):
+    with pytest.raises(SpeedrunError, match=r"10 rounds in a row had fewer than 2 answers"):
+        run(island, tmp_path / "out", Mute(island.ready.config, "0", "1", island=island))
+
+
+def test_weights_of_16_bits_are_kept_as_they_are(tmp_path):
+    halves = {"table": np.arange(3, dtype=np.float32).astype(jax.numpy.bfloat16)}
+    last = runlog.Round(0, (), 0)
+    given: Any = {
+        "config": replace(ISLANDS, out=tmp_path / "a"),
+        "settings": FLEET,
+        "run_id": "a",
+        "version": 1,
+    }
+    given |= {
+        "cursor": START,
+        "num_granted": 0,
+        "returned": [],
+        "tokens_seen": 0,
+        "train_time_s": 0.0,
+        "last": last,
+    }
+    snapshot.save(snapshot.Snapshot(**given, weights=halves, velocity={}))
+    found = snapshot.load(tmp_path / "a").weights["table"]
+    assert found.dtype == halves["table"].dtype
+    assert found.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_fleet_without_a_quorum_ends_with_the_reason(island, tmp_path):
-    with pytest.raises(SpeedrunError, match=r"1 of 2 islands were ready within 5 s"):
+    with pytest.raises(SpeedrunError, match=r"1 islands were ready within 5 s, need 2"):
         run(island, tmp_path / "out", Here(island.ready.config, "0", island=island))
 
 
@@ -434,7 +517,8 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(changed, why,
 FORGED: dict[str, tuple[str, Callable[[runlog.Round], runlog.Round]]] = {
     "a lease twice": ("V108", lambda one: with_works(one, lease=0)),
     "tokens of another": ("V108", lambda one: with_works(one, start=(0, 0))),
-    "more tokens": ("V108", lambda one: with_works(one, num_tokens=1)),
+    "more tokens": ("V108", lambda one: with_works(one, num_tokens=10**6)),
+    "fewer tokens": ("V108", lambda one: with_works(one, num_tokens=1)),
     "a round twice": ("V109", lambda one: replace(one, version=0)),
     "a round of one island": ("V109", lambda one: replace(one, works=one.works[:1])),
     "one island twice": ("V109", lambda one: with_works(one, island="0")),

@@ -71,7 +71,7 @@ def replayed(out: Path) -> None:
 
 def test_a_killed_island_costs_its_round_and_another_takes_its_place(tmp_path):
     out = tmp_path / "out"
-    process = run(out, "--islands", "3", "--json", steps=150)
+    process = run(out, "--islands", "3", "--json", steps=600)  # a newcomer starts in 20 s
     wait_for(lambda: len(rounds(out)) > 1, process)
     below = actors(process)
     below[-1].kill()
@@ -117,7 +117,7 @@ def test_an_island_leaves_on_request_after_its_answer(tmp_path):
     code, _, stderr = said(process)
     assert code == 1, stderr
     (gone,) = [one for one in islands(out) if one.why]
-    assert gone.why == "it was told to leave"
+    assert gone.why == "it received SIGTERM"
     (last,) = [one for one in rounds(out) if one.version == gone.version]
     assert len(last.works) == 3, "nothing is lost"
     replayed(out)
@@ -156,7 +156,8 @@ def head(token: str) -> Iterator[str]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    process = subprocess.Popen([*ray, "start", *words, "--block"], env=environment, stdout=-3, stderr=-3)
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*ray, "start", *words, "--block"], env=environment, **quiet)
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
@@ -176,7 +177,7 @@ def test_a_ray_that_runs_already_asks_for_its_token(tmp_path):
         code, _, stderr = said(run(tmp_path / "a", "--address", address))
         assert (code, "$RAY_AUTH_TOKEN is not set" in stderr) == (2, True)
         code, _, stderr = said(run(tmp_path / "a", "--address", address, RAY_AUTH_TOKEN="w" * 40))
-        assert (code, "may be others than there" in stderr) == (2, True)
+        assert (code, "may differ from the head's" in stderr) == (2, True)
         assert not (tmp_path / "a").exists()
         given = run(tmp_path / "a", "--address", address, "--islands", "2", steps=10, RAY_AUTH_TOKEN=token)
         code, _, stderr = said(given)

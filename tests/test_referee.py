@@ -623,6 +623,8 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
         stretches=(Stretch(0, 2, from_checkpoint=False), Stretch(9, 12, from_checkpoint=True)),
         draws=drawn(NONCE, "a"),
         findings=tmp_path / "findings.json",
+        islands=None,
+        rounds=(),
     )
     return replace(given, **changes)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from browsers import chromium, tab
@@ -20,6 +21,7 @@ from test_processes import free_port
 from typed import as_words, invoke
 
 from speedrun.base import children, runlog
+from speedrun.base.rounds import Work
 from speedrun.base.serving import HOST
 from speedrun.base.wholefile import write_whole
 from speedrun.board import ghost
@@ -374,6 +376,27 @@ def test_several_runs_are_told_apart(page, tmp_path):
         assert names[1] in page.inner_text("#loss .readout")
         log_in(tmp_path / "later", RAW)
         page.wait_for_function("() => document.querySelectorAll('#legend li').length === 7")
+
+
+def test_islands_are_shown_with_what_was_refused(page, tmp_path):
+    path = tmp_path / "run" / "runs" / "a" / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    work = Work("0", 0, 0, (0, 0), (0, 64), 64, (5.0,), "a" * 64, "b" * 16)
+    late = msgspec.structs.replace(work, island="1", refused="stale: of version 0, need 1")
+    with runlog.RunLog(path) as log:
+        for event in events_of(RAW)[:3]:
+            log.emit(event)
+        log.emit(runlog.Islands(3, 1, 1, 60.0))
+        for name in ("0", "1", "<i>2</i>"):
+            log.emit(runlog.Island(name, 0))
+        log.emit(runlog.Island("<i>2</i>", 0, "it died"))
+        log.emit(runlog.Round(0, (work,), 1024, "a" * 64))
+        log.emit(runlog.Round(1, (late,), 1024))
+    with shown(page, tmp_path / "run"):
+        said = "2 of 3\n0 at round 1, 1 at round 2; 1 rounds, 1 answers refused, 2.00 KiB exchanged"
+        says(page, said, "#tiles")
+        says(page, "2: does not count; 1 answers; 1 refused: stale: of version 0, need 1")
+        says(page, "<i>2</i>: it died, after round 0")
 
 
 def test_a_chart_is_read_by_keyboard(page):

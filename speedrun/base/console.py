@@ -59,10 +59,9 @@ def memory(num_bytes: int) -> str:
 
 
 def _of_islands(event: runlog.Island | runlog.Round) -> str | None:
-    """Return who joined or is gone, or what a round refused."""
+    """Return who joined, left or was late, or what a round refused."""
     if isinstance(event, runlog.Island):
-        came = f"is gone: {event.why}" if event.why else "joined"
-        return f"isle  {event.island} {came}, after round {event.version}"
+        return f"island {event.island}  {event.why or 'joined'}, after round {event.version}"
     why = [f"{work.island}: {work.refused}" for work in event.works if work.refused]
     return f"round {event.version + 1}  {'; '.join(why)}" if why else None
 

@@ -15,9 +15,9 @@ from speedrun.base.console import memory
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli.train import import_jax, told
-from speedrun.record.logged_run import Run
+from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
-from speedrun.train.repeat import asked
+from speedrun.train import repeat
 
 _TRACK = "islands-cpu"
 
@@ -56,8 +56,8 @@ class Fleet(NamedTuple):
             got = f"{self.islands} islands of which {quorum} must answer"
             raise UsageError(f"{got}; {rules.id} takes at most {own['most']}; pass other numbers")
         if rules.rules.val_every % every:
-            need = f"need a divisor of {rules.rules.val_every}, as {rules.id} validates so often"
-            raise UsageError(f"--every {every}; {need}")
+            got = f"--every {every}, but {rules.id} validates every {rules.rules.val_every} steps"
+            raise UsageError(f"{got}; need a divisor of that")
         outer = self.outer_lr, self.outer_momentum, self.most_change
         return runlog.Islands(self.islands, every, quorum, float(self.deadline), *outer)
 
@@ -79,6 +79,8 @@ def run(
 ) -> cli.Answer | None:
     """Train on islands, and write, draw and validate a record. An island that is lost is replaced.
 
+    The default track is islands-cpu.
+
     Exits with 0 if the target is reached and every check passes, else with 1.
 
     Options:
@@ -91,13 +93,14 @@ def run(
 
     if resume is None:
         settings = fleet.settings(options.track)
-        limits_s = {"start": fleet.meet_within + 300.0, "step": fleet.meet_within + fleet.deadline + 300.0}
         folder, changed = options.out or cli.new_folder(options.track), cli.parse_settings(options.settings)
-        config = options.request(folder, changed, seed=seed, deadlines_s=limits_s, islands=fleet.islands)
+        config = options.request(folder, changed, seed=seed, islands=fleet.islands)
     else:
-        cli.only_with_resume(ctx, "address")
-        kept = snapshot.load(resume)
-        config, settings = replace(kept.config, out=resume, resume=True), kept.settings
+        cli.only_with_resume(ctx, "address", "meet_within")
+        config = snapshot.resumed(resume)
+        settings = snapshot.load(resume).settings if config.resume else fleet.settings(config.track)
+    limits_s = {"start": fleet.meet_within + 300.0, "step": fleet.meet_within + settings.deadline_s + 300.0}
+    config = replace(config, deadlines_s=limits_s)
     engine_of = ctx.with_resource(actors.connected(address, settings.islands))
     import_jax()
     from speedrun.islands.driver import Driver
@@ -105,10 +108,10 @@ def run(
     from speedrun.train.run import train
 
     more = {"settings": settings, "engine_of": engine_of, "meet_s": float(fleet.meet_within)}
+    begun = partial(train, kind=Driver, **more)
     beside = single_run.Extras(to_stderr=ctx.params["as_json"])
-    done = single_run.run(
-        config, nullcontext(), beside, partial(train, kind=Driver, **more), snapshot.resumed
-    )
+    asked = replace(config, resume=resume is not None)
+    done = single_run.run(asked, nullcontext(), beside, begun, lambda _: config)
     return None if done is None else told(done, _line(load_result(config.out).runs))
 
 
@@ -133,17 +136,15 @@ def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.An
     Exits with 0 if all weights and states are equal to the last bit, else with 1. Other machines may round differently.
     """
     found = load_result(record)
-    runs = sorted(found.runs, key=lambda run: run.begun)
-    if not any(run.of(runlog.Islands) for run in runs):
+    if not (settings := found.lead.of(runlog.Islands)):
         raise UsageError(f"{record} has no islands; type: speedrun validate --replay {record}")
     ctx.with_resource(children.stoppable())
     from speedrun.islands.island import Island, weights_of
     from speedrun.islands.replay import in_turns, repeated
 
-    (settings, *_) = runs[0].of(runlog.Islands)
-    island = Island("", asked(found.lead, Path(f"{record}.replay"), data))
-    differ, num_works = list[str](), 0
-    for one in repeated(runs, weights_of(island.fresh()), in_turns(island, settings.every)):
+    island = Island("", repeat.asked(found.lead, Path(f"{record}.replay"), data))
+    differ, num_works, again = list[str](), 0, in_turns(island, settings[0].every)
+    for one in repeated(settings[0], rounds_of(found.runs), weights_of(island.fresh()), again):
         num_works += len(one.works)
         differ += [f"round {one.round.version}: {said}" for said in one.differs]
         said = f"round {one.round.version}: {len(one.works)} answers, {len(one.differs)} differences"

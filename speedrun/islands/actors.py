@@ -58,8 +58,9 @@ class Actors:
     def __init__(self, ray: Any, address: str | None, config: RunConfig) -> None:
         """Keep `config.islands` alive, each of which trains as the request says."""
         self._ray, self._address, self._config = ray, address, config
-        is_gpu = tracks.load(config.track).rules.platform == "gpu"
-        share = {"num_gpus": config.num_devices or 1} if is_gpu else {"num_cpus": 1}
+        rules = tracks.load(config.track).rules
+        is_gpu = rules.platform == "gpu"
+        share = {"num_gpus": config.num_devices or rules.num_devices or 1} if is_gpu else {"num_cpus": 1}
         self._make = ray.remote(**share, max_restarts=0, scheduling_strategy="SPREAD")(Actor)
         self.actors: dict[str, Any] = {}
         self._pending: dict[Any, str] = {}  #: results of starts and orders
@@ -98,7 +99,7 @@ class Actors:
             name = self._pending.pop(done[0])
             try:
                 found = self._ray.get(done[0])
-            except (self._ray.exceptions.RayError, SpeedrunError) as error:
+            except self._ray.exceptions.RayError as error:
                 return self._lost(name, _reason(error))
             if name in self._starting:
                 self._starting.remove(name)
@@ -106,20 +107,23 @@ class Actors:
                 continue
             answer, is_last = found
             if is_last:
-                self._left.append(self._lost(name, "it was told to leave"))
+                self._left.append(self._lost(name, "it received SIGTERM"))
             return answer
         return None
 
     def _lost(self, name: str, why: str) -> Lost:
-        if self._address is not None:
-            _require(self._address)  # without its head, Ray would end this process in a minute
+        if self._address is not None and (gone := _unreachable(self._address)):
+            # Ray would end this process in a minute.
+            raise SpeedrunError(
+                f"the head of Ray at {self._address} is gone ({gone}); start it again, and --resume"
+            )
         self._ray.kill(self.actors.pop(name))
         if name in self._starting:
             self._starting.remove(name)
             self._failed += 1
         if self._failed == _MOST_FAILED:
             raise SpeedrunError(
-                f"{self._failed} islands in a row did not start: {why}; mend that, and resume"
+                f"{self._failed} islands in a row did not start: {why}; fix that, and --resume"
             )
         return Lost(name, why)
 
@@ -146,12 +150,16 @@ def connected(address: str | None, number: int) -> Iterator[Callable[[RunConfig]
         raise UsageError("islands need Ray, which is missing; type: scripts/install.sh islands") from None
     given: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
     if address is None:
-        given |= {"num_cpus": number, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        given |= {"num_cpus": number, "include_dashboard": False}
+    ours = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address or "local", **given)
     except (ray.exceptions.RayError, RuntimeError, ConnectionError, ValueError) as error:
-        hint = f"${TOKEN} or its version may be others than there" if address else "free ports and try again"
+        hint = (
+            f"${TOKEN} or the version may differ from the head's" if address else "free ports, and try again"
+        )
         raise UsageError(f"Ray at {address or 'this machine'}: {_reason(error)}; {hint}") from None
+    signal.signal(signal.SIGTERM, ours)  # Ray's would end us with another code
     ray._private.worker.print_to_stdstream = lambda *_, **__: None  # it would colour our standard output
     try:
         yield partial(Actors, ray, address)
@@ -163,9 +171,16 @@ def _require(address: str) -> None:
     """Raise UsageError unless there is a token, and something listens: Ray would try for minutes."""
     if not os.environ.get(TOKEN):
         raise UsageError(f"--address {address}: ${TOKEN} is not set; set it to the token of that Ray")
+    if why := _unreachable(address):
+        hint = "start it there with 'ray start --head --port=PORT', and the same token"
+        raise UsageError(f"--address {address}: no Ray answers ({why}); {hint}")
+
+
+def _unreachable(address: str) -> str:
+    """Return why nothing listens there, or nothing."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _ANSWER_S).close()
     except (OSError, ValueError, OverflowError) as error:
-        hint = "start it there with 'ray start --head --port=PORT', and the same token"
-        raise UsageError(f"--address {address}: no Ray answers ({error}); {hint}") from None
+        return str(error)
+    return ""

@@ -23,6 +23,7 @@ from speedrun.train.loop import Training
 from speedrun.train.request import RunConfig
 
 _POLL_S = 0.2
+_MOST_FAILED = 10  #: rounds in a row that do not count
 
 
 @dataclass
@@ -40,8 +41,9 @@ class Driver(Training):
         self.engine.islands()
         super().set_up()
         given = self.settings, config_sha256(ready), [one.batch for one in self.executables.planned]
-        self.fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(self.state))
-        if ready.config.resume:
+        if not ready.config.resume:
+            self.fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(self.state))
+        else:
             kept = snapshot.load(ready.config.out)
             leases = Leases(ready.stream(kept.cursor), kept.num_granted, kept.returned)
             self.fleet = Fleet(*given, leases, kept.weights, kept.velocity, kept.version)
@@ -64,17 +66,20 @@ class Driver(Training):
     def _recruit(self, wanted: int) -> None:
         """Wait until so many islands are ready, and log who joined; be content with a quorum after `meet_s`."""
         watch, quorum = Stopwatch(), self.settings.quorum
-        while len(ready := self.fleet.recruit(self.engine, _POLL_S)) < wanted and watch.seconds < self.meet_s:
+        while len(ready := self.engine.islands()) < wanted and watch.seconds < self.meet_s:
+            self.fleet.poll(self.engine, _POLL_S)
             self.stopping.check()
         for name in sorted({*ready} - self.joined):
             self.log.emit(runlog.Island(name, self.fleet.version))
         self.joined.update(ready)
         if len(ready) < quorum:
             why = "".join(f"; {one.island}: {one.why}" for one in self.fleet.late if isinstance(one, Lost))
-            raise SpeedrunError(f"{len(ready)} of {quorum} islands were ready within {self.meet_s:g} s{why}")
+            got = f"{len(ready)} islands were ready within {self.meet_s:g} s, need {quorum}{why}"
+            raise SpeedrunError(f"{got}; see to their machines, or raise --meet-within, then --resume")
 
     def train(self) -> None:
         """Play all rounds, with the validations before them."""
+        failed = 0
         while not self.fleet.is_done:
             self.stopping.check()
             if self.ready.track.validates_at(self.fleet.step):
@@ -86,6 +91,10 @@ class Driver(Training):
             for one in played.lost:
                 self.log.emit(runlog.Island(one.island, played.round.version, one.why))
             self._keep(played)
+            failed = 0 if played.used else failed + 1
+            if failed == _MOST_FAILED:
+                got = f"{failed} rounds in a row had fewer than {self.settings.quorum} answers"
+                raise SpeedrunError(f"{got}; the log says why; raise --deadline in a new run")
         self._adopt()
 
     def _keep(self, played: Played) -> None:

@@ -56,11 +56,10 @@ class Fleet:
         """Whether all steps of the schedule are done."""
         return self.step == len(self.shapes)
 
-    def recruit(self, engine: Engine, timeout_s: float) -> list[str]:
-        """Return the islands that are ready; if something arrives before, keep it for the next round."""
+    def poll(self, engine: Engine, timeout_s: float) -> None:
+        """Wait for something between two rounds, and keep it for the next one."""
         if (found := engine.receive(timeout_s)) is not None:
             self.late.append(found)
-        return engine.islands()
 
     def advance(self, engine: Engine) -> Played:
         """Play a round. If enough islands have answered, take the outer step; else their tokens are given again."""
@@ -107,9 +106,11 @@ class Fleet:
                 continue
             work = found.work
             why = f"stale: of version {work.version}, need {self.version}"
-            if work.version == self.version:  # else its island may still answer this round's order
-                order = waiting.pop(work.island, None)
+            if work.version == self.version:
+                order = waiting.get(work.island)
                 why = refusal(found, order, self.config_sha256, self.settings.most_change)
+                if order is not None and work.lease == order.lease.number:
+                    del waiting[work.island]  # it may still answer if this was of an earlier order
             if why:
                 finite = work.losses if np.isfinite(work.losses).all() else ()
                 work = replace(work, refused=why, losses=finite)

@@ -19,13 +19,15 @@ from speedrun.train.preflight import Ready, prepare
 from speedrun.train.program import Program, StepShape
 from speedrun.train.request import RunConfig
 
+LOOP = "speedrun.islands.driver"  #: whose source belongs to the record
+
 
 class Island:
     """A checked, compiled and initialised program."""
 
     def __init__(self, name: str, config: RunConfig) -> None:
         """Check and compile the run as `speedrun run` does; raise its errors."""
-        self.name, self.ready = name, prepare(config)
+        self.name, self.ready = name, prepare(config, LOOP)
         self._program, self.config_sha256 = self.ready.program, config_sha256(self.ready)
         self.state = self.fresh()
         shapes = {self._program.shape_at(step) for step in range(self.ready.recipe.num_steps)}
@@ -41,11 +43,13 @@ class Island:
 
     def work(self, order: Order) -> Answer:
         """Train on a lease, from the weights and the step of an order."""
-        lease, losses = order.lease, []
+        lease, losses, num_tokens = order.lease, [], 0
         self.state = with_weights(self._program, self.state, order.weights, order.step)
         stream = self.ready.stream(lease.start)
         for number, shape in enumerate(lease.shapes, start=order.step):
-            batch = [meshes.place(x_BT, self._program.mesh) for x_BT in stream.batch(*shape)]
+            read = stream.batch(*shape)
+            num_tokens += read.targets_BT.size
+            batch = [meshes.place(x_BT, self._program.mesh) for x_BT in read]
             step = self._steps[self._program.shape_at(number)]
             self.state, metrics = step(self.state, *batch, self._program.schedule)
             losses.append(metrics.loss)
@@ -55,8 +59,8 @@ class Island:
             version=order.version,
             lease=lease.number,
             start=lease.start,
-            stop=lease.stop,
-            num_tokens=lease.num_tokens,
+            stop=stream.cursor,
+            num_tokens=num_tokens,
             losses=tuple(float(x) for x in jax.device_get(losses)),
             digest=digest(weights),
             state_hash=state_hash(self.state),
@@ -65,8 +69,11 @@ class Island:
 
 
 def config_sha256(ready: Ready) -> str:
-    """Return the digest of everything in which islands must agree: recipe, split over devices, and data."""
-    return layout.config_sha256({**ready.described, "val": ready.val_sha256, "data": ready.track.data.sha256})
+    """Return the digest of everything in which islands must agree: recipe, split over devices, data and packages."""
+    same = {
+        name: ready.facts[name] for name in ("training shards", "validation tokens", "packages", "source")
+    }
+    return layout.config_sha256({**ready.described, **same})
 
 
 def weights_of(state: TrainState) -> dict[str, np.ndarray]:

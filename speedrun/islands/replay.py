@@ -14,7 +14,6 @@ from speedrun.islands.island import Island
 from speedrun.islands.leases import Lease
 from speedrun.islands.outer import Outer, Weights, digest, stepped
 from speedrun.islands.rounds import Answer, Order
-from speedrun.record.logged_run import Run
 from speedrun.science.step import TrainState
 from speedrun.train.preflight import shapes_of
 
@@ -37,36 +36,30 @@ class Repeated(NamedTuple):
         return found + ["the outer step gave other weights"] * (digest(self.weights) != self.round.digest)
 
 
-def repeated(runs: Sequence[Run], weights: Weights, train: Train) -> Iterator[Repeated]:
-    """Repeat all rounds that counted, from the first weights on; `runs` go on from each other.
+def repeated(
+    settings: runlog.Islands,
+    history: Sequence[tuple[str, runlog.Round]],
+    weights: dict[str, np.ndarray],
+    train: Train,
+) -> Iterator[Repeated]:
+    """Repeat all rounds that counted, from the first weights on; `history` is from `rounds_of`.
 
     An answer that was refused is repeated, too, as it moved the optimiser of its island.
     """
-    (settings, *_) = runs[0].of(runlog.Islands)
     outer = Outer(settings.outer_lr, settings.outer_momentum)
-    due: dict[int, dict[tuple[object, ...], tuple[str, Work]]] = defaultdict(dict)
-    rounds = sorted(
-        (one for run in runs for one in run.of(runlog.Round) if one.digest), key=lambda one: one.version
-    )
-    for run in runs:
-        for one in run.of(runlog.Round):
-            # A run that goes on from another first logs the last round of that one, if it was killed before it could.
-            folder = run.folder if one.version * settings.every >= run.origin.step else run.origin.run_id
-            for work in one.works:
-                name = f"{folder}/{work.island}"
-                due[work.version].setdefault(
-                    (name, work.lease, work.state_hash), (name, work)
-                )  # it may come twice
-    velocity: Weights = {name: np.zeros(x.shape, np.float32) for name, x in weights.items()}
-    for one in rounds:
+    due: dict[int, dict[tuple[str, int, str], Work]] = defaultdict(dict)
+    for folder, one in history:
+        for work in one.works:  # an island may answer twice
+            due[work.version].setdefault((f"{folder}/{work.island}", work.lease, work.state_hash), work)
+    velocity = {name: np.zeros(x.shape, np.float32) for name, x in weights.items()}
+    for one in sorted((one for _, one in history if one.digest), key=lambda one: one.version):
         parts, works = {}, []
-        for name, work in due[one.version].values():
+        for (name, *_), work in due[one.version].items():
             answer = train(name, work, weights)
             if not work.refused:
                 works.append((work, replace(answer.work, island=work.island)))
                 parts[work.lease] = work.num_tokens, answer.weights
-        in_order = [part for _, part in sorted(parts.items())]
-        weights, velocity = stepped(outer, weights, velocity, in_order)
+        weights, velocity = stepped(outer, weights, velocity, [part for _, part in sorted(parts.items())])
         yield Repeated(one, works, weights)
 
 

@@ -67,7 +67,7 @@ def refusal(answer: Answer, order: Order | None, config_sha256: str, most_change
     if answer.config_sha256 != config_sha256:
         return f"of config {answer.config_sha256[:12]}, need {config_sha256[:12]}"
     if work.digest != digest(answer.weights):
-        return "damaged: its weights do not have its digest"
+        return "damaged: its weights do not match its digest"
     forms = [{name: (x.dtype, x.shape) for name, x in w.items()} for w in (answer.weights, order.weights)]
     if forms[0] != forms[1]:
         return "its weights have other names, shapes or dtypes"

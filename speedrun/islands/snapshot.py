@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
 import msgspec
 import numpy as np
 
@@ -17,6 +18,7 @@ from speedrun.base.errors import CheckpointError, UsageError, translate_os_error
 from speedrun.base.wholefile import write_whole
 from speedrun.data.stream import Cursor
 from speedrun.islands.leases import Lease
+from speedrun.train.repeat import finished, repair
 from speedrun.train.request import RunConfig
 
 _DIGEST_BYTES = 32
@@ -67,14 +69,12 @@ def load(record: Path) -> Snapshot:
     with translate_read_errors(path, f"restore the file, or {hint}", kind=CheckpointError):
         raw = path.read_bytes()
         if hashlib.sha256(body := raw[_DIGEST_BYTES:]).digest() != raw[:_DIGEST_BYTES]:
-            raise ValueError("its digest does not fit")
+            raise ValueError("its digest does not match")
         return msgspec.msgpack.decode(body, type=Snapshot, dec_hook=restored)
 
 
 def resumed(record: Path) -> RunConfig:
     """Return the settings of the run in a folder; `resume` is unset if it finished and only its record is missing."""
-    from speedrun.train.resume_settings import finished, repair  # it imports JAX
-
     if (done := finished(record)) is not None:
         return done
     repair(record)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from speedrun.base import runlog
 from speedrun.base.runlog import ShardRange
 from speedrun.record.layout import Strict
 
@@ -29,6 +30,8 @@ class Examination(Strict, frozen=True):
     stretches: tuple[Stretch, ...]
     draws: int  #: seed of everything random
     findings: Path  #: file to write
+    islands: runlog.Islands | None  #: if they trained; then `rounds` take the place of `stretches`
+    rounds: tuple[tuple[str, runlog.Round], ...]  #: as from `rounds_of`
 
 
 class Replayed(Stretch, frozen=True):

@@ -5,6 +5,7 @@ spaces, and the events must come in an order on which the checks can rely.
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -150,6 +151,17 @@ class Run:
     def val_loss(self) -> float:
         """The result: exact loss of the last validation."""
         return loss_of(self.vals[-1])
+
+
+def rounds_of(runs: Iterable[Run]) -> list[tuple[str, runlog.Round]]:
+    """Return all rounds of runs that go on from each other, each with the folder of the run whose islands played it."""
+    found = []
+    for run in sorted(runs, key=lambda run: run.begun):
+        for one in run.of(runlog.Round):
+            # A run that goes on first logs the last round of the one before, if that was killed too early.
+            is_old = any(one.version * each.every < run.origin.step for each in run.of(runlog.Islands))
+            found.append((run.origin.run_id if is_old else run.folder, one))
+    return found
 
 
 def loss_of(val: runlog.Val) -> float:

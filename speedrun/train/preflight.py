@@ -150,10 +150,10 @@ def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
 
 def shapes_of(recipe: Recipe) -> list[stream.Shape]:
     """Return the shape of the batch of each step."""
-    shapes = (
-        (stream.Shape(one.num_sequences, one.seq_len, one.document_tokens), one) for one in recipe.stages
-    )
-    return [shape for shape, one in shapes for _ in range(one.num_steps)]
+    forms = [
+        (stream.Shape(s.num_sequences, s.seq_len, s.document_tokens), s.num_steps) for s in recipe.stages
+    ]
+    return [shape for shape, num_steps in forms for _ in range(num_steps)]
 
 
 def _check_source(config: RunConfig, source: str) -> None:
@@ -181,7 +181,7 @@ def _check_out(config: RunConfig) -> None:
 def _check_platform(track: tracks.Track, config: RunConfig) -> None:
     """Check what the track is for, and the platform: without a usable GPU, JAX silently falls back to the CPU."""
     if (track.islands is None) == (config.islands > 0):
-        hint = "choose another track, as islands-cpu" if config.islands else "type: speedrun islands run"
+        hint = "choose another track, such as islands-cpu" if config.islands else "type: speedrun islands run"
         raise UsageError(f"{track.id} is for {'one mesh' if track.islands is None else 'islands'}; {hint}")
     found, needed = jax.default_backend(), track.rules.platform
     if needed not in ("any", found):

@@ -1,9 +1,12 @@
-"""The request that makes a logged run again. Imports no JAX."""
+"""Requests that make a logged run again, or go on with it. Imports no JAX."""
 
 from pathlib import Path
 
 from speedrun.base import runlog
+from speedrun.base.errors import UsageError
 from speedrun.record.logged_run import Run
+from speedrun.record.reader import load
+from speedrun.record.salvage import salvage
 from speedrun.train.request import RunConfig
 
 
@@ -23,3 +26,15 @@ def asked(run: Run, out: Path, data: Path | None = None) -> RunConfig:
         attention=config.get("attention", "auto"),
         islands=next((one.islands for one in run.of(runlog.Islands)), 0),
     )
+
+
+def finished(out: Path) -> RunConfig | None:
+    """Return the settings of the finished run in a folder, if there is one."""
+    return next((asked(run, out) for run in (load(out).finished if out.is_dir() else ())), None)
+
+
+def repair(out: Path) -> None:
+    """Mark a run that was killed as one that broke off; refuse a record that cannot be read."""
+    salvage(out)
+    for problem in load(out).malformed:
+        raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")

@@ -8,11 +8,9 @@ import msgspec
 from speedrun.base import processes
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.record import layout
-from speedrun.record.reader import load
-from speedrun.record.salvage import salvage
 from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
-from speedrun.train.repeat import asked
+from speedrun.train.repeat import finished, repair
 from speedrun.train.request import RunConfig, read_sealed
 
 
@@ -37,15 +35,3 @@ def resumed(out: Path) -> RunConfig:
     if processes.is_first():
         repair(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
-
-
-def finished(out: Path) -> RunConfig | None:
-    """Return the settings of the finished run in a folder, if there is one."""
-    return next((asked(run, out) for run in (load(out).finished if out.is_dir() else ())), None)
-
-
-def repair(out: Path) -> None:
-    """Mark a run that was killed as one that broke off; refuse a record that cannot be read."""
-    salvage(out)
-    for problem in load(out).malformed:
-        raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")

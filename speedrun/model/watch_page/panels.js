@@ -67,9 +67,10 @@ export function tiles(run, rules) {
   const speed = fit.rate(run), used = fit.utilisation(run, rules?.peaks ?? []);
   const plan = run.plan, planned = (plan?.state_bytes_per_device ?? 0) + (plan?.temp_bytes_per_device ?? 0);
   return [
+    ...(run.islands ? [islands(run)] : []),
     tile("training loss", loss(mean), run.loss.length ? `mean of ${Math.min(width, run.loss.length)}; last ${loss(run.loss.at(-1))}` : ""),
     tile("validation loss", loss(val?.loss), val ? `after ${whole(val.step)} steps of ${whole(run.numSteps)}` : ""),
-    tile("step", whole(run.done), `of ${whole(run.numSteps)}; ${short(run.tokens.at(-1) ?? 0)} of ${short(plan?.total_tokens)} tokens`),
+    tile("step", whole(run.done), `of ${whole(run.numSteps)}; ${short(run.tokens.at(-1) ?? 0)} of ${short(plan?.total_tokens * (run.islands?.islands ?? 1))} tokens`),
     tile("training time", seconds(run.end?.train_time_s ?? run.time.at(-1)), run.end ? `${seconds(run.end.cold_wall_s)} in all` : "on the ranked clock"),
     target(run, rules),
     left(run),
@@ -78,6 +79,12 @@ export function tiles(run, rules) {
     tile("MFU", Number.isFinite(used.share) ? `${(100 * used.share).toFixed(1)} %` : "–", used.of),
     tile("memory per device", bytes(planned), `state ${bytes(plan?.state_bytes_per_device)}, temporary ${bytes(plan?.temp_bytes_per_device)}${run.end?.peak_bytes ? `; peak ${bytes(run.end.peak_bytes)}` : ""}`),
   ];
+}
+
+function islands(run) {
+  const where = [...run.isles].map(([name, version]) => `${name} at round ${version + 1}`).join(", ");
+  const said = `${where}; ${whole(run.rounds)} rounds, ${whole(run.refused)} answers refused, ${bytes(run.exchanged)} exchanged`;
+  return tile("islands", `${run.isles.size} of ${run.islands.islands}`, said);
 }
 
 function left(run) {

@@ -6,12 +6,14 @@ const LOUD = { warning: "odd", error: "bad" };
 const KEPT = 400; // events that are shown
 
 /** The field that keeps an event, the phase that it begins, and its title and text. */
-const FIELDS = { run_start: "start", preflight: "preflight", data: "data", plan: "plan", error: "error", run_end: "end" };
+const FIELDS = { run_start: "start", preflight: "preflight", data: "data", plan: "plan", islands: "islands", error: "error", run_end: "end" };
 const PHASES = {
   run_start: "checking the machine", preflight: "compiling", compile: "compiling", warmup_start: "warming up",
   clock_start: "training", step: "training", clock_resume: "training", clock_stop: "last validation",
 };
 const list = (object) => Object.entries(object ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
+const refused = (works) => works.filter((work) => work.refused);
+const answers = (works) => [`${works.length} answers`, ...refused(works).map((work) => `${work.island} refused: ${work.refused}`)].join("; ");
 const SAID = {
   run_start: (event) => ["start", `${event.recipe} on ${event.track}, seed ${event.seed}`],
   preflight: (event) => ["machine", `${event.num_devices} × ${event.device_kind}, ${text.short(event.matmul_gflops * 1e9)}FLOP/s measured`],
@@ -25,6 +27,9 @@ const SAID = {
   val: ({ step, loss, seconds }) => ["validation", `step ${text.whole(step)}: loss ${text.loss(loss)}, in ${text.seconds(seconds)} with the clock stopped`],
   clock_stop: (event) => ["clock", `stopped at ${text.seconds(event.train_time_s)}`],
   checkpoint: (event) => ["checkpoint", `before step ${text.whole(event.step)}; took ${text.seconds(event.seconds)}`],
+  islands: (event) => ["islands", `${event.islands}, rounds of ${event.every} steps, at least ${event.quorum} answers`],
+  island: ({ island, version, why }) => ["island", `${island}: ${why || "joined"}, after round ${version}`],
+  round: ({ version, works, digest }) => ["round", `${version + 1}: ${digest ? "" : "does not count; "}${answers(works)}`],
   warning: (event) => ["warning", event.message],
   error: (event) => ["error", `${event.kind}: ${event.message}`],
   run_end: (event) => ["end", `${event.status}; training ${text.seconds(event.train_time_s)}, in all ${text.seconds(event.cold_wall_s)}`],
@@ -37,7 +42,8 @@ export class Run {
   }
 
   clear() {
-    Object.assign(this, { start: null, preflight: null, data: null, plan: null, end: null, error: null });
+    Object.assign(this, { start: null, preflight: null, data: null, plan: null, islands: null, end: null, error: null });
+    Object.assign(this, { isles: new Map(), rounds: 0, refused: 0, exchanged: 0 });
     Object.assign(this, { steps: [], time: [], loss: [], tokens: [], ms: [], vals: [], events: [], inputs: new Map() });
     Object.assign(this, { unread: 0, last: null, phase: "waiting for the first line", before: 0, origin: 0 });
   }
@@ -80,6 +86,8 @@ export class Run {
     if (ev in FIELDS) this[FIELDS[ev]] = event;
     if (ev in SAID) this.note(utc, ...SAID[ev](event));
     if (ev === "step") this.step(event);
+    if (ev === "island") event.why ? this.isles.delete(event.island) : this.isles.set(event.island, event.version);
+    if (ev === "round") this.round(event);
     if (ev === "resume") Object.assign(this, { before: event.train_time_s, origin: event.tokens_seen });
     const { step, loss } = event, tokens = this.tokens.at(-1) ?? this.origin;
     if (ev === "val") this.vals.push({ step, loss, tokens, time: this.before });
@@ -98,6 +106,13 @@ export class Run {
       input.at.push(event.step);
       input.value.push(Number(value));
     }
+  }
+
+  round({ version, works, digest, num_bytes: size }) {
+    this.rounds += digest ? 1 : 0;
+    this.refused += refused(works).length;
+    this.exchanged += size;
+    for (const { island } of works) this.isles.set(island, version);
   }
 
   get status() {

@@ -8,16 +8,17 @@ from statistics import fmean
 from speedrun.base import runlog
 from speedrun.base.rounds import Work
 from speedrun.record.checks.table import Skip, check
+from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import Record
 
 _ROUNDING = 1e-6  #: nats between the loss of a step and the mean of its islands
 
 
 def _rounds(record: Record) -> list[runlog.Round]:
-    """Return the rounds of all runs, which go on from each other; raise Skip if none finished."""
+    """Return the rounds of all runs; raise Skip if none finished."""
     if not record.finished:
         raise Skip("no run finished")
-    return [one for run in sorted(record.runs, key=lambda run: run.begun) for one in run.of(runlog.Round)]
+    return [one for _, one in rounds_of(record.runs)]
 
 
 def _used(one: runlog.Round) -> list[Work]:
@@ -39,6 +40,10 @@ def _leases(record: Record) -> Iterator[str]:
         follows = after.start in (before.stop, (before.stop[0] + 1, 0)) or after.lease > before.lease + 1
         if after.lease == before.lease or after.start < before.stop or not follows:
             yield f"lease {after.lease} starts at {after.start}; lease {before.lease} ends at {before.stop}"
+    for work in used:
+        num_read = work.stop[1] - work.start[1]
+        if work.start[0] == work.stop[0] and work.num_tokens > num_read:  # documents may be cut
+            yield f"lease {work.lease} is of {work.num_tokens:,} tokens, but holds {num_read:,}"
     skipped = used[-1].lease + 1 - len(used) if used else 0
     lost = sum(bool(one.why) for run in record.runs for one in run.of(runlog.Island))
     lost += sum(bool(work.refused) for one in rounds for work in one.works)
@@ -51,6 +56,8 @@ def _leases(record: Record) -> Iterator[str]:
             if step.tokens_seen != seen:
                 yield f"{run.folder}: step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
                 break
+        if used and run.steps and used[-1].stop > run.steps[-1].cursor:
+            yield f"{run.folder}: lease {used[-1].lease} ends at {used[-1].stop}, the data at {run.steps[-1].cursor}"
         if (trained := sum(work.num_tokens for work in used)) != seen:
             yield f"{run.folder}: {seen:,} tokens seen, its islands trained on {trained:,}"
 

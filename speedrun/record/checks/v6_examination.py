@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from speedrun.base import runlog
 from speedrun.record.checks.table import Check, Skip, check, problems_of
 from speedrun.record.checks.v5_source import leaves
-from speedrun.record.findings import Findings
+from speedrun.record.findings import Findings, Replayed
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
@@ -166,7 +166,6 @@ def _repeated(run: Run, findings: Findings) -> Iterator[str]:
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
     ends = {**kept, run.start.num_steps: run.final_hash}
-    read = {run.origin.step: run.origin.cursor} | {step.step + 1: step.cursor for step in run.steps}
     same = any(ends.get(one.stop) == one.stop_hash for one in findings.stretches)
     for one in findings.stretches:
         where = f"from checkpoint {one.start}" if one.from_checkpoint else "from the seed"
@@ -174,16 +173,8 @@ def _repeated(run: Run, findings: Findings) -> Iterator[str]:
         named = (kept if one.from_checkpoint else begun).get(one.start, one.state_hash)
         if named != one.state_hash:
             yield f"the state before step {one.start} is {one.state_hash}, the log says {named}"
-        if one.start == run.origin.step and one.first_batch_sha256 != run.end.first_batch_sha256:
-            yield f"{where}: the first batch is {one.first_batch_sha256}, the log says {run.end.first_batch_sha256}"
-        if (one.start, one.stop) == (run.origin.step, run.start.num_steps):
-            logged = [replace(shard, sha256="") for shard in run.data.shards]
-            for got, want in zip_longest(one.ranges, logged):
-                if got != want:
-                    yield f"{where}: it read {got}, the log says {want}"
-        for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
-            if (logged := read.get(at, cursor)) != cursor:
-                yield f"{where}: the next token before step {at} is {cursor}, the log says {logged}"
+        problems = () if run.of(runlog.Islands) else _misread(run, one)  # V108 has their tokens
+        yield from (f"{where}: {problem}" for problem in problems)
         if len(one.losses) != one.stop - one.start:
             yield f"{where}: {len(one.losses)} losses of {one.stop - one.start} steps"
         made = [("step", at, loss, stated, 0.0) for at, loss in enumerate(one.losses, one.start)]
@@ -195,6 +186,23 @@ def _repeated(run: Run, findings: Findings) -> Iterator[str]:
                 found = f"{where}, {what} {at} has loss {loss:.7g}, the log says {log[at]:.7g}"
                 yield f"{found}; {allowed:.5f} is allowed{why}"
                 break
+
+
+def _misread(run: Run, one: Replayed) -> Iterator[str]:
+    """Yield what a repeated stretch read otherwise than the log says."""
+    read = {run.origin.step: run.origin.cursor} | {step.step + 1: step.cursor for step in run.steps}
+    if one.start == run.origin.step and one.first_batch_sha256 != run.end.first_batch_sha256:
+        yield f"the first batch is {one.first_batch_sha256}, the log says {run.end.first_batch_sha256}"
+    if (one.start, one.stop) == (run.origin.step, run.start.num_steps):
+        logged = [replace(shard, sha256="") for shard in run.data.shards]
+        yield from (
+            f"it read {got}, the log says {want}"
+            for got, want in zip_longest(one.ranges, logged)
+            if got != want
+        )
+    for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
+        if (logged := read.get(at, cursor)) != cursor:
+            yield f"the next token before step {at} is {cursor}, the log says {logged}"
 
 
 @check_findings(
@@ -262,7 +270,8 @@ def _sizes(run: Run, findings: Findings) -> Iterator[str]:
     if (held := findings.state_bytes_per_device) != plan.state_bytes_per_device:
         yield f"the log says {plan.state_bytes_per_device:,} bytes of state a device, its programs hold {held:,}"
     for step, tokens in zip(run.steps, findings.batch_tokens[run.origin.step :], strict=False):
-        if step.batch_tokens != tokens:
+        # A step of islands takes a batch for each of them: V108.
+        if step.batch_tokens % tokens if run.of(runlog.Islands) else step.batch_tokens != tokens:
             yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, its program takes {tokens:,}"
             break
     claimed = leaves(run.start.config).get("recipe.compute_dtype")  # the config is untrusted

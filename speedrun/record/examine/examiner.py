@@ -5,7 +5,6 @@
 Legend: B sequences, T time, D model, N tokens, K rows of the head, V vocabulary, R sequences of a text.
 """
 
-import json
 import math
 import sys
 from functools import cached_property
@@ -16,23 +15,21 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
-from speedrun.base.errors import CheckpointError, SpeedrunError, UsageError
+from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.output import reported
-from speedrun.base.wholefile import require_regular
 from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.record.examine import causality
 from speedrun.record.examine.stablehlo import Programs
-from speedrun.record.findings import Examination, Findings, Replayed, Stretch
+from speedrun.record.examine.training import Trainer, finite
+from speedrun.record.findings import Examination, Findings
 from speedrun.record.reader import read_programs
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.request import decoded, unseal
+from speedrun.train.request import decoded
 
 _TEXTS = 140  #: scored sequences to change
 _OTHERS, _OTHER_TOKENS = (
@@ -81,12 +78,11 @@ class _Examiner:
 
         On another platform than the run's, only score some sequences of its own final state.
         """
-        replayed, leaves, cursor = [], [], stream.START
-        for stretch in () if self.foreign else self.request.stretches:
-            found, leaves, cursor = self._replayed(stretch)
-            replayed.append(found)
+        given = self.request, self.track, self.archive, self.programs, self.shards
+        trainer = Trainer(*given, lambda leaves, step: self._loss(self._params(leaves), step))
+        replayed, leaves, cursor = ([], [], stream.START) if self.foreign else trainer.all()
         if own := self.request.checkpoints is not None:
-            leaves, cursor = self._restored(self.end)
+            leaves, cursor = trainer.restored(self.end)
         params = self._params(leaves)
         scored, others = self._scored, self._others(cursor)
         sample_R = np.arange(len(scored.tokens_BT))
@@ -124,67 +120,6 @@ class _Examiner:
             foreign=self.foreign,
             sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)),
         )
-
-    # --- training
-
-    def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any], stream.Cursor]:
-        """Train a stretch of steps again, with the track's validations."""
-        leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
-        began, begun, losses, vals, first = state_hash(leaves), cursor, [], [], ""
-        opens = self.track.data.document_token
-        tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
-        outs = (*self._places, NamedSharding(self.programs.mesh, P()))
-        constants = meshes.replicate(self.programs.constants, self.programs.mesh)
-        for at in range(stretch.start, stretch.stop):
-            if self.track.validates_at(at):
-                vals.append((at, self._loss(self._params(leaves), at)))
-            name = self.programs.lowered.steps[at]
-            num_sequences, seq_len = self.programs.shape(name)
-            batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
-            first = first or layout.sha256(batch.tokens_BT.astype("<u2").tobytes())
-            ids = (meshes.place(x, self.programs.mesh) for x in batch)
-            *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *constants, *ids)
-            losses.append(float(_number(loss)))
-        found = Replayed(
-            **msgspec.structs.asdict(stretch),
-            state_hash=began,
-            stop_hash=state_hash(leaves),
-            losses=tuple(losses),
-            vals=tuple(vals),
-            cursors=(begun, tokens.cursor),
-            first_batch_sha256=first,
-            ranges=tokens.ranges,
-        )
-        return found, leaves, tokens.cursor
-
-    def _initial(self) -> tuple[list[Any], stream.Cursor]:
-        key = jax.random.key_data(jax.random.key(self.request.run_seed))
-        return list(self.programs.compiled("init", outs=self._places)(key)), stream.START
-
-    @property
-    def _places(self) -> tuple[Any, ...]:
-        return tuple(leaf.sharding for leaf in self.programs.state)
-
-    def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
-        """Restore a state and its position in the data from a checkpoint."""
-        import orbax.checkpoint as ocp
-
-        assert self.request.checkpoints is not None
-        folder = self.request.checkpoints.absolute() / str(step)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{self.request.checkpoints}: no checkpoint {step}; need it; train with --keep-checkpoints 0"
-            )
-        wanted = dict(zip(self.archive.leaves, self.programs.state, strict=True))
-        try:
-            require_regular(folder)
-            facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
-            arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
-            cursor = stream.Cursor(*map(int, facts["cursor"]))
-        except Exception as error:  # noqa: BLE001 - orbax raises this class, with 60 lines of text
-            said = str(error).strip().partition("\n")[0][:120]
-            raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
-        return [arrays[name] for name in self.archive.leaves], cursor
 
     # --- scoring
 
@@ -225,7 +160,7 @@ class _Examiner:
                 picked_K1 = jnp.asarray(targets_N[rows_K, None])
                 log_probs_K1 = jnp.take_along_axis(model.log_probs(x_ND[rows_K]), picked_K1, axis=1)
                 costs_N[rows_K] = -np.asarray(log_probs_K1[:, 0])
-            found_R[rows_B] = _number(costs_N).reshape(batch, -1).mean(axis=1)
+            found_R[rows_B] = finite(costs_N).reshape(batch, -1).mean(axis=1)
         return found_R
 
     def _loss(self, params: list[jax.Array], step: int) -> float:
@@ -278,12 +213,6 @@ class _Examiner:
 @jax.jit
 def _log_softmax(z_KV: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(z_KV.astype(jnp.float32), axis=1)
-
-
-def _number(x: Any) -> np.ndarray:
-    """Replace what is not finite by a large number: JSON has no NaN, and comparisons drop it."""
-    most = float(np.finfo(np.float32).max)
-    return np.nan_to_num(x, nan=most, posinf=most, neginf=-most)
 
 
 def _error(first_R: np.ndarray, second_R: np.ndarray, most: float) -> float:
