@@ -121,7 +121,9 @@ def test_an_island_leaves_on_request_after_its_answer(tmp_path):
     works = [work for one in rounds(out) for work in one.works]
     last = max(work.version for work in works if work.island == gone.island)
     assert gone.version - last in (0, 1)
-    assert [len(one.works) for one in rounds(out) if one.version <= last] == [3] * (last + 1), "nothing is lost"
+    assert [len(one.works) for one in rounds(out) if one.version <= last] == [3] * (last + 1), (
+        "nothing is lost"
+    )
     replayed(out)
 
 
