@@ -4,7 +4,6 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=4
 #SBATCH --time=1:00:00
-#SBATCH --output=%x-%j.log
 #
 # Islands for SLURM, one on each node; the first also drives. Submit it from a checkout that all nodes see, with its .venv:
 #
@@ -18,7 +17,6 @@ speedrun data synth --track islands-cpu
 ray start --head --port=6380 --num-cpus=1 --include-dashboard=false
 trap 'ray stop' EXIT
 if ((SLURM_NNODES > 1)); then
-  # A node that fails is lost to Ray alone.
   srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" --no-kill --wait=0 \
     ray start --address="$head" --num-cpus=1 --block &
 fi

@@ -21,7 +21,7 @@ from speedrun.islands.driver import Driver
 from speedrun.islands.fleet import Fleet
 from speedrun.islands.island import Island, config_sha256, weights_of
 from speedrun.islands.leases import Leases
-from speedrun.islands.outer import Outer, digest
+from speedrun.islands.outer import digest
 from speedrun.islands.replay import in_turns, repeated
 from speedrun.islands.rounds import Answer, Lost, Order
 from speedrun.record.about import assemble
@@ -276,6 +276,7 @@ def test_the_outer_step_is_nesterov_on_the_mean_by_tokens(lr, momentum):
     weights, velocity = WEIGHTS, {name: np.zeros_like(x) for name, x in WEIGHTS.items()}
     exact = {name: x.astype(np.longdouble) for name, x in WEIGHTS.items()}
     moving = {name: np.zeros_like(x) for name, x in exact.items()}
+    settings = replace(FLEET, outer_lr=lr, outer_momentum=momentum)
     for _ in range(20):
         tokens = RNG.integers(1, 100, 4).tolist()
         moves = [{name: RNG.standard_normal(x.shape) / 50 for name, x in exact.items()} for _ in tokens]
@@ -288,7 +289,7 @@ def test_the_outer_step_is_nesterov_on_the_mean_by_tokens(lr, momentum):
             change = weights[name] - mean
             moving[name] = momentum * moving[name] + change
             exact[name] = x - lr * (change + momentum * moving[name])
-        weights, velocity = outer.stepped(Outer(lr, momentum), weights, velocity, parts)
+        weights, velocity = outer.stepped(settings, weights, velocity, parts)
     for name, x in exact.items():
         np.testing.assert_allclose(weights[name], x.astype(np.float64), rtol=0, atol=3e-6)
         assert weights[name].dtype == np.float32
@@ -296,7 +297,7 @@ def test_the_outer_step_is_nesterov_on_the_mean_by_tokens(lr, momentum):
 
 def test_the_mean_of_one_island_is_its_weights_to_the_last_bit():
     parts = [(7, WEIGHTS)]
-    new, _ = outer.stepped(Outer(), {name: x + 1 for name, x in WEIGHTS.items()}, {}, parts)
+    new, _ = outer.stepped(FLEET, {name: x + 1 for name, x in WEIGHTS.items()}, {}, parts)
     assert all(np.array_equal(x, WEIGHTS[name]) for name, x in new.items())
 
 

@@ -105,21 +105,10 @@ class Driver(Training):
         self.ranges = fleet.leases.stream.ranges
         faults.point("round")
         if used:
-            kept = Snapshot(
-                config=self.ready.config,
-                settings=self.settings,
-                run_id=self.run_id,
-                version=fleet.version,
-                cursor=fleet.leases.stream.cursor,
-                num_granted=fleet.leases.num_granted,
-                returned=fleet.leases.returned,
-                tokens_seen=tokens_seen,
-                train_time_s=self.clock.seconds,
-                last=played.round,
-                weights=fleet.weights,
-                velocity=fleet.velocity,
-            )
-            snapshot.save(kept)
+            leases = fleet.leases
+            where = fleet.version, leases.stream.cursor, leases.num_granted, leases.returned
+            held = tokens_seen, self.clock.seconds, played.round, fleet.weights, fleet.velocity
+            snapshot.save(Snapshot(self.ready.config, self.settings, self.run_id, *where, *held))
             faults.point("snapshot")
         self.log.emit(played.round, hold=bool(used))
         of_steps = zip(*(one.losses for one in used), strict=True)

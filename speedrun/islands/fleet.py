@@ -12,7 +12,7 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.rounds import Work
 from speedrun.data.stream import Shape
 from speedrun.islands.leases import Leases
-from speedrun.islands.outer import Outer, Weights, digest, stepped
+from speedrun.islands.outer import Weights, digest, stepped
 from speedrun.islands.rounds import Answer, Engine, Lost, Order, refusal
 
 
@@ -74,9 +74,8 @@ class Fleet:
         num_bytes = sum(x.nbytes for x in self.weights.values()) * (len(orders) + len(works))
         found = runlog.Round(self.version, tuple(works), num_bytes)
         if counts:
-            outer = Outer(self.settings.outer_lr, self.settings.outer_momentum)
             in_order = [part for _, part in sorted(parts.items())]
-            self.weights, self.velocity = stepped(outer, self.weights, self.velocity, in_order)
+            self.weights, self.velocity = stepped(self.settings, self.weights, self.velocity, in_order)
             self.version += 1
             found = replace(found, digest=digest(self.weights))
         return Played(found, tuple(lost))

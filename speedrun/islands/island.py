@@ -54,17 +54,10 @@ class Island:
             self.state, metrics = step(self.state, *batch, self._program.schedule)
             losses.append(metrics.loss)
         weights = weights_of(self.state)
-        done = Work(
-            island=self.name,
-            version=order.version,
-            lease=lease.number,
-            start=lease.start,
-            stop=stream.cursor,
-            num_tokens=num_tokens,
-            losses=tuple(float(x) for x in jax.device_get(losses)),
-            digest=digest(weights),
-            state_hash=state_hash(self.state),
-        )
+        costs = tuple(float(x) for x in jax.device_get(losses))
+        place = lease.start, stream.cursor, num_tokens
+        found = costs, digest(weights), state_hash(self.state)
+        done = Work(self.name, order.version, lease.number, *place, *found)
         return Answer(done, self.config_sha256, weights)
 
 

@@ -12,7 +12,7 @@ from speedrun.base.rounds import Work
 from speedrun.data.stream import Cursor
 from speedrun.islands.island import Island
 from speedrun.islands.leases import Lease
-from speedrun.islands.outer import Outer, Weights, digest, stepped
+from speedrun.islands.outer import Weights, digest, stepped
 from speedrun.islands.rounds import Answer, Order
 from speedrun.science.step import TrainState
 from speedrun.train.preflight import shapes_of
@@ -46,7 +46,6 @@ def repeated(
 
     An answer that was refused is repeated, too, as it moved the optimiser of its island.
     """
-    outer = Outer(settings.outer_lr, settings.outer_momentum)
     due: dict[int, dict[tuple[str, int, str], Work]] = defaultdict(dict)
     for folder, one in history:
         for work in one.works:  # an island may answer twice
@@ -59,7 +58,7 @@ def repeated(
             if not work.refused:
                 works.append((work, replace(answer.work, island=work.island)))
                 parts[work.lease] = work.num_tokens, answer.weights
-        weights, velocity = stepped(outer, weights, velocity, [part for _, part in sorted(parts.items())])
+        weights, velocity = stepped(settings, weights, velocity, [part for _, part in sorted(parts.items())])
         yield Repeated(one, works, weights)
 
 

@@ -21,8 +21,6 @@ from speedrun.islands.leases import Lease
 from speedrun.train.repeat import finished, repair
 from speedrun.train.request import RunConfig
 
-_DIGEST_BYTES = 32
-
 
 class Snapshot(msgspec.Struct, frozen=True):
     """A fleet between two rounds."""
@@ -68,7 +66,7 @@ def load(record: Path) -> Snapshot:
 
     with translate_read_errors(path, f"restore the file, or {hint}", kind=CheckpointError):
         raw = path.read_bytes()
-        if hashlib.sha256(body := raw[_DIGEST_BYTES:]).digest() != raw[:_DIGEST_BYTES]:
+        if hashlib.sha256(body := raw[32:]).digest() != raw[:32]:
             raise ValueError("its digest does not match")
         return msgspec.msgpack.decode(body, type=Snapshot, dec_hook=restored)
 

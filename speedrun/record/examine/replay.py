@@ -25,7 +25,7 @@ from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS, Examin
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.rerun import Rerun, plain
 from speedrun.record.findings import Examination, Stretch
-from speedrun.record.logged_run import Run, rounds_of
+from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, load
 from speedrun.record.validate import Report, ask
 
@@ -94,8 +94,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
     print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
-    rounds = tuple(rounds_of(record.runs))
-    found = [_examined(rerun, raw, given.get(rerun.old.folder), options.nonce, rounds) for rerun in reruns]
+    found = [_examined(rerun, raw, given.get(rerun.old.folder), options.nonce) for rerun in reruns]
     return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
 
 
@@ -170,13 +169,7 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     return found
 
 
-def _examined(
-    rerun: Rerun,
-    raw: bytes,
-    checkpoints: Path | None,
-    nonce: str,
-    rounds: tuple[tuple[str, runlog.Round], ...],
-) -> Examined:
+def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) -> Examined:
     run, rules = rerun.old, rerun.rules
     draws = drawn(nonce, run.folder)
     rerun.check_data()
@@ -199,6 +192,6 @@ def _examined(
             draws=draws,
             findings=Path(scratch, "findings.json"),
             islands=next(iter(run.of(runlog.Islands)), None),
-            rounds=rounds,
+            rounds=rerun.rounds,
         )
         return Examined(run, rerun.examine(wanted))

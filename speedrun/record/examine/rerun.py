@@ -27,6 +27,7 @@ from speedrun.record import archive
 from speedrun.record.examine import sandbox
 from speedrun.record.findings import Examination, Findings
 from speedrun.record.layout import Strict
+from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import load, read_files
 from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
@@ -104,6 +105,7 @@ class Rerun:
         """
         record = load(folder)
         self.old = next((run for run in record.runs if run.folder == run_id), record.lead)
+        self.rounds = tuple(rounds_of(record.runs))
         self._echo, self._given, self._unsafe = echo, data, unsafe
         self._source = record.source_files
         if not self._source or record.source_sha256 != self.old.start.source_sha256:
