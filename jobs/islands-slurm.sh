@@ -2,7 +2,6 @@
 #SBATCH --job-name=islands
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=4
 #SBATCH --time=1:00:00
 #
 # Islands for SLURM, one on each node; the first also drives. Submit it from a checkout that all nodes see, with its .venv:

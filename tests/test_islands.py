@@ -429,6 +429,27 @@ def test_a_snapshot_that_is_damaged_or_missing_is_named(island, done, tmp_path):
         snapshot.load(out)
 
 
+def test_a_snapshot_that_is_older_than_the_log_is_refused(island, tmp_path, monkeypatch):
+    out, reached = tmp_path / "out", list[str]()
+    aside = tmp_path / "aside"
+
+    def dies(name: str) -> None:
+        reached.append(name)
+        if name == "snapshot" and not aside.exists():
+            shutil.copy(f"{out}.islands/snapshot", aside)
+        if reached.count("round") == 3:
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "point", dies)
+        with pytest.raises(Killed):
+            run(island, out)
+    assert snapshot.resumed(out).resume
+    shutil.copy(aside, f"{out}.islands/snapshot")
+    with pytest.raises(CheckpointError, match="of round 1, but the log has round 2; restore it"):
+        snapshot.resumed(out)
+
+
 class Slow(Here):
     """An island's first answer arrives after five others."""
 

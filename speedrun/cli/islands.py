@@ -19,8 +19,6 @@ from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
 from speedrun.train import repeat
 
-_TRACK = "islands-cpu"
-
 
 @click.group(epilog=cli.epilog("speedrun islands run", "speedrun islands replay runs/first"))
 def islands() -> None:
@@ -88,7 +86,7 @@ def run(
     """
     ctx.with_resource(children.stoppable())
     if "track" not in (param.name for param in cli.typed(ctx)):
-        options = options._replace(track=_TRACK)
+        options = options._replace(track="islands-cpu")
     from speedrun.islands import actors, snapshot
 
     if resume is None:

@@ -18,6 +18,8 @@ from speedrun.base.errors import CheckpointError, UsageError, translate_os_error
 from speedrun.base.wholefile import write_whole
 from speedrun.data.stream import Cursor
 from speedrun.islands.leases import Lease
+from speedrun.record.logged_run import rounds_of
+from speedrun.record.reader import load as read
 from speedrun.train.repeat import finished, repair
 from speedrun.train.request import RunConfig
 
@@ -76,4 +78,8 @@ def resumed(record: Path) -> RunConfig:
     if (done := finished(record)) is not None:
         return done
     repair(record)
-    return msgspec.structs.replace(load(record).config, out=record, resume=True)
+    kept, counted = load(record), [one.version for _, one in rounds_of(read(record).runs) if one.digest]
+    if max(counted, default=-1) >= kept.version:
+        got = f"of round {kept.version}, but the log has round {max(counted) + 1}"
+        raise CheckpointError(f"{_path_of(record)}: {got}; restore it")
+    return msgspec.structs.replace(kept.config, out=record, resume=True)
