@@ -1,5 +1,6 @@
 """The reader of compiled programs, on hand-written text and on programs for absent GPUs."""
 
+import anatomy
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,13 +11,13 @@ from speedrun.base import accelerators
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 from speedrun.plan import deviceless, hlo
-from speedrun.plan.deviceless import Anatomy, compile_for_target
+from speedrun.plan.deviceless import compile_for_target
 
 HEADER = "HloModule test, is_scheduled=true\n"
 
 
-def read(text: str) -> Anatomy:
-    return deviceless.read(HEADER + text)
+def read(text: str) -> anatomy.Anatomy:
+    return anatomy.read(HEADER + text)
 
 
 def entry(*lines: str) -> str:
@@ -177,7 +178,7 @@ def test_the_compiler_accepts_every_target(kind):
     mesh = deviceless.target_mesh(kind, 2)
     assert mesh.devices.flat[0].device_kind == accelerators.load(kind).name
     compiled = compile_for_target(jax.jit(lambda x: x + 1), rows(mesh, (8, 8), jnp.float32))
-    assert deviceless.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
+    assert anatomy.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
 
 
 def test_a_program_for_a_target_is_not_stored(h100, request):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import anatomy
 import hopper
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.plan import cost, deviceless
+from speedrun.plan import cost
 from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
@@ -87,12 +88,12 @@ def test_only_the_forward_product_sums_fast():
 NUM_TOKENS, MODEL_DIM, VOCAB_SIZE = 49_152, 768, 50_304
 
 
-def dissected(function: Callable[..., Any], mesh: Mesh) -> deviceless.Anatomy:
+def dissected(function: Callable[..., Any], mesh: Mesh) -> anatomy.Anatomy:
     whole = NamedSharding(mesh, P())
     x_ND = jax.ShapeDtypeStruct((NUM_TOKENS, MODEL_DIM), jnp.bfloat16, sharding=whole)
     head_VD = jax.ShapeDtypeStruct((VOCAB_SIZE, MODEL_DIM), jnp.float32, sharding=whole)
     targets_N = jax.ShapeDtypeStruct((NUM_TOKENS,), jnp.int32, sharding=whole)
-    return deviceless.dissect(compile_for_target(jax.jit(function), x_ND, head_VD, targets_N))
+    return anatomy.dissect(compile_for_target(jax.jit(function), x_ND, head_VD, targets_N))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import anatomy
 import jax
 import pytest
 
@@ -14,7 +15,6 @@ from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.plan import cost, deviceless, hlo, scaling
 from speedrun.plan import estimate as planning
-from speedrun.plan.deviceless import Anatomy
 from speedrun.train import footprint
 from speedrun.train.program import Program
 
@@ -53,20 +53,22 @@ def compiled(program) -> Any:
 
 
 @pytest.fixture(scope="module")
-def step(compiled) -> Anatomy:
-    return deviceless.dissect(compiled)
+def step(compiled) -> anatomy.Anatomy:
+    return anatomy.dissect(compiled)
 
 
 @pytest.fixture(scope="module")
-def evaluation(program) -> Anatomy:
-    return deviceless.dissect(deviceless.compiled_evaluation(program))
+def evaluation(program) -> anatomy.Anatomy:
+    return anatomy.dissect(anatomy.compiled_evaluation(program))
 
 
-def names(program: Anatomy) -> str:
+def names(program: anatomy.Anatomy) -> str:
     return "\n".join(map(str, program.collectives))
 
 
-def check_traffic(found: Anatomy, program: Program, least_bytes: int, most_summed_bytes: int) -> Counter[str]:
+def check_traffic(
+    found: anatomy.Anatomy, program: Program, least_bytes: int, most_summed_bytes: int
+) -> Counter[str]:
     """Every parameter is gathered and scattered once, in 16 bits, and the state is donated; how often what is sent.
 
     Of a table that is read, ids, rows and their gradients are exchanged instead.
@@ -99,7 +101,7 @@ def flops(compiled: Any) -> dict[str, float]:
     return found
 
 
-def check_memory(found: Anatomy, program: Program, peak_bytes: float) -> None:
+def check_memory(found: anatomy.Anatomy, program: Program, peak_bytes: float) -> None:
     """Arithmetic is too careful: it does not know that an H100 keeps only the squares in an MLP."""
     assert found.memory.peak_memory_in_bytes == pytest.approx(peak_bytes, rel=0.03)
     kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
@@ -170,7 +172,7 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
 @pytest.mark.parametrize(("devices", "peak_bytes"), [(1, 26.0e9), (2, 24.9e9), (4, 24.4e9)])
 def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
     program = Program(RECORD, h100(devices))
-    found = deviceless.dissect(deviceless.compiled_step(program, 0))
+    found = anatomy.dissect(deviceless.compiled_step(program, 0))
     check_memory(found, program, peak_bytes)
     assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 * program.microbatches // devices
     sent = {kind: found.sent_bytes(kind) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
@@ -187,7 +189,7 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
     """In the dtype of the gradients: of what a device owns, and of nothing else but scalars."""
     twice = RECORD.override({"stages.0.num_sequences": "16", "eval_sequences": "16"})
     program = Program(twice, h100(DEVICES, 2), 2 * DEVICES)
-    found = deviceless.dissect(deviceless.compiled_step(program, 0))
+    found = anatomy.dissect(deviceless.compiled_step(program, 0))
     inside = tuple(tuple(range(node, node + DEVICES)) for node in (0, DEVICES))
     between = tuple((i, i + DEVICES) for i in range(DEVICES))
     for kind in ("all-gather", "reduce-scatter"):

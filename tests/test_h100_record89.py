@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import anatomy
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,7 +16,6 @@ from test_h100_program import check_traffic, flops, names, parsed
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.plan import deviceless
-from speedrun.plan.deviceless import Anatomy
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout
@@ -97,7 +97,7 @@ def test_a_run_compiles_eight_steps_and_its_validations():
     assert "long_keys 897," in str(program.eval_shape_at(RECORD.steps_of(1)[0]))
 
 
-def check_arrays(found: Anatomy, num_tokens: int) -> None:
+def check_arrays(found: anatomy.Anatomy, num_tokens: int) -> None:
     """No scores of all pairs; neither logits nor the stream in float32."""
     arrays = [parsed(name) for name in found.arrays]
     assert not [sizes for _, sizes in arrays if max(map(sizes.count, {num_tokens, 2 * num_tokens})) > 1]
@@ -113,7 +113,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     num_tokens, _, _, peaks_bytes, traffic_bytes = STAGES[stage]
     step = next(step for step in RECORD.steps_of(stage) if RECORD.inputs_at(step)["adam"] == adam)
     compiled = deviceless.compiled_step(program, step)
-    found = deviceless.dissect(compiled)
+    found = anatomy.dissect(compiled)
     check_traffic(found, program, LEAST_BYTES, 2**20)
     # As many rows as occur if all ids are different, and a tenth to a sixth more, there and back.
     sent = found.sent_bytes("all-to-all") / (2 * 2 * num_tokens * RECORD.config.model_dim)
@@ -141,7 +141,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
 
 @pytest.mark.compile
 def test_the_last_validation_fits_beside_the_state(program):
-    found = deviceless.dissect(deviceless.compiled_evaluation(program))
+    found = anatomy.dissect(anatomy.compiled_evaluation(program))
     assert found.memory.peak_memory_in_bytes < 40e9
     assert {one.kind for one in found.collectives} == {"all-gather", "all-to-all"}, names(found)
     assert found.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(found)

@@ -1,5 +1,6 @@
 """The programs that eight H100 would run for record 92 with its whole table, compiled here without one."""
 
+import anatomy
 import pytest
 from test_h100_program import names
 
@@ -33,7 +34,7 @@ def test_a_run_compiles_each_of_its_programs_once():
 @pytest.mark.parametrize("has_event", [False, True], ids=["waiting", "event"])
 def test_a_step_updates_its_part_of_the_table_in_place(program, has_event):
     compiled = deviceless.compiled_step(program, STEP + has_event)
-    found = deviceless.dissect(compiled)
+    found = anatomy.dissect(compiled)
     memory = compiled.memory_analysis()
     assert TABLE_BYTES < memory.alias_size_in_bytes < 1.05 * TABLE_BYTES
     assert memory.temp_size_in_bytes < TABLE_BYTES / 2, "a copy of the weights would be as large"
@@ -52,11 +53,11 @@ def test_the_state_is_hashed_where_it_is(program):
     """Before and after the warm-up and each validation."""
     compiled = deviceless.compile_for_target(checkpoint.fingerprint, program.state)
     assert compiled.memory_analysis().temp_size_in_bytes < 1e8
-    assert {one.kind for one in deviceless.dissect(compiled).collectives} == {"all-reduce"}
+    assert {one.kind for one in anatomy.dissect(compiled).collectives} == {"all-reduce"}
 
 
 @pytest.mark.compile
 def test_the_last_validation_fits_beside_the_state(program):
-    found = deviceless.dissect(deviceless.compiled_evaluation(program))
+    found = anatomy.dissect(anatomy.compiled_evaluation(program))
     assert found.memory.peak_memory_in_bytes + TABLE_BYTES / 2 < 45e9  # and the waiting sums
     assert {one.kind for one in found.collectives} == {"all-gather", "all-to-all"}, names(found)

@@ -5,6 +5,7 @@ import json
 import re
 from functools import partial
 
+import anatomy
 import jax
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_the_compiled_program_is_the_one_that_runs(tiny, h100, monkeypatch):
     """Its donated bytes are the whole state, and it gathers and scatters each packed array once."""
     program = Program(tiny, h100(8))
     compiled = deviceless.compiled_step(program, 0)
-    found = deviceless.dissect(compiled)
+    found = anatomy.dissect(compiled)
     assert found.memory.alias_size_in_bytes == footprint.state_bytes(program)
     packed = jax.eval_shape(program.layout.init, jax.random.key(0))
     whole_bytes = 4 * sum(leaf.size for name, leaf in packed.items() if program.layout.specs[name])
@@ -79,7 +80,7 @@ def test_the_compiled_program_is_the_one_that_runs(tiny, h100, monkeypatch):
     assert (stage.gathered_bytes, stage.scattered_bytes) == (whole_bytes, whole_bytes)
     assert stage.memory_bytes == found.memory.peak_memory_in_bytes
     assert stage.traffic_bytes == found.traffic_bytes
-    scored = deviceless.dissect(deviceless.compiled_evaluation(program))
+    scored = anatomy.dissect(anatomy.compiled_evaluation(program))
     assert {(one.kind, one.times) for one in scored.collectives} == {("all-gather", 1)}
 
 

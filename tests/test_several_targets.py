@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anatomy
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA, make_mesh
-from speedrun.plan import deviceless
 from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy as head
 from speedrun.science.kernels import cross_entropy_gpu as gpu
@@ -298,7 +298,7 @@ def test_its_traffic_on_an_h100_does_not_grow_with_the_targets(
     states = [array((rows, 768), jnp.bfloat16) for rows in (num_tokens, 50_304)]
     weights = [array((size,), jnp.float32) for size in (num_targets, num_tokens)]
     args = [*states, array((num_tokens, num_targets), jnp.int32), *weights]
-    got = deviceless.dissect(compile_for_target(jax.jit(step), *args))
+    got = anatomy.dissect(compile_for_target(jax.jit(step), *args))
     assert got.custom_calls == {"__cublas$lt$matmul$f8": 3}, got
     assert got.traffic_bytes < gigabytes * 1e9, got
     assert got.memory.temp_size_in_bytes < temporary * 1e9, got

@@ -17,7 +17,7 @@ from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
 from speedrun.plan import cost, hlo, scaling
 from speedrun.plan.cost import Attention, Line, Work, gb, ms
-from speedrun.plan.deviceless import Anatomy, compiled_step, dissect, target_mesh
+from speedrun.plan.deviceless import compiled_step, sent_bytes, target_mesh
 from speedrun.plan.shares import GEMMS, REACHES, Unit, errors
 from speedrun.science.params import ParamSpec, count
 from speedrun.science.recipe import Recipe, Stage, settings
@@ -308,14 +308,14 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
 
 def _by_compiling(
     say: Callable[[str], None],
-    done: dict[StepShape, tuple[Anatomy, list[hlo.Executed]]],
+    done: dict[StepShape, tuple[Any, list[hlo.Executed]]],
     program: Program,
     stage: Stage,
     device: Device,
 ) -> _Found:
     """Read a step from its compiled programs, as many as the stage has: the mean over its steps.
 
-    `done` has the programs of earlier stages.
+    `done` has the programs of earlier stages: how XLA assigns their memory, and their schedules.
     """
     steps, shape_at = cost.steps_of(program, stage), program.shape_at
     total = len({*map(shape_at, range(program.recipe.num_steps))})
@@ -324,20 +324,21 @@ def _by_compiling(
             if total > 1:
                 say(f"plan: compiles program {len(done) + 1} of {total}, of step {step}")
             one = compiled_step(program, step)
-            done[shape] = dissect(one), hlo.parse(one.as_text())
+            done[shape] = one.memory_analysis(), hlo.parse(one.as_text())
     counts = Counter(map(shape_at, steps))
-    found, schedules = zip(*(done[shape] for shape in counts), strict=True)
+    memories, schedules = zip(*(done[shape] for shape in counts), strict=True)
     shares = [number / len(steps) for number in counts.values()]
+    traffics = [sum(kernel.times * kernel.traffic_bytes for kernel in one) for one in schedules]
 
     def lines_with(attention: Attention) -> tuple[Line, ...]:
         replayed = (scaling.replayed(one, attention, device, program.num_devices, 1) for one in schedules)
         return cost.mean([(share, lines) for share, (_, lines) in zip(shares, replayed, strict=True)])
 
     return _Found(
-        memory_bytes=max(one.memory.peak_memory_in_bytes for one in found),
-        traffic_bytes=int(np.dot(shares, [one.traffic_bytes for one in found])),
-        gathered_bytes=found[0].sent_bytes("all-gather"),
-        scattered_bytes=found[0].sent_bytes("reduce-scatter"),
+        memory_bytes=max(one.peak_memory_in_bytes for one in memories),
+        traffic_bytes=int(np.dot(shares, traffics)),
+        gathered_bytes=sent_bytes(schedules[0], "all-gather"),
+        scattered_bytes=sent_bytes(schedules[0], "reduce-scatter"),
         lines_with=lines_with,
         error=0.0,
     )
