@@ -99,7 +99,7 @@ def golden(request) -> dict[str, Any]:
 
 def train(run: Run, num_steps: int) -> TrainState:
     state, batch, program = run.start(), run.batch(0), run.program
-    lowered = program.train_step.lower(state, *batch, program.schedule)
+    lowered = program.train_step_for(program.static_at(0)).lower(state, *batch, program.schedule)
     train_step = lowered.compile(compiler_options=OPTIMISED if num_steps > 2 else None)
     losses = []
     for step in range(num_steps):

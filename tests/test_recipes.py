@@ -40,7 +40,7 @@ def batches(num_batches: int, shape: tuple[int, int], program: Program) -> list[
 def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[float]]:
     state, losses, stage = program.init(jax.random.key(0)), [], program.recipe.stages[0]
     for batch in batches(num_steps, (stage.num_sequences, stage.seq_len), program):
-        state, metrics = program.train_step(state, *batch, program.schedule)
+        state, metrics = program.train_step_for(program.static_at(0))(state, *batch, program.schedule)
         losses.append(float(metrics.loss))
     return state, losses
 

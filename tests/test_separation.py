@@ -60,7 +60,7 @@ def final_loss(program: Program, data: Path, rules: track.Track = TRACK, *, shif
     state = program.init(jax.random.key(0))
     for batch in batches(program.recipe, opened, shift):
         placed = (mesh.place(x, program.mesh) for x in batch)
-        state, metrics = program.train_step(state, *placed, program.schedule)
+        state, metrics = program.train_step_for(program.static_at(0))(state, *placed, program.schedule)
         jax.block_until_ready(metrics.loss)
     return evaluate(
         program, program.eval_step_for(program.static_at(0)), state, opened.val[0], rules.data.val_tokens

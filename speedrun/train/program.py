@@ -188,13 +188,8 @@ class Program:
         return jax.jit(self.step.init, out_shardings=self.shardings(self.specs))
 
     @cached_property
-    def train_step(self) -> Any:
-        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
-        return self.train_step_for(self.static_at(0))
-
-    @cached_property
     def train_step_for(self) -> Callable[[Static], Any]:
-        """Static -> `train_step` with these inputs compiled in. It is traced once."""
+        """Static -> (state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated. Traced once."""
         return cache(lambda static: jax.jit(self.step.train_function(static), donate_argnums=0))
 
     def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
