@@ -65,8 +65,6 @@ each() {
     "$1" "profile-$w" 300 profile "${step[@]}" "${one[@]}" --first-step "${first[$w]}" --steps 2 --top 40 \
       --out "$out/profile-$w"
   done
-  "$1" step-auto-w14-no-command-buffers 300 bench step "${step[@]}" --steps 5 --first-step "${first[w14]}" \
-    --no-command-buffers
   "$1" doctor 120 doctor
   "$1" head 120 bench head "${head[@]}"
   for blocks in 1 2 4 7 10 14; do

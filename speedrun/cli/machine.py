@@ -154,7 +154,6 @@ def step(
     *,
     steps: Annotated[cli.Count, "Number of timed steps."] = 10,
     data: Annotated[cli.Folder | None, "--data DIR"] = None,
-    one_by_one: Annotated[bool, "--no-command-buffers", "Launch kernels one by one."] = False,
 ) -> cli.Answer:
     """The training step as in a run: milliseconds, tokens per second, MFU, memory.
 
@@ -167,7 +166,7 @@ def step(
 
     shards = timing.folder_shards(data) if data else ()
     when = {"num_steps": steps, "first_step": asked.first_step}
-    return _answer(timing.step(fitted_here(program), **when, shards=shards, command_buffers=not one_by_one))
+    return _answer(timing.step(fitted_here(program), **when, shards=shards))
 
 
 @cli.command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=bench)

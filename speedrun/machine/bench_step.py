@@ -32,9 +32,6 @@ from speedrun.train import footprint
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.program import Program
 
-#: Makes XLA launch kernels one by one. A profiler sees a command buffer as one event.
-NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
-
 
 class StepTimings(msgspec.Struct, frozen=True):
     """Training steps as in a run: each is dispatched before the loss of the one before is fetched."""
@@ -68,7 +65,6 @@ def step(
     num_steps: int,
     first_step: int = 0,
     shards: Sequence[Shard] = (),
-    command_buffers: bool = True,
 ) -> StepTimings:
     """Time the training step of a recipe, after two steps of warm-up from the initial state.
 
@@ -76,7 +72,7 @@ def step(
     """
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
     watch = Stopwatch()
-    train_step = program.compiled(lowered, **({} if command_buffers else NO_COMMAND_BUFFERS))
+    train_step = program.compiled(lowered)
     compile_s, arrivals_ms, losses = watch.seconds, [0.0], []
     peak_bytes = train_step.memory_analysis().peak_memory_in_bytes
     footprint.require(program, peak_bytes)

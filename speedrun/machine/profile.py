@@ -14,7 +14,7 @@ import jax
 from speedrun.base import accelerators
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import SpeedrunError
-from speedrun.machine.bench_step import NO_COMMAND_BUFFERS, lowered_step
+from speedrun.machine.bench_step import lowered_step
 from speedrun.plan import cost, hlo
 from speedrun.plan.shares import Kind
 from speedrun.train.program import Program
@@ -115,7 +115,8 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         with tempfile.TemporaryDirectory() as scratch:
             return profile(program, num_steps=num_steps, first_step=first_step, folder=Path(scratch))
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
-    train_step = program.compiled(lowered, **NO_COMMAND_BUFFERS)
+    # A profiler sees a command buffer as one event: XLA launches kernels one by one.
+    train_step = program.compiled(lowered, xla_gpu_enable_command_buffer="")
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
     jax.block_until_ready(state)
