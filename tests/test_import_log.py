@@ -192,7 +192,7 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
     assert len([msgspec.convert(one, Context) for one in found["files"]]) == 4
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
-    shown = run_cli(files[0], "--mean", 2, 4)
+    shown = run_cli(files[0])
     assert "x  9/9  n 1  mean 3.0000  sd none  step 5.56 ms" in shown
 
 

@@ -164,13 +164,12 @@ _MOST_SHOWN = 5  #: problems of a file
 
 @cli.command(
     "speedrun import-log logs/*.txt --json",
-    "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
+    "speedrun import-log runs.csv.gz --match track_1_short/2026",
 )
 def import_log(
     files: Annotated[tuple[Path, ...], "FILE..."],
     *,
     match: Annotated[tuple[str, ...], "Only runs with TEXT in their name."] = (),
-    mean: Annotated[tuple[float, float] | None, "--mean LOW HIGH"] = None,
 ) -> cli.Answer:
     """Read the logs of other people's runs, and show how much equal runs differ.
 
@@ -178,17 +177,12 @@ def import_log(
     log,step,num_steps,val_loss,train_time_ms; gzip is allowed. Runs of one folder that end at the same step form a
     group; a copy of a run counts once. Imported runs have no seed and no hashes, and are never ranked. Nothing in a
     FILE is executed.
-
-    Options:
-        mean: Only groups with a mean loss in this range.
     """
     names = foreign_logs.names(files)
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
     runs = (run for one in contexts for run in one.runs)
     chosen = proof.distinct(run for run in runs if not match or any(text in run.name for text in match))
     groups = tuple(proof.groups(chosen))
-    if mean is not None:
-        groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
     spread = proof.noise(groups)
     facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
     lines = [line for one in contexts for line in _of_file(one)] + [*map(_of_group, groups)]
