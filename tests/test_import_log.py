@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 from pathlib import Path
+from statistics import fmean, stdev
 
 import msgspec
 import pytest
@@ -194,6 +195,16 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0])
     assert "x  9/9  n 1  mean 3.0000  sd none  step 5.56 ms" in shown
+
+
+def test_pooling_leaves_the_means_of_groups_aside():
+    losses = {"x": (1.0, 3.0), "y": (101.0, 103.0), "z": (7.0,)}
+    deviations = {"x": stdev(losses["x"]), "y": stdev(losses["y"]), "z": None}
+    groups = [proof.Group(name, 9, 9, of, fmean(of), deviations[name], None) for name, of in losses.items()]
+    found = proof.noise(groups)
+    assert found is not None
+    assert (found.pooled_sd, found.num_groups) == (pytest.approx(2**0.5), 2)
+    assert proof.noise(groups[2:]) is None, "nothing can be pooled"
 
 
 def test_equal_single_losses_are_not_copies():

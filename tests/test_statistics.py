@@ -100,12 +100,6 @@ def test_equal_means_are_equivalent_and_others_are_not_and_at_the_margin_it_is_s
     assert passed / 400 <= 0.08
 
 
-def test_pooling_leaves_the_means_of_groups_aside():
-    assert statistics.pooled_sd([[1.0, 3.0], [101.0, 103.0], [7.0]]) == pytest.approx(2**0.5)
-    with pytest.raises(ValueError, match="nothing can be pooled"):
-        statistics.pooled_sd([[1.0], [2.0]])
-
-
 def test_an_interval_holds_the_true_mean_as_often_as_it_says():
     rng = np.random.default_rng(1)
     found = [mean_interval(list(rng.normal(5.0, 2.0, 4))) for _ in range(1500)]

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 
 import msgspec
 
@@ -13,7 +13,7 @@ from speedrun.board.foreign_logs import ContextRun, can_identify
 from speedrun.record import statistics
 from speedrun.record.batch import standing
 from speedrun.record.reader import load_result
-from speedrun.record.statistics import Interval, pooled_sd
+from speedrun.record.statistics import Interval
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -134,8 +134,9 @@ def noise(found: Sequence[Group]) -> Noise | None:
     several = [group for group in found if group.sd is not None]
     if not several:
         return None
-    pooled = pooled_sd([group.losses for group in several])
     freedom = sum(len(group.losses) - 1 for group in several)
+    squares = sum(variance(group.losses) * (len(group.losses) - 1) for group in several)
+    pooled = math.sqrt(squares / freedom)
     low, high = (pooled * math.sqrt(freedom / special.chdtri(freedom, tail)) for tail in (0.025, 0.975))
     return Noise(
         num_runs=sum(len(group.losses) for group in several),

@@ -6,7 +6,7 @@ record. Source of the rules: modded-nanogpt (p < 0.01).
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 import msgspec
@@ -190,12 +190,3 @@ def equivalent(first: Sequence[float], second: Sequence[float]) -> Equivalence:
     ]
     p = max(float(side.pvalue) for side in sides)
     return Equivalence(difference, SAME_NATS, p, SAME_ALPHA)
-
-
-def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
-    """Return the pooled sd within groups, sqrt(sum of squares / sum of (n - 1)); raise ValueError if undefined."""
-    freedom = sum(len(group) - 1 for group in groups if len(group) > 1)
-    if not freedom:
-        raise ValueError("no group has two runs; nothing can be pooled")
-    squares = sum(variance(group) * (len(group) - 1) for group in groups if len(group) > 1)
-    return math.sqrt(squares / freedom)
