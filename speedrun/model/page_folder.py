@@ -61,7 +61,8 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
 def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:
     """Return the files of a page with models, by path; `models` has theirs by name."""
-    files = page("page") | {LIST: msgspec.json.encode(list(models))}
+    files = {file.name: file.read_bytes() for file in (_HERE / "page").iterdir() if file.is_file()}
+    files |= {LIST: msgspec.json.encode(list(models))}
     files |= {f"jax-js/{name}": raw for name, raw in jax_js().items()}
     return files | {f"models/{name}/{file}": raw for name, of in models.items() for file, raw in of.items()}
 
@@ -145,11 +146,6 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
         if len(parts) == 2:
             pairs.append([ids[parts[0]], ids[parts[1]], index])
     return pairs
-
-
-def page(folder: str) -> dict[str, bytes]:
-    """Return the files of a page by name."""
-    return {file.name: file.read_bytes() for file in (_HERE / folder).iterdir() if file.is_file()}
 
 
 def jax_js() -> dict[str, bytes]:
