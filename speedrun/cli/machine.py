@@ -107,15 +107,6 @@ def attention(sizes: AttentionSizes) -> cli.Answer:
     return _answer(bench_kernels.attention(**sizes._asdict()))
 
 
-@cli.command("speedrun bench target", of=bench)
-def target() -> cli.Answer:
-    """Print XLA's description of this GPU, to compile for it elsewhere (`speedrun/base/accelerators.py`)."""
-    from speedrun.machine.rates import described
-
-    text = described()
-    return cli.Answer({"target": text}, [text])
-
-
 # --- steps of a recipe -----------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.base import mesh as meshes
-from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA, place
 from speedrun.train.health import best_s, is_simulated, matmul_gflops
 
@@ -66,19 +64,3 @@ def _collective_rates(mesh: Mesh, x_NM: jax.Array) -> dict[str, float]:
         "reduce-scatter": others_bytes / best_s(lambda: scatter(whole_NNM)),
         "all-reduce": 2 * others_bytes / mesh.size / best_s(lambda: reduce(x_NM)),
     }
-
-
-def described() -> str:
-    """Return XLA's description of this GPU, which a compiler elsewhere needs; raise UsageError without a GPU."""
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-
-    meshes.prepare("any")
-    try:
-        platform = jax.devices()[0].platform
-    except (RuntimeError, AssertionError) as error:  # from JAX, where it may use CUDA only
-        raise UsageError(
-            f"JAX starts no device ({error or 'no CUDA backend'}); 'speedrun doctor' may know why"
-        ) from None
-    if platform == "cpu":
-        raise UsageError("this is a cpu; only a GPU has such a description; run it where there is one")
-    return str(xla_client.get_topology_for_devices(jax.devices()).target_config)
