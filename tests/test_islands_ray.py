@@ -188,4 +188,35 @@ def test_a_ray_that_runs_already_asks_for_its_token(tmp_path):
         assert code == 1, stderr
         assert len(rounds(tmp_path / "a")) == 2
     code, _, stderr = said(run(tmp_path / "b", "--address", address, RAY_AUTH_TOKEN=token))
-    assert (code, "no Ray answers" in stderr) == (2, True)
+    assert (code, "it does not answer" in stderr) == (2, True)
+
+
+def test_a_batch_loses_a_node_and_no_run(tmp_path):
+    token, out = "k" * 40, tmp_path / "batch"
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    with head(token) as address:
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--num-cpus=1"]
+        second = subprocess.Popen(
+            [*ray, "--block"], env={**os.environ, **environment}, stdout=subprocess.DEVNULL
+        )
+        changed = {**SMALLER, "stages.0.num_steps": "200"}
+        words = [word for name, value in changed.items() for word in ("--set", f"{name}={value}")]
+        process = speedrun("batch", "--runs", "3", "--on", address, "--out", str(out), *words, **environment)
+
+        def training() -> list[psutil.Process]:
+            every = psutil.process_iter(["cmdline"])  # None for one that has just ended
+            return [one for one in every if "ray::_train" in " ".join(one.info["cmdline"] or [])]
+
+        wait_for(lambda: len(training()) == 2, process)
+        below = psutil.Process(second.pid).children(recursive=True)
+        (raylet,) = [one for one in below if one.name() == "raylet"]
+        raylet.kill()
+        code, stdout, stderr = said(process)
+        second.wait(60)
+        assert not training()
+    assert code == 1, stderr  # so few steps miss the target
+    assert "is lost, or fails" in stdout
+    runs = runs_of(out)
+    assert len({run.start.seed for run in runs}) == len(runs) == 3
+    assert all(run.finished for run in runs)
+    assert [one.check.id for one in validate(out).having("failed")] == []

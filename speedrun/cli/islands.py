@@ -87,7 +87,7 @@ def run(
     ctx.with_resource(children.stoppable())
     if "track" not in (param.name for param in cli.typed(ctx)):
         options = options._replace(track="islands-cpu")
-    from speedrun.islands import actors, snapshot
+    from speedrun.islands import actors, cluster, snapshot
 
     if resume is None:
         settings = fleet.settings(options.track)
@@ -99,7 +99,8 @@ def run(
         settings = snapshot.load(resume).settings if config.resume else fleet.settings(config.track)
     limits_s = {"start": fleet.meet_within + 300.0, "step": fleet.meet_within + settings.deadline_s + 300.0}
     config = replace(config, deadlines_s=limits_s)
-    engine_of = ctx.with_resource(actors.connected(address, settings.islands))
+    ray = ctx.with_resource(cluster.connected(address, settings.islands))
+    engine_of = partial(actors.Actors, ray, address)
     import_jax()
     from speedrun.islands.driver import Driver
     from speedrun.lab import single_run

@@ -20,6 +20,7 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.recipe_files import resolve
 
 if TYPE_CHECKING:
+    from speedrun.lab.several_runs import Trainer
     from speedrun.train.request import RunConfig
 
 
@@ -288,6 +289,22 @@ def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: s
     if code := children.run_module(module, request):
         ctx.exit(children.shell_code(code))
     return config.out
+
+
+#: Of `batch` and `sweep`.
+On = Annotated[
+    str | None, "--on HOST:PORT", "Train on the nodes of the Ray there, one run at a time on each."
+]
+
+
+def on_nodes(ctx: click.Context, address: str | None, say: Callable[[str], None]) -> "Trainer | None":
+    """Return what trains on the nodes of the Ray at an address; None: this machine. Call it before JAX is imported."""
+    if address is None:
+        return None
+    from speedrun.islands import cluster
+    from speedrun.lab.remote_runs import Nodes
+
+    return Nodes(ctx.with_resource(cluster.connected(address)), address, say).trained
 
 
 def numbers(option: str, text: str) -> list[int]:

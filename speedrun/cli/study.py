@@ -118,6 +118,7 @@ def sweep(
     config: cli.RunOptions,
     *,
     resume: Annotated[Path | None, "--resume DIR", "Run what is missing."] = None,
+    on: cli.On = None,
 ) -> cli.Answer:
     """Run a recipe and its variants with the same seeds, and report which are better.
 
@@ -129,8 +130,9 @@ def sweep(
     """
     from speedrun.lab.several_runs import Sweep  # NumPy comes with it
 
-    folder = cli.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data")
-    found = Sweep(folder, config.data, say).run()
+    trained = cli.on_nodes(ctx, on, say)
+    folder = cli.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data", "on")
+    found = Sweep(folder, config.data, say, trained).run()
     return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 
 

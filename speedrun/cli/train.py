@@ -175,6 +175,7 @@ class Size(NamedTuple):
     "speedrun batch --track smoke-cpu --runs 6",
     "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
     "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
+    "speedrun batch --track main-8xh100 --runs 6 --on 10.0.0.1:6380",
 )
 def batch(
     ctx: click.Context,
@@ -185,6 +186,7 @@ def batch(
     resume: Annotated[Path | None, "--resume DIR", "Resume a declared batch."] = None,
     ghost: cli.Ghost = None,
     wandb: cli.Wandb = None,
+    on: cli.On = None,
 ) -> cli.Answer:
     """Declare a batch, run it, and test its mean loss. The record holds all runs, including failed ones.
 
@@ -193,11 +195,15 @@ def batch(
     from speedrun.lab.several_runs import run_batch  # NumPy comes with it
 
     ctx.with_resource(children.stoppable())
-    allowed = ("data", "title", "ghost", "wandb")
+    as_json, allowed = ctx.params["as_json"], ("data", "title", "ghost", "wandb", "on")
+    say = partial(click.echo, err=as_json)
+    if on and ghost:
+        raise UsageError("--ghost shows one run beside another, and --on trains several at once; keep one")
+    trained = cli.on_nodes(ctx, on, say)
     folder = cli.begun(ctx, "speedrun.lab.design", lambda: _promise(options, size), *allowed)
     with relayed(folder, wandb):
-        as_json, chosen = ctx.params["as_json"], {"data": options.data, "title": title, "ghost": ghost}
-        done = run_batch(folder, **chosen, say=partial(click.echo, err=as_json), to_stderr=as_json)
+        chosen = {"data": options.data, "title": title, "ghost": ghost, "trained": trained}
+        done = run_batch(folder, **chosen, say=say, to_stderr=as_json)
         return _answer(folder, done)
 
 

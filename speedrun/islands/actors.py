@@ -1,17 +1,7 @@
-"""Islands as actors of Ray, each a process of its own, on this machine or on several. Only this module imports ray.
+"""Islands as actors of Ray, each a process of its own, on this machine or on several."""
 
-Ray listens on all interfaces and obeys whoever has its token, so there always is one: docs/islands.md.
-"""
-
-import importlib
-import os
-import secrets
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +9,11 @@ from msgspec.structs import replace
 
 from speedrun.base import track as tracks
 from speedrun.base.clock import Stopwatch
-from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.errors import SpeedrunError
+from speedrun.islands import cluster
 from speedrun.islands.rounds import Answer, Lost, Order
 from speedrun.train.request import RunConfig
 
-TOKEN = "RAY_AUTH_TOKEN"
-#: Read when ray is imported, and by the processes that it starts.
-_SETTINGS = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-}
-_ANSWER_S = 10.0  #: of the head
 _MOST_FAILED = 8  #: islands in a row that did not start
 
 
@@ -38,7 +21,7 @@ class Actor:
     """An island in a process of its own. It leaves after the order in hand when it gets SIGTERM."""
 
     def __init__(self, name: str, config: RunConfig) -> None:
-        # The driver imports this module before JAX: Ray forks, and JAX forbids it.
+        # The driver imports this module before JAX.
         from speedrun.islands.island import Island
 
         self._island, self._leaves = Island(name, config), False
@@ -100,7 +83,7 @@ class Actors:
             try:
                 found = self._ray.get(done[0])
             except self._ray.exceptions.RayError as error:
-                return self._lost(name, _reason(error))
+                return self._lost(name, cluster.reason(error))
             if name in self._starting:
                 self._starting.remove(name)
                 self._failed = 0
@@ -112,11 +95,8 @@ class Actors:
         return None
 
     def _lost(self, name: str, why: str) -> Lost:
-        if self._address is not None and (gone := _unreachable(self._address)):
-            # Ray would end this process in a minute.
-            raise SpeedrunError(
-                f"the head of Ray at {self._address} is gone ({gone}); start it again, and --resume"
-            )
+        if self._address is not None:
+            cluster.require_head(self._address)
         self._ray.kill(self.actors.pop(name))
         if name in self._starting:
             self._starting.remove(name)
@@ -126,61 +106,3 @@ class Actors:
                 f"{self._failed} islands in a row did not start: {why}; fix that, and --resume"
             )
         return Lost(name, why)
-
-
-def _reason(error: Exception) -> str:
-    """Return the sentence of an error that has the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[-1].partition(". ")[0].partition(" Worker exit")[0]
-
-
-@contextmanager
-def connected(address: str | None, number: int) -> Iterator[Callable[[RunConfig], Actors]]:
-    """Connect to the Ray at `address`, or start one of our own for a number of islands, which ends with the block.
-
-    Yield what makes the islands of a request.
-    """
-    if address is not None:
-        _require(address)
-    os.environ.setdefault(TOKEN, secrets.token_hex(32))
-    os.environ.update(_SETTINGS)
-    try:
-        ray: Any = importlib.import_module("ray")  # pyright cannot find it in most environments
-    except ImportError:
-        raise UsageError("islands need Ray, which is missing; type: scripts/install.sh islands") from None
-    given: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
-    if address is None:
-        given |= {"num_cpus": number, "include_dashboard": False}
-    ours = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address or "local", **given)
-    except (ray.exceptions.RayError, RuntimeError, ConnectionError, ValueError) as error:
-        hint = (
-            f"${TOKEN} or the version may differ from the head's" if address else "free ports, and try again"
-        )
-        raise UsageError(f"Ray at {address or 'this machine'}: {_reason(error)}; {hint}") from None
-    signal.signal(signal.SIGTERM, ours)  # Ray's would end us with another code
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # it would colour our standard output
-    try:
-        yield partial(Actors, ray, address)
-    finally:
-        ray.shutdown()
-
-
-def _require(address: str) -> None:
-    """Raise UsageError unless there is a token, and something listens: Ray would try for minutes."""
-    if not os.environ.get(TOKEN):
-        raise UsageError(f"--address {address}: ${TOKEN} is not set; set it to the token of that Ray")
-    if why := _unreachable(address):
-        hint = "start it there with 'ray start --head --port=PORT', and the same token"
-        raise UsageError(f"--address {address}: no Ray answers ({why}); {hint}")
-
-
-def _unreachable(address: str) -> str:
-    """Return why nothing listens there, or nothing."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _ANSWER_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        return str(error)
-    return ""

@@ -5,7 +5,7 @@ Each run is a child process, so that this process holds no device.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,6 +26,7 @@ from speedrun.lab.trials import EXPERIMENT, Experiment, Runs, Trial
 from speedrun.record import layout, statistics
 from speedrun.record.about import Summary, assemble
 from speedrun.record.batch import Declaration, Standing, standing
+from speedrun.record.logged_run import Run
 from speedrun.record.reader import encode, load
 from speedrun.record.salvage import salvage
 from speedrun.train import local_processes
@@ -34,13 +35,27 @@ from speedrun.train.request import RunConfig
 Say = Callable[[str], None]  #: takes lines of progress
 
 
-def _train(declared: Declaration | Experiment, printer: Printer, say: Say, lock: int, **more: Any) -> int:
-    """Train once as declared, in a child that also holds the lock; return its exit code."""
+#: Trains each request on a track; yields it with its exit code. Earlier runs had devices of this kind, empty if none.
+Trainer = Callable[[Track, Iterable[RunConfig], str], Iterator[tuple[RunConfig, int]]]
+
+
+def _request(declared: Declaration | Experiment, **more: Any) -> RunConfig:
+    """Return the request for a run as declared."""
     same = {name: getattr(declared, name) for name in ("num_devices", "microbatches", "attention")}
-    config = RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
-    generated.ensure(tracks.load(config.track), config.data, say)
-    with printer:
-        return local_processes.trained(config, printer, keep_open=(lock,))[0]
+    return RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
+
+
+def _here(say: Say, printer: Callable[[], Printer], lock: int) -> Trainer:
+    """Return what trains one after the other in children that also hold the lock."""
+
+    def trained(rules: Track, configs: Iterable[RunConfig], _: str) -> Iterator[tuple[RunConfig, int]]:
+        for config in configs:
+            generated.ensure(rules, config.data, say)
+            with printer() as shown:
+                code = local_processes.trained(config, shown, keep_open=(lock,))[0]
+            yield config, code
+
+    return trained
 
 
 # --- a batch ----------------------------------------------------------------------------------------------
@@ -71,11 +86,19 @@ class Outcome(NamedTuple):
 
 
 def run_batch(
-    folder: Path, *, data: Path | None, title: str | None, ghost: str | None, say: Say, to_stderr: bool
+    folder: Path,
+    *,
+    data: Path | None,
+    title: str | None,
+    ghost: str | None,
+    say: Say,
+    to_stderr: bool,
+    trained: Trainer | None = None,
 ) -> Outcome:
     """Run the missing seeds of a declared batch, and write its record after each.
 
-    Without `data`, the runs read the track's. Without `title`, the record keeps its own.
+    Without `data`, the runs read the track's. Without `title`, the record keeps its own. Without `trained`, they run
+    one after the other on this machine.
     """
     path = folder / layout.BATCH
     declared, sha256 = trials.declared(path, Declaration, "speedrun batch --runs N")
@@ -100,15 +123,22 @@ def run_batch(
 
     with children.locked(path) as lock:
         now = standing_now()
+        same = {"recipe": recipe.name, "overrides": recipe.overrides, "batch_sha256": sha256, "data": data}
+        train = trained or _here(say, lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival), lock)
         while now.missing:
-            seed, printer = now.missing[0], Printer(sys.stderr if to_stderr else sys.stdout, rival)
-            same = {"recipe": recipe.name, "overrides": recipe.overrides, "batch_sha256": sha256}
-            code = _train(declared, printer, say, lock, out=folder, seed=seed, data=data, **same)
-            now = standing_now()
-            if seed in now.missing or code not in (0, NonFiniteError.exit_code):
-                raise children.run_error(code, "batch", folder, data)
+            configs = [_request(declared, out=folder, seed=seed, **same) for seed in now.missing]
+            for config, code in train(rules, configs, _device(load(folder).runs)):
+                now = standing_now()
+                if config.seed in now.missing or code not in (0, NonFiniteError.exit_code):
+                    raise children.run_error(code, "batch", folder, data)
+                if not now.missing:  # decided by a loss that is not finite
+                    break
         summary = assembled()
         return Outcome(rules, now, summary, plot(folder) if summary.num_finished else [])
+
+
+def _device(runs: Iterable[Run]) -> str:
+    return next((run.hardware[1] for run in runs if run.hardware[1]), "")
 
 
 def progress(declared: Declaration, now: Standing) -> str:
@@ -137,6 +167,7 @@ class Sweep:
     folder: Path
     data: Path | None
     say: Say
+    trained: Trainer | None = None  #: None: one run after the other on this machine
 
     def __post_init__(self) -> None:
         self._plan, self._sha256 = trials.read(self.folder)
@@ -173,23 +204,32 @@ class Sweep:
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
         """Run the unfinished trials; return all runs."""
         runs = trials.completed(self.folder, self._plan, wanted)
-        for number, (arm, seed) in enumerate(wanted, 1):
-            if (arm.name, seed) in runs:
-                continue
-            left = len(wanted) - len(runs)
-            walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
-            eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
-            self.say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
-            out, printer = trials.new_folder(self.folder, self._plan, arm, seed), Printer(sys.stderr)
-            same = {"recipe": arm.recipe, "overrides": arm.overrides, "data": self.data}
-            code = _train(self._plan, printer, self.say, lock, out=out, seed=seed, **same)
+        under_way: dict[Path, Trial] = {}
+
+        def requests() -> Iterator[RunConfig]:
+            for number, (arm, seed) in enumerate(wanted, 1):
+                if (arm.name, seed) in runs:
+                    continue
+                left = len(wanted) - len(runs)
+                walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
+                eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
+                self.say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
+                out = trials.new_folder(self.folder, self._plan, arm, seed)
+                under_way[out] = arm, seed
+                same = {"recipe": arm.recipe, "overrides": arm.overrides, "data": self.data}
+                yield _request(self._plan, out=out, seed=seed, **same)
+
+        rules = tracks.load(self._plan.track.id.rpartition("@")[0])
+        train = self.trained or _here(self.say, lambda: Printer(sys.stderr), lock)
+        for config, code in train(rules, requests(), _device(runs.values())):
+            arm, seed = under_way.pop(config.out)
             runs |= trials.completed(self.folder, self._plan, [(arm, seed)])
             run = runs.get((arm.name, seed))
             if run is not None:
                 change = f"One run of the experiment with sha256 {self._sha256[:16]}: {self._plan.standing}."
-                assemble(out, title=f"{arm.recipe}, {arm.name}", changes=[change])
+                assemble(config.out, title=f"{arm.recipe}, {arm.name}", changes=[change])
                 if run.finished:
-                    plot(out)
+                    plot(config.out)
             if run is None or code not in (0, NonFiniteError.exit_code):
                 raise children.run_error(code, "sweep", self.folder, self.data)
         return runs

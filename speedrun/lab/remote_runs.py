@@ -1,0 +1,168 @@
+"""Runs on the nodes of a Ray, one at a time on each. A node that differs from the first one is left out."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from speedrun.base import provenance
+from speedrun.base import track as tracks
+from speedrun.base.errors import SpeedrunError
+from speedrun.base.output import expected, text_of
+from speedrun.base.track import Track
+from speedrun.base.wholefile import lock_record, make_folder, write_whole
+from speedrun.data import generated
+from speedrun.islands import cluster
+from speedrun.lab.several_runs import Say
+from speedrun.record import layout
+from speedrun.train.request import RunConfig
+
+_LOOK_S = 2.0  #: between looks for new nodes
+
+
+class Home(NamedTuple):
+    """What a node sends when a run has ended."""
+
+    code: int  #: exit code
+    error: str
+    files: dict[str, bytes]  #: of its record, by relative path
+
+
+def _facts(platform: str) -> dict[str, str]:
+    """Return what must be equal on all nodes."""
+    from speedrun.base import mesh as meshes
+
+    meshes.prepare(platform)
+    import jax
+
+    device, processors = jax.devices()[0].device_kind, str(os.cpu_count())
+    return {"device": device, "processors": processors, "source": _source(), **provenance.software()}
+
+
+def _source() -> str:
+    return layout.sha256(provenance.closure(["speedrun.train.run"], []).encode())[:12]
+
+
+def _train(config: RunConfig, given: dict[str, bytes]) -> Home:
+    """Train in a scratch folder with the files that a batch declared, if any."""
+    from speedrun.train.run import train
+
+    with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
+        out, code, error = Path(scratch, "record"), 0, ""
+        if given:
+            make_folder(out, given)
+        try:
+            generated.ensure(tracks.load(config.track), config.data, lambda _: None)
+            train(replace(config, out=out))
+        except BaseException as caught:
+            if (known := expected(caught)) is None:
+                raise
+            code, error = known.exit_code, text_of(known)
+        paths = [path for path in out.rglob("*") if path.is_file()]
+        return Home(code, error, {path.relative_to(out).as_posix(): path.read_bytes() for path in paths})
+
+
+def _bring_home(out: Path, files: dict[str, bytes]) -> None:
+    """Write the files of a run that are not there, its log last; all or nothing in a new folder."""
+    if not out.exists():
+        return make_folder(out, files)
+    own = {name: raw for name, raw in files.items() if name.startswith("runs/")}
+    with lock_record(out):
+        for name in files.keys() - own.keys():
+            if not (out / name).exists():
+                write_whole(out / name, files[name])
+        for folder in {Path(name).parent for name in own}:
+            inside = {Path(name).name: raw for name, raw in own.items() if Path(name).parent == folder}
+            make_folder(out / folder, inside)
+
+
+_Node = dict[str, Any]  #: as Ray describes it
+
+
+class Nodes:
+    """The nodes of a Ray."""
+
+    def __init__(self, ray: Any, address: str, say: Say) -> None:
+        """Take the package, connected to `address`."""
+        self._ray, self._address, self._say = ray, address, say
+        self._same = {"source": _source()}  #: facts of all nodes
+        self._seen, self._idle = set[str](), list[_Node]()
+        self._jobs: dict[Any, tuple[_Node, RunConfig | None]] = {}  #: a run, or a look at a new node
+
+    def trained(
+        self, rules: Track, configs: Iterable[RunConfig], device: str
+    ) -> Iterator[tuple[RunConfig, int]]:
+        """Train each on a node; yield it with its exit code when its files are here. A lost run starts again.
+
+        `device` is the kind of earlier runs; empty: there are none.
+        """
+        self._same |= {"device": device} if device else {}
+        waiting, again = iter(configs), list[RunConfig]()
+        while True:
+            self._look(rules.rules.platform)
+            while self._idle and (config := again.pop() if again else next(waiting, None)):
+                self._send(config)
+            if not self._jobs:
+                if self._idle:
+                    return
+                raise SpeedrunError("no node of Ray is left that can train; start one, and --resume")
+            for job in self._ray.wait([*self._jobs], num_returns=1, timeout=_LOOK_S)[0]:
+                node, config = self._jobs.pop(job)
+                place = node["NodeManagerAddress"]
+                try:
+                    found = self._ray.get(job)
+                except self._ray.exceptions.RayError as error:
+                    cluster.require_head(self._address)
+                    self._say(f"node    {place} is lost, or fails: {cluster.reason(error)}")
+                    again += [config] if config else []
+                    continue
+                if config is None:
+                    self._admit(node, found)
+                    continue
+                self._idle.append(node)
+                _bring_home(config.out, found.files)
+                if found.error:
+                    self._say(f"node    {place}: error: {found.error}")
+                yield config, found.code
+
+    def _look(self, platform: str) -> None:
+        """Ask new nodes what they are."""
+        for node in self._ray.nodes():
+            if node["Alive"] and node["NodeID"] not in self._seen and node["Resources"].get("CPU"):
+                self._seen.add(node["NodeID"])
+                self._jobs[self._task(_facts, node).remote(platform)] = node, None
+
+    def _admit(self, node: _Node, facts: dict[str, str]) -> None:
+        """Use a node if it equals the first one."""
+        pairs = [(name, facts.get(name), need) for name, need in self._same.items()]
+        if differ := [f"{name} {got}, need {need}" for name, got, need in pairs if got != need]:
+            self._say(f"node    {node['NodeManagerAddress']} is left out: {'; '.join(differ)}")
+        else:
+            self._same |= facts
+            self._idle.append(node)
+
+    def _send(self, config: RunConfig) -> None:
+        node, data = self._idle.pop(0), config.data and config.data.absolute()
+        self._say(f"node    {node['NodeManagerAddress']} trains seed {config.seed}")
+        job = self._task(_train, node).remote(replace(config, data=data), _declared(config))
+        self._jobs[job] = node, config
+
+    def _task(self, function: Callable[..., object], node: _Node) -> Any:
+        """Return a task in a process of its own that takes a whole node, so that its run is timed alone."""
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        return self._ray.remote(
+            num_cpus=node["Resources"]["CPU"],
+            num_gpus=node["Resources"].get("GPU", 0),
+            scheduling_strategy=affinity(node["NodeID"], soft=False),
+            max_calls=1,
+            max_retries=0,
+        )(function)
+
+
+def _declared(config: RunConfig) -> dict[str, bytes]:
+    """Return the files that a batch declared before its first run."""
+    names = (layout.BATCH, layout.SOURCE) if config.batch_sha256 else ()
+    return {name: (config.out / name).read_bytes() for name in names}
