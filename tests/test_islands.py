@@ -14,6 +14,7 @@ from small_run import SMALL, events, log_of, runs_of
 
 from speedrun.base import faults, runlog
 from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, UsageError
+from speedrun.base.recipe_files import resolve
 from speedrun.base.rounds import Work
 from speedrun.data.stream import START, Shape
 from speedrun.islands import outer, snapshot
@@ -85,6 +86,54 @@ def test_one_island_whose_mean_is_taken_ends_with_the_state_of_a_plain_run(train
     assert last.state_hash == end.final_hash
     assert losses == [step.loss for step in events(trained.out, runlog.Step)]
     assert last.digest == digest(fleet.weights)
+
+
+SGD = """
+from dataclasses import dataclass, replace
+
+import optax
+
+from speedrun.recipes.smoke import RECIPE as SMOKE
+from speedrun.science.optim.groups import by_group
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    lr: float
+
+    def transform(self, layout):
+        return by_group({name: optax.sgd(self.lr) for name in layout.groups.values()}, layout)
+
+
+RECIPE = replace(SMOKE, name="sgd", parent="smoke", optimizer=Sgd(lr=2.0))
+"""
+
+
+def test_sgd_averaged_after_each_step_is_sgd_on_all_their_tokens(smoke_data, tmp_path):
+    (tmp_path / "sgd.py").write_text(SGD)
+    recipe = resolve(str(tmp_path / "sgd.py"))
+
+    def after(steps: int, *names: str, num_sequences: int) -> dict[str, np.ndarray]:
+        overrides = {**SMALL, "stages.0.num_sequences": str(num_sequences)}
+        out, same = tmp_path / str(len(names)), {"data": smoke_data, "overrides": overrides}
+        engine = Here(RunConfig("islands-cpu", out, recipe, islands=len(names), **same), *names)
+        ready = engine.island.ready
+        given = replace(FLEET, every=1, quorum=len(names)), config_sha256(ready), shapes_of(ready.recipe)
+        fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(engine.island.fresh()))
+        for _ in range(steps):
+            fleet.advance(engine)
+        assert fleet.step == steps
+        return fleet.weights
+
+    first, apart, whole = (
+        after(0, "a", num_sequences=8),
+        after(5, "a", "b", num_sequences=8),
+        after(5, "a", num_sequences=16),
+    )
+    for name, x in whole.items():
+        moved = np.linalg.norm(x - first[name])
+        assert np.linalg.norm(apart[name] - x) <= 1e-3 * moved + 1e-6 * np.linalg.norm(x), name
+    assert any(np.linalg.norm(x - first[name]) > 0.01 for name, x in whole.items())
 
 
 class Scripted:
