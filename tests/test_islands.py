@@ -1,5 +1,6 @@
 """Islands without an engine's processes: rounds, leases, refusals, the outer step, records, snapshots and replays."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -430,7 +431,16 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
     found = examine(request)
     assert found.final_hash == run_.final_hash
     assert found.stretches[0].losses == tuple(step.loss for step in run_.steps)
-    assert [problem for one in REPLAY_CHECKS[:5] for problem in one.find(run_, found)] == []
+    sizes = REPLAY_CHECKS[-1]
+    assert [problem for one in (*REPLAY_CHECKS[:5], sizes) for problem in one.find(run_, found)] == []
+    halved = [
+        msgspec.structs.replace(line, event=replace(line.event, batch_tokens=512))
+        if isinstance(line.event, runlog.Step)
+        else line
+        for line in run_.lines
+    ]
+    problems = [*sizes.find(dataclasses.replace(run_, lines=tuple(halved)), found)]
+    assert problems == ["step 0: the log says 512 tokens, its program takes 512, on 2 islands"]
     other = replace(settings, outer_lr=0.8)
     assert examine(replace(request, islands=other)).final_hash != run_.final_hash
     first, *rest = request.rounds
@@ -496,6 +506,19 @@ def test_a_snapshot_that_is_older_than_the_log_is_refused(island, tmp_path, monk
     assert snapshot.resumed(out).resume
     shutil.copy(aside, f"{out}.islands/snapshot")
     with pytest.raises(CheckpointError, match="of round 1, but the log has round 2; restore it"):
+        snapshot.resumed(out)
+
+
+def test_a_snapshot_of_another_run_in_that_place_is_refused(done, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(f"{done}.islands", f"{out}.islands")
+    run_id = snapshot.load(out).run_id
+    for log in done.glob("runs/*/metrics.jsonl"):
+        lines = log.read_bytes().splitlines(keepends=True)[:6]
+        path = out / "runs" / "another" / log.name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"".join(lines).replace(run_id.encode(), b"another"))
+    with pytest.raises(CheckpointError, match=f"is of another run, {run_id}"):
         snapshot.resumed(out)
 
 
@@ -593,10 +616,23 @@ FORGED: dict[str, tuple[str, Callable[[runlog.Round], runlog.Round]]] = {
     "a round twice": ("V109", lambda one: replace(one, version=0)),
     "a round of one island": ("V109", lambda one: replace(one, works=one.works[:1])),
     "one island twice": ("V109", lambda one: with_works(one, island="0")),
+    "tokens left out": ("V108", lambda one: moved_by(one, 64)),
+    "an island more": ("V109", lambda one: replace(one, works=(*one.works, more(one)))),
     "an island that never joined": ("V109", lambda one: with_works(one, island="9")),
     "other losses": ("V109", lambda one: with_works(one, losses=(3.0,) * 10)),
     "no outer step": ("V109", lambda one: replace(one, digest="")),
 }
+
+
+def moved_by(one: runlog.Round, offset: int) -> runlog.Round:
+    (shard, start), (_, stop) = one.works[1].start, one.works[1].stop
+    return with_works(one, start=(shard, start + offset), stop=(shard, stop + offset))
+
+
+def more(one: runlog.Round) -> Work:
+    """Work of an island that joined, beyond the number of the fleet."""
+    last = one.works[1]
+    return replace(last, island="2", lease=last.lease + 100)
 
 
 def with_works(one: runlog.Round, **changed: Any) -> runlog.Round:

@@ -507,12 +507,16 @@ def test_files_behind_the_most_that_are_read_are_refused(folder, monkeypatch):
 
 
 def attempts(text: str) -> list[Any]:
-    """Runs in order, as letters: its name, the run that it resumes, and f(inished), a(borted) or ! (result known)."""
+    """Runs in order, as letters: its name, the run that it resumes, and its end.
+
+    That is f(inished), a(borted), ! (its result was known), or 0 (before the clock).
+    """
     runs = []
     for hour, (name, *resumed, end) in enumerate(text.split()):
         run = SimpleNamespace(begun=hour, folder=name, outcome="finished" if end == "f" else "aborted")
         run.resumed, run.origin = bool(resumed), SimpleNamespace(run_id="".join(resumed))
         run.start, run.vals = SimpleNamespace(num_steps=12), [SimpleNamespace(step=12 if end == "!" else 0)]
+        run.of = lambda kind, end=end: [] if end == "0" else [kind]
         runs.append(run)
     return runs
 
@@ -522,6 +526,7 @@ def attempts(text: str) -> list[Any]:
     [
         ("af", "a"),
         ("aa baa caf", "c"),  # twice from one checkpoint
+        ("aa b0 caf", "c"),  # killed before it says what it resumes
         ("aa bf", "ab"),  # begun twice
         ("aa baf caf", "bc"),  # best of two
         ("aa ba! caf", "bc"),  # broken off by its result

@@ -48,7 +48,8 @@ class Fleet(NamedTuple):
     def settings(self, track: str) -> runlog.Islands:
         """Return the settings that the log names; raise UsageError if the track does not permit them."""
         rules = tracks.load(track)
-        own = rules.islands or {"most": self.islands, "every": 1, "quorum": 1}  # refused with its data
+        if (own := rules.islands) is None:
+            raise UsageError(f"{rules.id} is for one mesh; choose another track, such as islands-cpu")
         every, quorum = self.every or own["every"], self.quorum or min(own["quorum"], self.islands)
         if not quorum <= self.islands <= own["most"]:
             got = f"{self.islands} islands of which {quorum} must answer"

@@ -60,7 +60,7 @@ def save(snapshot: Snapshot) -> None:
 def load(record: Path) -> Snapshot:
     """Read the snapshot of a record; raise CheckpointError if it is damaged."""
     path, hint = _path_of(record), "start a new one with another --out"
-    if not path.exists():
+    if not path.is_file():  # a pipe would never end
         raise UsageError(f"{record} cannot be resumed: {path} is missing; {hint}")
 
     def restored(kind: Any, x: Any) -> Any:
@@ -78,7 +78,12 @@ def resumed(record: Path) -> RunConfig:
     if (done := finished(record)) is not None:
         return done
     repair(record)
-    kept, counted = load(record), [one.version for _, one in rounds_of(read(record).runs) if one.digest]
+    kept, runs = load(record), read(record).runs
+    if kept.run_id not in (run.start.run_id for run in runs):
+        raise CheckpointError(
+            f"{_path_of(record)} is of another run, {kept.run_id}; start again with another --out"
+        )
+    counted = [one.version for _, one in rounds_of(runs) if one.digest]
     if max(counted, default=-1) >= kept.version:
         got = f"of round {kept.version}, but the log has round {max(counted) + 1}"
         raise CheckpointError(f"{_path_of(record)}: {got}; restore it")

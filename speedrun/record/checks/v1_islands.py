@@ -36,9 +36,14 @@ def _leases(record: Record) -> Iterator[str]:
     used = sorted((work for one in rounds for work in _used(one)), key=lambda work: work.lease)
     if used and used[0].lease == 0 and used[0].start != (0, 0):
         yield f"lease 0 starts at {used[0].start}; need the first token"
+    whole = (work.stop[1] - work.start[1] for work in used if work.start[0] == work.stop[0])
+    most = max(whole, default=0)
     for before, after in pairwise(used):
-        follows = after.start in (before.stop, (before.stop[0] + 1, 0)) or after.lease > before.lease + 1
-        if after.lease == before.lease or after.start < before.stop or not follows:
+        same_shard = after.start[0] == before.stop[0]
+        shard, offset = before.stop if same_shard else (before.stop[0] + 1, 0)
+        untrained = (after.lease - before.lease - 1) * most  # leases that came back
+        follows = after.start[0] == shard and 0 <= after.start[1] - offset <= untrained
+        if after.lease == before.lease or not follows:
             yield f"lease {after.lease} starts at {after.start}; lease {before.lease} ends at {before.stop}"
     for work in used:
         num_read = work.stop[1] - work.start[1]
@@ -95,7 +100,8 @@ def _follows(record: Record) -> Iterator[str]:
             {work.island for work in works},
             [work for work in works if work.version != one.version],
         )
-        if len(names) < max(fleet.quorum, len(works)) or not names <= joined or wrong:
+        enough = max(fleet.quorum, len(works)) <= len(names) <= fleet.islands
+        if not enough or not names <= joined or wrong:
             yield f"round {one.version}: islands {sorted(names)} with {len(works)} answers cannot decide it"
         weights = [work.num_tokens for work in works]
         for number, losses in enumerate(zip(*(work.losses for work in works), strict=False)):

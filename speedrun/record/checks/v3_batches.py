@@ -111,7 +111,8 @@ def _stage_steps(config: dict[str, Any]) -> int:
 def unfollowed(runs: Sequence[Run]) -> list[Run]:
     """Return the runs that no other run resumes: one, however often an honest run was killed.
 
-    If a run was killed before its first checkpoint, a later one resumes the same earlier run.
+    If a run was killed before its first checkpoint, a later one resumes the same earlier run. One that was killed
+    before its clock began does not say what it resumes, and has no result.
     """
     left_off = {run.origin.run_id for run in runs}
 
@@ -120,7 +121,8 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
         later = (other.origin.run_id for other in runs if other.begun > run.begun and other.resumed)
         return run.resumed and run.outcome == "aborted" and not knew_result and run.origin.run_id in later
 
-    return [run for run in runs if run.folder not in left_off and not is_replaced(run)]
+    begun = [run for run in runs if run.of(runlog.ClockStart)]
+    return [run for run in begun if run.folder not in left_off and not is_replaced(run)]
 
 
 @check(

@@ -269,10 +269,15 @@ def _sizes(run: Run, findings: Findings) -> Iterator[str]:
         yield f"the log says {plan.num_params:,} parameters, its programs hold {least:,} to {most:,}"
     if (held := findings.state_bytes_per_device) != plan.state_bytes_per_device:
         yield f"the log says {plan.state_bytes_per_device:,} bytes of state a device, its programs hold {held:,}"
+    every = next((fleet.every for fleet in run.of(runlog.Islands)), 0)
+    used = {
+        one.version: sum(not work.refused for work in one.works) for one in run.of(runlog.Round) if one.digest
+    }
     for step, tokens in zip(run.steps, findings.batch_tokens[run.origin.step :], strict=False):
-        # A step of islands takes a batch for each of them: V108.
-        if step.batch_tokens % tokens if run.of(runlog.Islands) else step.batch_tokens != tokens:
-            yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, its program takes {tokens:,}"
+        num_meshes = used.get(step.step // every, 0) if every else 1
+        if step.batch_tokens != num_meshes * tokens:
+            taken = f"its program takes {tokens:,}" + f", on {num_meshes} islands" * bool(every)
+            yield f"step {step.step}: the log says {step.batch_tokens:,} tokens, {taken}"
             break
     claimed = leaves(run.start.config).get("recipe.compute_dtype")  # the config is untrusted
     if claimed == "bfloat16" and findings.dtype != claimed:
