@@ -60,7 +60,7 @@ def outputs() -> dict[Path, bytes]:
     """Return the pages with figures, and the pictures, by path."""
     context, board = read_context(ROOT / "records"), read_built(ROOT / "records")
     assert board is not None, "run 'speedrun leaderboard build' first"
-    stated = texts(context)
+    stated = texts(context, board)
     pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
     files = {path: filled(page, stated).encode() for path, page in pages.items() if marks.END in page}
     files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
@@ -74,14 +74,14 @@ def outputs() -> dict[Path, bytes]:
 def filled(page: str, stated: dict[str, str]) -> str:
     """Return a page with every figure as it is now; raise UsageError for a figure that there is not."""
     for name in re.findall(marks.BEGIN.format("(.+?)"), page):
-        if name not in (*stated, marks.BOARD):
+        if name not in stated:
             raise unknown("figure", name, stated)
     return marks.filled(page, stated)
 
 
-def texts(context: Context) -> dict[str, str]:
+def texts(context: Context, board: Board) -> dict[str, str]:
     """Return every figure by its name, as pages state it."""
-    found: dict[str, str] = {}
+    found = {f"record {row.path} loss": f"{row.val_loss:.4f}" for row in board.rows if row.val_loss}
     for past in context.history:
         name = f"published {past.record}"
         found |= {f"{name} minutes": _three(past.minutes), f"{name} seconds": _three(60 * past.minutes)}

@@ -28,7 +28,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from speedrun import cli
 from speedrun.base import children, clock, provenance, track
 from speedrun.base.sourcefile import join_source
-from speedrun.board.pages import BEGIN, END
 from speedrun.data import synthetic
 from speedrun.record import layout
 from speedrun.record.reader import load
@@ -269,7 +268,7 @@ class Soak:
         self.blows: Counter[str] = Counter()
         synthetic.write(track.load("tiny"), Path(data))
         (place / "records" / "tiny").mkdir(parents=True)
-        (place / "README.md").write_text(f"# A fork\n\n{BEGIN.format('board')}\n{END}\n{OWNERS.decode()}")
+        (place / "README.md").write_text(f"# A fork\n\n{OWNERS.decode()}")
 
     def complaints(self, seconds: float) -> Iterator[str]:
         """Of every kind once without a blow, and then of random ones until the time is over."""
@@ -314,7 +313,7 @@ class Soak:
                 return Round(["batch", "--out", out, "--runs", "2", *self._settings], out)
             case "leaderboard":
                 board = ("LEADERBOARD.md", "leaderboard.json")
-                rewrites = ("README.md", *(f"records/{name}" for name in board))
+                rewrites = tuple(f"records/{name}" for name in board)
                 return Round(["leaderboard", "build"], "", rewrites)
             case "describe":
                 record = self._rnd.choice(records)

@@ -27,7 +27,6 @@ minutes = 3.0
 link = "https://example.org/a"
 caveat = "another clock"
 """
-MARK = board_pages.BEGIN.format("board")
 HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ***"
 
 
@@ -175,23 +174,6 @@ def test_build_then_check(records):
     assert "run 'speedrun leaderboard build'" in stale.stderr
 
 
-def test_the_readme_gets_the_tables_between_its_marks(records):
-    readme = Path("README.md")
-    readme.write_text(f"before\n{MARK}\nold\n{board_pages.END}\nafter\n")
-    assert invoke("leaderboard", "build").exit_code == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "\nold\n" not in text
-    assert "(records/forged/fast)" in text
-    shutil.copytree("records", "other")
-    shutil.rmtree(Path("other", "forged", "fast"))
-    assert invoke("leaderboard", "build", "--records", "other").exit_code == 0
-    assert readme.read_text() == text, "it shows the board of the records beside it"
-    readme.write_text(f"{MARK} no end")
-    assert invoke("leaderboard", "build").exit_code == 2
-
-
 def test_hostile_text_is_escaped(records):
     """A name of a folder adds no cell or link to the text."""
     calm = board_pages.markdown(board.read(records))
@@ -207,16 +189,13 @@ def test_hostile_text_is_escaped(records):
     assert all(re.fullmatch(r"https://example\.org/a|[\w./%-]+", link) for link in links)
 
 
-def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):
+def test_a_claim_is_on_the_board_with_its_state(records):
     claim = CONTEXT.replace("theirs", "newer").replace("3.0", "2.0")
     (records / "context.toml").write_text(f'{CONTEXT}{claim}claim = "open"\ndate = "2026-08-31"\n')
-    Path("README.md").write_text(f"{MARK}\n{board_pages.END}\n")
     assert invoke("leaderboard", "build").exit_code == 0
-    text, readme = (records / "LEADERBOARD.md").read_text(), Path("README.md").read_text()
+    text = (records / "LEADERBOARD.md").read_text()
     (line,) = [line for line in text.splitlines() if "[newer]" in line]
     assert line.startswith("| forged | 2 min |")
     assert "| *claimed, open* |" in line
     assert line.endswith("| 2026-08-31 |")
     assert "not verified by us" in text
-    assert "[theirs]" in readme
-    assert "newer" not in readme

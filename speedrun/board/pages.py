@@ -13,7 +13,6 @@ from speedrun.base.errors import UsageError
 from speedrun.board.standings import Board, Published, Row
 
 BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
-BOARD = "board"  #: the name of the board in a page
 _MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
@@ -24,15 +23,11 @@ _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
 
 
-def markdown(board: Board, *, records: str = "records") -> str:
-    """Return a table for each track with a record, then one of others' results.
-
-    `records` is the path to the folder of records.
-    """
+def markdown(board: Board) -> str:
+    """Return a table for each track with a record, then one of others' results; links start at the records."""
     first = {row.track: row for row in board.rows}
     tables = [
-        _table(track, row.rules.rank_by, [_of_record(one, records) for one in board.of(track)])
-        for track, row in first.items()
+        _table(track, row.rules.rank_by, [*map(_of_record, board.of(track))]) for track, row in first.items()
     ]
     if theirs := sorted(board.published, key=lambda one: (one.track, one.minutes)):
         tables.append(_table(_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
@@ -47,7 +42,7 @@ def _table(head: str, rank_by: str, rows: list[dict[str, str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row.get(name, '') for name in used)} |" for row in rows)])
 
 
-def _of_record(row: Row, records: str) -> dict[str, str]:
+def _of_record(row: Row) -> dict[str, str]:
     loss, p = row.val_loss, row.p
     authors = "".join(f", {author}" for author in row.authors)
     return {
@@ -60,7 +55,7 @@ def _of_record(row: Row, records: str) -> dict[str, str]:
         "steps": f"{row.num_steps:,}",
         "tokens": quantity(row.num_tokens),
         "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
-        "record": _link(row.title, f"{records}/{quote(row.path)}", authors),
+        "record": _link(row.title, f"./{quote(row.path)}", authors),
         "date": row.date,
     }
 

@@ -28,7 +28,7 @@ from speedrun.record.reader import Record
 from speedrun.record.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")
-_BOARD = ("records/LEADERBOARD.md", "records/leaderboard.json", "README.md")
+_BOARD = ("records/LEADERBOARD.md", "records/leaderboard.json")
 
 _LONGEST = 200  #: characters of a stranger's text
 

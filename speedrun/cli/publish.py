@@ -7,7 +7,6 @@ from typing import Annotated
 
 import click
 import msgspec
-from msgspec.structs import replace
 
 from speedrun.base.children import say
 from speedrun.base.console import clean
@@ -121,8 +120,7 @@ def leaderboard() -> None:
 def build(*, records: _Records = Path("records")) -> cli.Answer:
     """Validate every record again and write LEADERBOARD.md and leaderboard.json.
 
-    They go into the folder of records. If its name is records, the README.md next to it gets the board between its
-    marks. A record that cannot be judged is left out, with a warning and exit code 1.
+    They go into the folder of records. A record that cannot be judged is left out, with a warning and exit code 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
@@ -147,22 +145,10 @@ def check(*, records: _Records = Path("records")) -> cli.Answer:
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
     """Return the content of every generated file."""
-    table = pages.markdown(board, records=".")
-    files = {
-        records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
+    return {
+        records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{pages.markdown(board)}".encode(),
         records / BOARD: encode(board),
     }
-    readme = records.absolute().parent / "README.md"
-    if records.absolute().name != "records" or not readme.exists():
-        return files
-    known = tuple(one for one in board.published if not one.claim)  # the README shows no claims
-    block = pages.markdown(replace(board, published=known), records=records.name)
-    page = readme.read_text(encoding="utf-8")
-    try:
-        new = pages.filled(page, {pages.BOARD: f"\n\n{block}\n"})
-    except UsageError as error:
-        raise UsageError(f"{readme}: {error}") from None
-    return files | {readme: new.encode()} if pages.END in page else files
 
 
 #: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.
