@@ -17,6 +17,7 @@ if {"-h", "--help"} & {*sys.argv[1:]}:  # before anything is installed
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from speedrun.base import accelerators
@@ -98,6 +99,7 @@ def texts(context: Context, board: Board) -> dict[str, str]:
         }
     for recipe, published, predicted in rungs(context):
         found[f"ladder {recipe}"] = f"{_three(published)}, {_three(predicted)}"
+    found |= {f"ladder {rung.recipe} loss": f"{fmean(rung.losses):.3f}" for rung in context.ladder}
     ratios = [published / predicted for _, published, predicted in rungs(context)]
     found["ladder ratios"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     found["scaling"] = f"\n```sh\n$ speedrun plan --recipe record21 --nodes 1,2,8,32\n{context.scaling}```\n"

@@ -31,7 +31,7 @@ from speedrun.train import contract
 from speedrun.train.program import Program
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = "".join((DOCS / name).read_text() for name in ("recipes.md", "optimiser-track.md"))
+PAGES = "".join((DOCS / name).read_text() for name in ("recipes.md", "optimiser-track.md", "tutorial.md"))
 FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL))
 EXAMPLES = {name: text for name, text in FILES.items() if name.endswith(".py")}
 
@@ -69,6 +69,14 @@ def test_an_example_trains_alike_on_one_device_and_eight(name, folder):
     one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
     np.testing.assert_allclose(one, eight, rtol=1e-4)
     assert one[-1] < one[0] - 0.1
+
+
+@pytest.mark.parametrize("name", ["bigram", "glance"])
+def test_the_first_steps_of_the_tutorial_learn(name, folder):
+    recipe = recipes.load(resolve(str(folder / f"{name}.py")))
+    small = dataclasses.replace(recipe, stages=(Stage(num_steps=30, num_sequences=8, seq_len=64),))
+    losses = train_trace(Program(small, mesh.make_mesh(1)), 30)[1]
+    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("name", ENTRIES)
