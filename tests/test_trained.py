@@ -336,8 +336,8 @@ def of_text(tiny, tmp_path_factory) -> weights.Trained:
     return weights.Trained(program, docs, folder, recipe.num_steps, packed)
 
 
-def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
-    """The negative log likelihood of each id but the first."""
+def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
+    """The logarithms of all probabilities at each id: f64 [T, V]."""
     recipe = trained.program.recipe
 
     @jax.jit
@@ -346,8 +346,12 @@ def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
         x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, kernels)
         return jax.nn.log_softmax(recipe.logits(params, x_BTD[0], trained.inputs, recipe.config))
 
-    log_p_TV = np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
-    return -log_p_TV[np.arange(len(ids) - 1), ids[1:]]
+    return np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
+
+
+def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
+    """The negative log likelihood of each id but the first."""
+    return -log_p_of(trained, ids)[np.arange(len(ids) - 1), ids[1:]]
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path):
@@ -360,6 +364,8 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path):
     num_bytes = sum(len(of_text.words.tokens.get(int(index), b"")) for index in ids[1:65])
     assert found.loss == pytest.approx(nats / 64, abs=1e-4)
     assert found.bits_per_byte == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-4)
+    best = [log_p_of(of_text, row)[:-1].argmax(1) for row in rows]
+    assert found.accuracy == np.mean([guess == row[1:] for guess, row in zip(best, rows, strict=True)])
 
 
 @pytest.mark.compile

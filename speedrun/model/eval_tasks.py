@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from speedrun.data.stream import validation_batches
 from speedrun.model.incremental import DecodingKernels
 from speedrun.model.weights import Trained
 from speedrun.science.params import SHARDS, Params
+from speedrun.train.program import nll_sums
 
 # --- loss
 
@@ -40,12 +41,13 @@ class Score(msgspec.Struct, frozen=True):
     tokens: int
     context: int  #: tokens of a sequence
     loss: float  #: nats per token
+    accuracy: float  #: part of the targets that have the largest logit
     bits_per_byte: float | None  #: None if the ids stand for no bytes
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f"   {self.bits_per_byte:.4f} bits per byte"
         where = f"{Path(self.shard).name} from token {self.start:,}, {self.tokens:,} tokens, context {self.context:,}"
-        return f"loss {self.loss:.4f}{bits}   {where}"
+        return f"loss {self.loss:.4f}   top-1 {self.accuracy:.2%}{bits}   {where}"
 
 
 class Slice(NamedTuple):
@@ -106,24 +108,35 @@ def scorer(
     id_bytes_V = np.array([len(spelled.get(index, b"")) for index in range(trained.track.data.vocab_size)])
     recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
     program = replace(trained.program, recipe=recipe)
-    step = program.eval_step_for(program.static_at(trained.step))
+    step = program.eval_step_for(program.static_at(trained.step), _measured)
 
     def score(part: Slice, say: Callable[[int], None]) -> Score:
-        nll_sum, num_bytes, num_tokens = 0.0, 0, 0
+        nll_sum, num_hits, num_bytes, num_tokens = 0.0, 0, 0, 0
         for batch in validation_batches(part.shard, part.tokens, SHARDS, context, part.start):
             placed_BT = (meshes.place_own(x, program.mesh) for x in batch)
-            nll_BC = step(trained.packed, *placed_BT, program.schedule, jnp.int32(trained.step))
-            nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
+            found = step(trained.packed, *placed_BT, program.schedule, jnp.int32(trained.step))
+            nll_BC, hits_BC = map(meshes.fetch, found)
+            nll_sum += float(np.sum(nll_BC, dtype=np.float64))
+            num_hits += int(np.sum(hits_BC))
             num_bytes += int(id_bytes_V[batch.targets_BT].sum())
             num_tokens += batch.targets_BT.size
             say(num_tokens)
         if not math.isfinite(nll_sum):
             raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
         bits = nll_sum / math.log(2) / num_bytes if num_bytes else None
-        name, loss = str(part.shard.path), nll_sum / part.tokens
-        return Score(name, part.start, part.tokens, context, loss, bits)
+        means = nll_sum / part.tokens, num_hits / part.tokens
+        return Score(str(part.shard.path), part.start, part.tokens, context, *means, bits)
 
     return score
+
+
+def _measured(
+    logits: Callable[[jax.Array], jax.Array], x_TD: jax.Array, targets_T: jax.Array, **how: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return the nats of each chunk of a sequence, and how many of its targets have the largest logit: [C]."""
+    nll_C = nll_sums(logits, x_TD, targets_T, **how)
+    parts = [array.reshape(*nll_C.shape, -1, *array.shape[1:]) for array in (x_TD, targets_T)]
+    return nll_C, jax.lax.map(lambda part: jnp.sum(jnp.argmax(logits(part[0]), axis=1) == part[1]), parts)
 
 
 # --- endings

@@ -202,11 +202,11 @@ class Program:
         return self.recipe.logits(given, x_ND, inputs, self.recipe.config)
 
     @cached_property
-    def eval_step_for(self) -> Callable[[Static], Any]:
-        """Static -> (packed params, tokens_BT, targets_BT, schedule, step) -> nats of each chunk, f32 [B, C]."""
-        return cache(self._eval_step_for)
+    def eval_step_for(self) -> Callable[..., Any]:
+        """(static, `nll_sums`) -> (packed, tokens_BT, targets_BT, schedule, step) -> nats of chunks, f32 [B, C]."""
+        return cache(lambda static, measure=nll_sums: self._eval_step_for(static, measure))
 
-    def _eval_step_for(self, static: Static) -> Any:
+    def _eval_step_for(self, static: Static, measure: Callable[..., Any]) -> Any:
         vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
@@ -220,7 +220,7 @@ class Program:
                 sent, arrived, _ = rows.traffic(self.layout, params, tokens_T[None])
                 (x_TD,) = self.forward(arrived(sent), tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
-                return nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
+                return measure(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))
 
