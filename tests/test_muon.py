@@ -43,6 +43,30 @@ def test_newton_schulz_is_its_polynomial_on_the_singular_values(shape, size):
     assert not orthogonalize(0 * bank, steps=5, dtype="float32").any()
 
 
+#: Of optax's own tests, those whose definition is ours: 2-D arrays, divided by their Frobenius norm.
+OPTAX_CASES = (
+    *(f"test_muon_orthogonalization_modes_standard_{name}" for name in ("square", "tall", "wide")),
+    "test_orthogonality_frobenius",
+)
+
+
+@pytest.mark.parametrize("case", OPTAX_CASES)
+def test_a_case_of_optax_passes_with_our_iteration(case, monkeypatch):
+    calls = []
+
+    def ours(x_mn: jax.Array, _: jax.Array, steps: int, *__: Any) -> jax.Array:
+        calls.append(steps)
+        is_tall = x_mn.shape[0] > x_mn.shape[1]
+        (y,) = orthogonalize((x_mn.T if is_tall else x_mn)[None], steps=steps, dtype="float32")
+        return y.T if is_tall else y
+
+    judge = pytest.importorskip("optax.contrib._muon_test", reason="this optax comes without its tests")
+    monkeypatch.setattr(judge._muon, "orthogonalize_via_newton_schulz", ours)
+    result = judge.MuonTest(case).run()
+    assert (result.testsRun, calls) == (1, [5])
+    assert result.wasSuccessful(), [*result.errors, *result.failures]
+
+
 def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
     key = jax.random.key(2)
     g1, g2 = jax.random.normal(key, (2, 8, 3, 4))
