@@ -40,8 +40,8 @@ def test_a_workflow_may_only_read(name):
         assert set(triggers) <= {"push", "pull_request"}
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in WORKFLOWS[name]
-    for job in workflow["jobs"].values():
-        assert "permissions" not in job
+    for job_name, job in workflow["jobs"].items():
+        assert "permissions" not in job or (name, job_name) == ("site.yml", "publish")
         assert 0 < job["timeout-minutes"] <= 240
     for step in steps(name):
         if uses := step.get("uses"):
@@ -50,6 +50,16 @@ def test_a_workflow_may_only_read(name):
         if str(step.get("uses")).startswith("actions/checkout@"):
             assert step["with"]["persist-credentials"] is False
         assert "${{" not in step.get("run", ""), "what stands in an event is a stranger's: not for a shell"
+
+
+def test_the_one_job_that_may_write_publishes_what_main_built_and_runs_nothing():
+    publish = parsed("site.yml")["jobs"]["publish"]
+    assert publish["permissions"] == {"pages": "write", "id-token": "write"}
+    assert publish["if"] == "github.event_name == 'push'"
+    assert parsed("site.yml")[True]["push"] == {"branches": ["main"]}
+    (step,) = publish["steps"]
+    assert step.keys() == {"id", "uses"}
+    assert step["uses"].startswith("actions/deploy-pages@")
 
 
 @pytest.fixture(scope="module")
