@@ -102,7 +102,6 @@ def texts(context: Context, board: Board) -> dict[str, str]:
     found |= {f"ladder {rung.recipe} loss": f"{fmean(rung.losses):.3f}" for rung in context.ladder}
     ratios = [published / predicted for _, published, predicted in rungs(context)]
     found["ladder ratios"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    found["scaling"] = f"\n```sh\n$ speedrun plan --recipe record21 --nodes 1,2,8,32\n{context.scaling}```\n"
     return found
 
 

@@ -77,10 +77,6 @@ def test_every_help_has_an_example(names):
         ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
         ("plan --arithmetic --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
         ("plan --arithmetic --devices 3", "got 3 devices for a replica, need a divisor of 8"),
-        ("plan --nodes 1,x", "--nodes '1,x'; need numbers up to 1024 with commas between them"),
-        ("plan --nodes 2 --device-kind 4090", "is not known; pass --network GBIT"),
-        ("plan --nodes 2 --arithmetic", "--nodes goes with neither --track, --arithmetic nor --dollars;"),
-        ("plan --network 200", "--network is the rate between machines; add --nodes N,N or leave it out"),
     ],
 )
 def test_a_wrong_word_ends_with_what_to_type(words, suggestion):

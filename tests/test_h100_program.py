@@ -12,8 +12,7 @@ import jax
 import pytest
 
 from speedrun import recipes
-from speedrun.base import accelerators
-from speedrun.plan import cost, deviceless, hlo, scaling
+from speedrun.plan import cost, deviceless, hlo
 from speedrun.plan import estimate as planning
 from speedrun.train import footprint
 from speedrun.train.program import Program
@@ -36,7 +35,7 @@ LEAST_BYTES = 2 * sum(spec.size for spec in RECORD.table(RECORD.config).values()
 
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once() -> Iterator[None]:
-    """Seconds for each of these texts, which plan, scale and anatomy all read."""
+    """Seconds for each of these texts, which plan and anatomy both read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hlo, "parse", cache(hlo.parse))
         yield
@@ -148,14 +147,11 @@ def test_every_product_of_the_mathematics_is_counted(compiled, program):
 
 
 @pytest.mark.compile
-def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
+def test_plan_and_arithmetic_give_one_answer(compiled, monkeypatch):
     """And it is not far below what eight H100 are published to take for the same mathematics in PyTorch: 101.6 ms."""
     monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)
-    monkeypatch.setattr(scaling, "compiled_step", lambda *_: compiled)
     (plan,) = planning.plan(RECORD, "h100", DEVICES, DEVICES, "compiled program").stages
     (estimate,) = planning.plan(RECORD, "h100", DEVICES, DEVICES, "arithmetic").stages
-    scaled = scaling.scale(RECORD, accelerators.load("h100"), "h100", DEVICES, 1, DEVICES)
-    assert scaled.step_s == pytest.approx(plan.step_s, rel=1e-9)
     assert estimate.step_s == pytest.approx(plan.step_s, rel=0.03)
     assert plan.step_s == pytest.approx(sum(line.seconds for line in plan.lines))
     assert 0.67 * 0.1016 < plan.step_s < 0.1016

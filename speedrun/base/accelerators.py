@@ -18,7 +18,6 @@ class Device(NamedTuple):
     memory_rate: float  #: bytes per second
     link_rate: float  #: bytes per second to its peers, each way
     num_links: int  #: NVLinks in use; 0: PCIe
-    network_rate: float  #: bytes per second of its share of the adapters, each way; 0: unknown
     num_cores: int  #: streaming multiprocessors
     threads_per_core: int
     shared_bytes_per_core: int
@@ -35,7 +34,6 @@ _H100 = Device(
     memory_rate=3.352e12,
     link_rate=450e9,
     num_links=18,
-    network_rate=50e9,  # DGX H100: eight adapters of 400 Gb/s, one for each GPU
     num_cores=132,
     threads_per_core=2048,
     shared_bytes_per_core=233_472,
@@ -51,7 +49,6 @@ _A100 = Device(
     memory_rate=2.039e12,
     link_rate=300e9,
     num_links=12,
-    network_rate=25e9,  # DGX A100: eight adapters of 200 Gb/s
     num_cores=108,
     threads_per_core=2048,
     shared_bytes_per_core=167_936,
@@ -68,7 +65,6 @@ _4090 = Device(
     memory_rate=1.008e12,
     link_rate=32e9,
     num_links=0,
-    network_rate=0.0,
     num_cores=128,
     threads_per_core=1536,
     shared_bytes_per_core=102_400,

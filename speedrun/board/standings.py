@@ -102,7 +102,6 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     published: tuple[Published, ...] = ()
     ladder: tuple[Rung, ...] = ()
     predicted: tuple[Prediction, ...] = ()
-    scaling: str = ""  #: output of `speedrun plan --nodes`
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -51,7 +51,6 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
     "speedrun plan --recipe record21 --device-kind h100 --devices 8",
     "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
     "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
-    "speedrun plan --recipe record21 --nodes 1,2,8,32",
     "speedrun plan --check records/webmini/2026-11-26-first-gpu",
 )
 def plan(
@@ -66,18 +65,14 @@ def plan(
     settings: cli.Settings = (),
     compiled: Annotated[bool | None, "--compile/--arithmetic"] = None,
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
-    nodes: Annotated[str | None, "--nodes N,N", "Instead, scale the step over so many machines."] = None,
-    network: Annotated[float | None, cli.Number(0, min_open=True), "--network GBIT"] = None,
     check: Annotated[tuple[Path, ...], "--check RECORD"] = (),
 ) -> cli.Answer:
     """Predict memory, bounds, time and cost of a recipe on devices that need not be here.
 
-    Exits with 1 if it does not fit into memory, with advice. With --nodes, the step is compiled for all nodes, each
-    with its own tokens; docs/scaling.md has the model.
+    Exits with 1 if it does not fit into memory, with advice.
 
     Options:
         compiled: Analyse the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
-        network: With --nodes: network rate of a device.
         check: Instead, compare the steps of a record from a GPU with the plan of its recipe.
     """
     if check:
@@ -89,15 +84,12 @@ def plan(
     overrides = cli.parse_settings(settings)
     from speedrun import recipes
     from speedrun.lab import budget as budgets
-    from speedrun.plan import deviceless, scaling
+    from speedrun.plan import deviceless
     from speedrun.plan import estimate as planning
 
     chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
     error, facts, lines, planned = None, {}, [], None
-    if nodes:
-        scaled = scaling.scaled(chosen, kind, devices or 8, nodes, microbatches, network, say)
-        facts, lines = {"scaling": scaled.facts()}, scaled.lines()
-    elif on_gpu:
+    if on_gpu:
         missing = deviceless.missing_wheels() if compiled is None else []
         if missing:
             say(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic")
@@ -126,13 +118,9 @@ def _checked(ctx: click.Context, paths: tuple[Path, ...]) -> cli.Answer:
 
 
 def _check(given: dict[str, Any], *, on_gpu: bool) -> None:
-    track, nodes = given["track"], given["nodes"]
+    track = given["track"]
     if given["runs"] is not None and not track:
         raise UsageError(f"--runs {given['runs']} needs a track; add --track NAME")
     if not on_gpu and (given["devices"] or given["compiled"]):
         option = "--devices" if given["devices"] else "--compile"
         raise UsageError(f"{option}: {track} needs no GPU; leave it out, or leave out --track")
-    if nodes and (track or given["compiled"] is False or given["dollars"] is not None):
-        raise UsageError("--nodes goes with neither --track, --arithmetic nor --dollars; leave one out")
-    if given["network"] and not nodes:
-        raise UsageError("--network is the rate between machines; add --nodes N,N or leave it out")

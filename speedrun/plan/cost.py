@@ -1,4 +1,4 @@
-"""The cost model of a step on a device, for `speedrun plan`: compiled, by arithmetic, and over nodes.
+"""The cost model of a step on a device, for `speedrun plan`: compiled and by arithmetic.
 
 A kernel takes the time of its tightest bound, after a fixed start:
 

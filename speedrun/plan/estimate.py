@@ -15,9 +15,10 @@ import numpy as np
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
-from speedrun.plan import cost, hlo, scaling
+from speedrun.plan import cost, hlo
 from speedrun.plan.cost import Attention, Line, Work, gb, ms
 from speedrun.plan.deviceless import compiled_step, sent_bytes, target_mesh
+from speedrun.plan.schedule import replayed
 from speedrun.plan.shares import GEMMS, REACHES, Unit, errors
 from speedrun.science.params import ParamSpec, count
 from speedrun.science.recipe import Recipe, Stage, settings
@@ -192,10 +193,9 @@ def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
 
 
 def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> StagePlan:
-    windows = [each for _, each in cost.attention_by_window(program, stage)]
-    mean, narrow, wide = (
-        found.lines_with(each) for each in (scaling.mean_attention(program, stage), windows[0], windows[-1])
-    )
+    by_window = cost.attention_by_window(program, stage)
+    attention = np.sum([each * (steps / stage.num_steps) for steps, each in by_window], axis=0)
+    mean, narrow, wide = map(found.lines_with, (attention, by_window[0][1], by_window[-1][1]))
     sent_bytes = (found.gathered_bytes + found.scattered_bytes) * (1 - 1 / program.num_shards)
     step_s = sum(line.seconds for line in mean)
     weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
@@ -331,8 +331,8 @@ def _by_compiling(
     traffics = [sum(kernel.times * kernel.traffic_bytes for kernel in one) for one in schedules]
 
     def lines_with(attention: Attention) -> tuple[Line, ...]:
-        replayed = (scaling.replayed(one, attention, device, program.num_devices, 1) for one in schedules)
-        return cost.mean([(share, lines) for share, (_, lines) in zip(shares, replayed, strict=True)])
+        each = (replayed(one, attention, device, program.num_devices) for one in schedules)
+        return cost.mean(list(zip(shares, each, strict=True)))
 
     return _Found(
         memory_bytes=max(one.peak_memory_in_bytes for one in memories),
