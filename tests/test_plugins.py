@@ -31,8 +31,9 @@ from speedrun.train import contract
 from speedrun.train.program import Program
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = "".join((DOCS / name).read_text() for name in ("recipes.md", "optimiser-track.md", "tutorial.md"))
-FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL))
+PAGES = ("recipes.md", "optimiser-track.md", "tutorial.md", "forks.md")
+TEXT = "".join((DOCS / name).read_text() for name in PAGES)
+FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
 EXAMPLES = {name: text for name, text in FILES.items() if name.endswith(".py")}
 
 
@@ -54,10 +55,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 ENTRIES = ("polar", "shampoo")  #: of the optimiser track
-_NIGHTLY = [
-    pytest.param(name, marks=pytest.mark.compile)
-    for name in ("grouped", "swiglu", "adamw", "chars", *ENTRIES)
-]
+OTHERS = ("grouped", "swiglu", "adamw", "chars", "moe", "soap", "lion", "sqrt")
+_NIGHTLY = [pytest.param(name, marks=pytest.mark.compile) for name in (*OTHERS, *ENTRIES)]
 
 
 @pytest.mark.parametrize("name", ["gelu", *_NIGHTLY])
@@ -79,7 +78,7 @@ def test_the_first_steps_of_the_tutorial_learn(name, folder):
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", [*ENTRIES, "soap", "lion", "sqrt"])
 def test_an_entry_takes_part_in_the_optimiser_track(name, folder):
     recipe = sr.load(str(folder / f"{name}.py"))
     plan = Plan.of(recipe.inputs_at, recipe.num_steps, {})
