@@ -123,7 +123,6 @@ def test_a_table_gives_the_same_runs_as_logs():
     assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
     assert found.runs[1].validations == curve((9, None, None))
     assert found == read(table.replace("\n", "\r\n"))
-    assert foreign_logs._inflated(gzip.compress(table.encode())) == table.encode()
 
 
 @pytest.mark.parametrize(
@@ -163,8 +162,7 @@ def test_hostile_names_are_escaped(tmp_path):
 
 def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(foreign_logs, "MAX_BYTES", 1000)
-    squeezed = gzip.compress(b"x" * 1001)
-    for raw in (b"x" * 1001, squeezed, squeezed[:-12], b"hello\n"):
+    for raw in (b"x" * 1001, b"hello\n"):
         (tmp_path / "file").write_bytes(raw)
         with pytest.raises(UsageError):
             foreign_logs.import_file(tmp_path / "file", "a")
@@ -217,8 +215,10 @@ public = pytest.mark.skipif(not PUBLIC.exists(), reason="needs ../shared/upstrea
 
 
 @pytest.fixture(scope="module")
-def public_log():
-    return foreign_logs.import_file(PUBLIC, "")
+def public_log(tmp_path_factory):
+    table = tmp_path_factory.mktemp("public") / "runs.csv"
+    table.write_bytes(gzip.decompress(PUBLIC.read_bytes()))
+    return foreign_logs.import_file(table, "")
 
 
 @public

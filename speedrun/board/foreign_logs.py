@@ -11,13 +11,10 @@ begin with the script that wrote it. The file is not trusted: its size is limite
 """
 
 import csv
-import errno
-import gzip
 import io
 import math
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +31,6 @@ _FIRST_STEPS = 11  #: the oldest scripts of the speedrun restarted their clock h
 _NAME_LIMIT = 200  #: characters
 _MOST = 1e12  #: of a loss, of seconds
 MAX_BYTES = 32 * 2**20
-_GZIP = b"\x1f\x8b"
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|nan|inf)")
 _WHOLE = re.compile(r"[0-9]{1,12}")
@@ -72,7 +68,7 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
     """The contents of one file."""
 
     source: str  #: its name, without folders
-    sha256: str  #: of the file, before decompression
+    sha256: str  #: of the file
     runs: tuple[ContextRun, ...]
     problems: tuple[Problem, ...] = ()
 
@@ -148,12 +144,10 @@ def _runs_of(readings: Iterable[Reading], problems: list[Problem]) -> Iterator[C
 
 
 def import_file(path: Path, name: str) -> Context:
-    """Return the runs of a text log or a CSV table, possibly compressed by gzip; `name` is that of a log's run."""
-    advice = "need a text log or a CSV of curves"
-    with translate_read_errors(clean(str(path)), advice, EOFError, zlib.error, kind=UsageError):
+    """Return the runs of a text log or a CSV table; `name` is that of a log's run."""
+    with translate_read_errors(clean(str(path)), "need a text log or a CSV of curves", kind=UsageError):
         raw = read_regular(path, MAX_BYTES)
-        inflated = _inflated(raw)
-    context = import_bytes(inflated, name, source=path.name, digest=sha256(raw))
+    context = import_bytes(raw, name, source=path.name, digest=sha256(raw))
     if not context.runs:
         first = next(iter(context.problems), None)
         why = f" (line {first.line}: {first.message})" if first else ""
@@ -182,17 +176,6 @@ def names(paths: Sequence[Path]) -> list[str]:
     absolute = [Path(os.path.abspath(path)) for path in paths]
     shared = Path(os.path.commonpath([path.parent for path in absolute])).parent
     return [path.relative_to(shared).as_posix() for path in absolute]
-
-
-def _inflated(raw: bytes) -> bytes:
-    """Return the content of a gzip file, or the bytes unchanged."""
-    if not raw.startswith(_GZIP):
-        return raw
-    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
-        inflated = file.read(MAX_BYTES + 1)
-    if len(inflated) > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"more than {MAX_BYTES:,} bytes, unpacked")
-    return inflated
 
 
 def _readings_of_log(text: str, name: str, problems: list[Problem]) -> Iterator[Reading]:

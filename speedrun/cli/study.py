@@ -166,7 +166,7 @@ _MOST_SHOWN = 5  #: problems of a file
 
 @cli.command(
     "speedrun import-log logs/*.txt --json",
-    "speedrun import-log runs.csv.gz --match track_1_short/2026",
+    "speedrun import-log runs.csv --match track_1_short/2026",
 )
 def import_log(
     files: Annotated[tuple[Path, ...], "FILE..."],
@@ -176,7 +176,7 @@ def import_log(
     """Read the logs of other people's runs, and show how much equal runs differ.
 
     A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
-    log,step,num_steps,val_loss,train_time_ms; gzip is allowed. Runs of one folder that end at the same step form a
+    log,step,num_steps,val_loss,train_time_ms. Runs of one folder that end at the same step form a
     group; a copy of a run counts once. Imported runs have no seed and no hashes, and are never ranked. Nothing in a
     FILE is executed.
     """
