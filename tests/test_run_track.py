@@ -187,17 +187,18 @@ def test_what_cannot_run_here_is_one_line_before_anything(checkout, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "goal", "runs"), [("run_8gpu.sh", "main-8xh100", 4), ("run_1gpu.sh", "single-gpu", 3)]
+    ("words", "goal", "runs"),
+    [(("run_8gpu.sh",), "main-8xh100", 4), (("run_track.sh", "single-gpu", "1"), "single-gpu", 3)],
 )
-def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout, name, goal, runs):
+def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout, words, goal, runs):
     before = sorted(checkout.rglob("*"))
-    code, said = ended(checkout, name, "--dry-run")
+    code, said = ended(checkout, *words, "--dry-run")
     assert (code, list(steps(said))) == (0, ["install", "doctor", "data", "batch"])
     assert "time, disk space and cost need the packages: type this again after scripts/install.sh run" in said
     assert sorted(checkout.rglob("*")) == before
     subprocess.run(["bash", "scripts/install.sh"], cwd=checkout, check=True)
     gpus(checkout, f"echo {shlex.quote(accelerators.load('h200').name)}; echo another")
-    code, said = ended(checkout, name, "--dry-run")
+    code, said = ended(checkout, *words, "--dry-run")
     assert (code, tuple(steps(said))) == (0, STEPS)
     plan = f"plan --track {goal} --runs {runs} --dollars 2.50 --device-kind h200"
     assert typed(checkout) == [plan], "nothing else is run"
