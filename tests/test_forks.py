@@ -101,7 +101,8 @@ def loads(program: Program, params: Params, batch: list[jax.Array]) -> np.ndarra
     """The part of all slots that each expert has, by layer: the gradient of its bias, and the mean."""
     recipe = program.recipe
     inputs = Plan.of(recipe.inputs_at, recipe.num_steps, {}).at(0, program.schedule, ())
-    given = Batch(*batch, {}, jnp.arange(len(batch[0])))
+    tokens_BT, targets_BT = batch
+    given = Batch(tokens_BT, targets_BT, {}, jnp.arange(len(tokens_BT)))
 
     def loss(p: Params) -> jax.Array:
         return recipe.loss(p, given, inputs, recipe.config, program.kernels, recipe.forward).objective
@@ -186,14 +187,15 @@ def test_soap_follows_its_algorithm(fork):
         size = table[name].shape[-1]
         u, v = (np.linalg.qr(rng.standard_normal((size, size)))[0] for _ in range(2))
         for step, g in enumerate(grads):  # singular values that differ
-            g[name] = np.float32(bool(step) * (u @ np.diag(1.5 ** np.arange(size)) @ v + 0.2 * g[name]))
+            made = bool(step) * (u @ np.diag(1.5 ** np.arange(size)) @ v + 0.2 * g[name])
+            g[name] = np.asarray(made, np.float32)
     got, start = run(optimizer, table, grads), draw(0, table)
     for name in names:
         size = table[name].shape[-1]
         for place, w in enumerate(start[name].reshape(-1, size, size)):
             plain = PlainSoap(w, 0.1, optimizer.betas, every=3)
             for step, g in enumerate(grads):
-                plain.move(np.float64(g[name].reshape(-1, size, size)[place]), 1 - 0.1 * step)
+                plain.move(g[name].reshape(-1, size, size)[place].astype(np.float64), 1 - 0.1 * step)
             np.testing.assert_allclose(got[name].reshape(-1, size, size)[place], plain.w, atol=2e-3)
 
 

@@ -87,7 +87,7 @@ def head(monkeypatch) -> None:
 def test_each_request_is_trained_once_and_each_node_trains_one_at_a_time(tmp_path):
     ray = Ray({"a": FACTS, "b": FACTS})
     asked = requests(tmp_path, 5)
-    found = list(nodes(ray)[0].trained(SMOKE, asked, ""))
+    found = list(nodes(ray)[0].trained(SMOKE, asked, ()))
     assert sorted(config.seed for config, code in found if code == 0) == [0, 1, 2, 3, 4]
     assert ray.most_at_once == 2
     logs = [tmp_path / str(seed) / "runs" / str(seed) / layout.LOG for seed in range(5)]
@@ -96,14 +96,14 @@ def test_each_request_is_trained_once_and_each_node_trains_one_at_a_time(tmp_pat
 
 def test_the_run_of_a_lost_node_is_trained_by_another(tmp_path):
     there, said = nodes(Ray({"a": FACTS, "b": FACTS}, {"a"}))
-    found = list(there.trained(SMOKE, requests(tmp_path, 3), ""))
+    found = list(there.trained(SMOKE, requests(tmp_path, 3), ()))
     assert sorted(config.seed for config, _ in found) == [0, 1, 2]
     assert any("a is lost, or fails: the node died" in line for line in said)
 
 
 def test_without_a_node_the_command_says_what_to_start(tmp_path):
     with pytest.raises(SpeedrunError, match=r"start one, and --resume"):
-        list(nodes(Ray({"a": FACTS}, {"a"}))[0].trained(SMOKE, requests(tmp_path, 1), ""))
+        list(nodes(Ray({"a": FACTS}, {"a"}))[0].trained(SMOKE, requests(tmp_path, 1), ()))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,8 @@ def test_without_a_node_the_command_says_what_to_start(tmp_path):
 def test_a_node_of_another_kind_is_left_out(other, device, tmp_path):
     ray = Ray({"a": FACTS, "b": {**FACTS, **other}} if not device else {"b": FACTS | other, "a": FACTS})
     there, said = nodes(ray)
-    assert len(list(there.trained(SMOKE, requests(tmp_path, 4), device))) == 4
+    earlier: Any = [SimpleNamespace(hardware=(8, device))] if device else []
+    assert len(list(there.trained(SMOKE, requests(tmp_path, 4), earlier))) == 4
     ((name, value),) = other.items()
     assert [line for line in said if f"b is left out: {name} {value}, need" in line]
     assert not [node for node, function, _ in ray.jobs if function is remote_runs._train and node == "b"]
@@ -121,7 +122,7 @@ def test_a_node_of_another_kind_is_left_out(other, device, tmp_path):
 
 def test_a_node_that_comes_later_trains_too(tmp_path):
     ray = Ray({"a": FACTS})
-    under_way = nodes(ray)[0].trained(SMOKE, requests(tmp_path, 6), "")
+    under_way = nodes(ray)[0].trained(SMOKE, requests(tmp_path, 6), ())
     next(under_way)
     ray.facts["b"] = FACTS
     assert len(list(under_way)) == 5
@@ -134,7 +135,7 @@ def test_a_batch_sends_what_it_declared_and_keeps_its_own_files(tmp_path):
     one = RunConfig("smoke-cpu", tmp_path, seed=1, batch_sha256="b", data=Path("here"))
     ray = Ray({"a": FACTS})
     asked = [one, msgspec.structs.replace(one, seed=2)]
-    assert len(list(nodes(ray)[0].trained(SMOKE, asked, ""))) == 2
+    assert len(list(nodes(ray)[0].trained(SMOKE, asked, ()))) == 2
     assert (tmp_path / layout.BATCH).read_bytes() == b"declared"
     assert len([*tmp_path.glob(f"runs/*/{layout.LOG}")]) == 2
     sent = [words[0] for _, function, words in ray.jobs if function is remote_runs._train]

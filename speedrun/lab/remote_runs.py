@@ -18,6 +18,7 @@ from speedrun.data import generated
 from speedrun.islands import cluster
 from speedrun.lab.several_runs import Say
 from speedrun.record import layout
+from speedrun.record.logged_run import Run
 from speedrun.train.request import RunConfig
 
 _LOOK_S = 2.0  #: between looks for new nodes
@@ -93,13 +94,11 @@ class Nodes:
         self._jobs: dict[Any, tuple[_Node, RunConfig | None]] = {}  #: a run, or a look at a new node
 
     def trained(
-        self, rules: Track, configs: Iterable[RunConfig], device: str
+        self, rules: Track, configs: Iterable[RunConfig], earlier: Iterable[Run]
     ) -> Iterator[tuple[RunConfig, int]]:
-        """Train each on a node; yield it with its exit code when its files are here. A lost run starts again.
-
-        `device` is the kind of earlier runs; empty: there are none.
-        """
-        self._same |= {"device": device} if device else {}
+        """Train each on a node; yield it with its exit code when its files are here. A lost run starts again."""
+        for run in earlier:
+            self._same["device"] = run.hardware[1] or self._same.get("device", "")
         waiting, again = iter(configs), list[RunConfig]()
         while True:
             self._look(rules.rules.platform)

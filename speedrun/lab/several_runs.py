@@ -35,8 +35,8 @@ from speedrun.train.request import RunConfig
 Say = Callable[[str], None]  #: takes lines of progress
 
 
-#: Trains each request on a track; yields it with its exit code. Earlier runs had devices of this kind, empty if none.
-Trainer = Callable[[Track, Iterable[RunConfig], str], Iterator[tuple[RunConfig, int]]]
+#: Trains each request on a track; yields it with its exit code. Also gets the earlier runs of a batch or sweep.
+Trainer = Callable[[Track, Iterable[RunConfig], Iterable[Run]], Iterator[tuple[RunConfig, int]]]
 
 
 def _request(declared: Declaration | Experiment, **more: Any) -> RunConfig:
@@ -48,7 +48,9 @@ def _request(declared: Declaration | Experiment, **more: Any) -> RunConfig:
 def _here(say: Say, printer: Callable[[], Printer], lock: int) -> Trainer:
     """Return what trains one after the other in children that also hold the lock."""
 
-    def trained(rules: Track, configs: Iterable[RunConfig], _: str) -> Iterator[tuple[RunConfig, int]]:
+    def trained(
+        rules: Track, configs: Iterable[RunConfig], _: Iterable[Run]
+    ) -> Iterator[tuple[RunConfig, int]]:
         for config in configs:
             generated.ensure(rules, config.data, say)
             with printer() as shown:
@@ -127,7 +129,7 @@ def run_batch(
         train = trained or _here(say, lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival), lock)
         while now.missing:
             configs = [_request(declared, out=folder, seed=seed, **same) for seed in now.missing]
-            for config, code in train(rules, configs, _device(load(folder).runs)):
+            for config, code in train(rules, configs, load(folder).runs):
                 now = standing_now()
                 if config.seed in now.missing or code not in (0, NonFiniteError.exit_code):
                     raise children.run_error(code, "batch", folder, data)
@@ -135,10 +137,6 @@ def run_batch(
                     break
         summary = assembled()
         return Outcome(rules, now, summary, plot(folder) if summary.num_finished else [])
-
-
-def _device(runs: Iterable[Run]) -> str:
-    return next((run.hardware[1] for run in runs if run.hardware[1]), "")
 
 
 def progress(declared: Declaration, now: Standing) -> str:
@@ -221,7 +219,7 @@ class Sweep:
 
         rules = tracks.load(self._plan.track.id.rpartition("@")[0])
         train = self.trained or _here(self.say, lambda: Printer(sys.stderr), lock)
-        for config, code in train(rules, requests(), _device(runs.values())):
+        for config, code in train(rules, requests(), runs.values()):
             arm, seed = under_way.pop(config.out)
             runs |= trials.completed(self.folder, self._plan, [(arm, seed)])
             run = runs.get((arm.name, seed))
