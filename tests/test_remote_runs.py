@@ -113,7 +113,7 @@ def test_without_a_node_the_command_says_what_to_start(tmp_path):
 def test_a_node_of_another_kind_is_left_out(other, device, tmp_path):
     ray = Ray({"a": FACTS, "b": {**FACTS, **other}} if not device else {"b": FACTS | other, "a": FACTS})
     there, said = nodes(ray)
-    earlier: Any = [SimpleNamespace(hardware=(8, device))] if device else []
+    earlier: Any = [SimpleNamespace(hardware=(8, name)) for name in (device, "")]
     assert len(list(there.trained(SMOKE, requests(tmp_path, 4), earlier))) == 4
     ((name, value),) = other.items()
     assert [line for line in said if f"b is left out: {name} {value}, need" in line]

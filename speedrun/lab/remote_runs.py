@@ -98,7 +98,8 @@ class Nodes:
     ) -> Iterator[tuple[RunConfig, int]]:
         """Train each on a node; yield it with its exit code when its files are here. A lost run starts again."""
         for run in earlier:
-            self._same["device"] = run.hardware[1] or self._same.get("device", "")
+            if run.hardware[1]:  # empty if it was killed early
+                self._same["device"] = run.hardware[1]
         waiting, again = iter(configs), list[RunConfig]()
         while True:
             self._look(rules.rules.platform)
