@@ -59,7 +59,7 @@ main() {
       --expect) count=given declared+=("$1" "$2") ;;
       --attention | --devices | --microbatches | --then) declared+=("$1" "$2") ;;
       --data) data=$2 kept+=("$1" "$2") ;;
-      --ghost | --on | --wandb) kept+=("$1" "$2") ;;
+      --ghost | --wandb) kept+=("$1" "$2") ;;
       *) die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;
     esac
     shift 2

@@ -617,6 +617,8 @@ FORGED: dict[str, tuple[str, Callable[[runlog.Round], runlog.Round]]] = {
     "a round of one island": ("V109", lambda one: replace(one, works=one.works[:1])),
     "one island twice": ("V109", lambda one: with_works(one, island="0")),
     "tokens left out": ("V108", lambda one: moved_by(one, 64)),
+    "the rest of a shard left out": ("V108", lambda one: with_works(one, start=(1, 0), stop=(1, 5120))),
+    "first tokens left out": ("V108", lambda one: replace(one, works=(first_of(one), *one.works[1:]))),
     "an island more": ("V109", lambda one: replace(one, works=(*one.works, more(one)))),
     "an island that never joined": ("V109", lambda one: with_works(one, island="9")),
     "other losses": ("V109", lambda one: with_works(one, losses=(3.0,) * 10)),
@@ -627,6 +629,12 @@ FORGED: dict[str, tuple[str, Callable[[runlog.Round], runlog.Round]]] = {
 def moved_by(one: runlog.Round, offset: int) -> runlog.Round:
     (shard, start), (_, stop) = one.works[1].start, one.works[1].stop
     return with_works(one, start=(shard, start + offset), stop=(shard, stop + offset))
+
+
+def first_of(one: runlog.Round) -> Work:
+    """The first work of the first round, which begins later and ends as before."""
+    first = one.works[0]
+    return replace(first, start=(0, 64), num_tokens=first.num_tokens - 64)
 
 
 def more(one: runlog.Round) -> Work:
@@ -644,18 +652,20 @@ def test_a_forged_round_is_found(kind, done, tmp_path):
     id, change = FORGED[kind]
     out = tmp_path / "record"
     shutil.copytree(done, out)
-    prev, lines, is_second = runlog.GENESIS, [], False
+    prev, lines, is_found = runlog.GENESIS, [], False
     for line in list(runlog.read(log_of(out))):
         event = line.event
-        if isinstance(event, runlog.Round) and event.version == 1:
-            event, is_second = change(event), True
+        if isinstance(event, runlog.Round) and event.version == (0 if kind.startswith("first") else 1):
+            event, is_found = change(event), True
         raw = msgspec.structs.replace(line, prev=prev, event=event).encode()
         prev = runlog.digest(raw)
         lines.append(raw + b"\n")
-    assert is_second
+    assert is_found
     log_of(out).write_bytes(b"".join(lines))
     problems = {one.check.id: one for one in validate(out).results if one.status in ("failed", "warning")}
     assert id in problems, [one.messages for one in problems.values()]
+    if kind.endswith("left out"):
+        assert any("starts at" in message for message in problems[id].messages)
 
 
 def test_the_request_of_a_logged_run_is_the_one_that_made_it(island, done):

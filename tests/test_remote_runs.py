@@ -129,6 +129,17 @@ def test_a_node_that_comes_later_trains_too(tmp_path):
     assert {node for node, function, _ in ray.jobs if function is remote_runs._train} == {"a", "b"}
 
 
+def test_a_node_that_is_busy_with_something_else_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    ray = Ray({"a": FACTS, "busy": FACTS})
+    wait = ray.wait
+
+    def others(jobs: list[int]) -> list[int]:
+        return [job for job in jobs if ray.jobs[job][0] != "busy"]
+
+    monkeypatch.setattr(ray, "wait", lambda jobs, **how: wait(others(jobs), **how) if others(jobs) else 1 / 0)
+    assert len(list(nodes(ray)[0].trained(SMOKE, requests(tmp_path, 2), ()))) == 2
+
+
 def test_a_batch_sends_what_it_declared_and_keeps_its_own_files(tmp_path):
     for name in (layout.BATCH, layout.SOURCE):
         (tmp_path / name).write_bytes(b"declared")

@@ -291,7 +291,6 @@ def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: s
     return config.out
 
 
-#: Of `batch` and `sweep`.
 On = Annotated[
     str | None, "--on HOST:PORT", "Train on the nodes of the Ray there, one run at a time on each."
 ]

@@ -10,9 +10,12 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from speedrun.base import provenance
 from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.sourcefile import RECIPES_VARIABLE
 
 TOKEN = "RAY_AUTH_TOKEN"
 #: Read when ray is imported, and by the processes that it starts.
@@ -22,6 +25,8 @@ _SETTINGS = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_BACKEND_LOG_LEVEL": "error",  # a wrong token would be a line each second
 }
+#: Variables that other nodes take over.
+_SENT = (RECIPES_VARIABLE, "SPEEDRUN_DATA", *(name for name in provenance.VARIABLES if "VISIBLE" not in name))
 _ANSWER_S = 10.0  #: of the head
 
 
@@ -40,6 +45,8 @@ def connected(address: str | None, number: int = 1) -> Iterator[Any]:
     except ImportError:
         raise UsageError("this needs Ray, which is missing; type: scripts/install.sh islands") from None
     given: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
+    same = {name: os.environ[name] for name in _SENT if name in os.environ}
+    given["runtime_env"] = {"env_vars": {"SPEEDRUN_DATA": str(Path("data").absolute()), **same}}
     if address is None:
         given |= {"num_cpus": number, "include_dashboard": False}
     ours = signal.getsignal(signal.SIGTERM)

@@ -39,8 +39,9 @@ def _facts(platform: str) -> dict[str, str]:
     meshes.prepare(platform)
     import jax
 
-    device, processors = jax.devices()[0].device_kind, str(os.cpu_count())
-    return {"device": device, "processors": processors, "source": _source(), **provenance.software()}
+    devices = jax.devices()
+    numbers = {"devices": str(len(devices)), "processors": str(os.cpu_count()), "source": _source()}
+    return {"device": devices[0].device_kind, **numbers, **provenance.software()}
 
 
 def _source() -> str:
@@ -105,9 +106,9 @@ class Nodes:
             self._look(rules.rules.platform)
             while self._idle and (config := again.pop() if again else next(waiting, None)):
                 self._send(config)
+            if self._idle and not any(config for _, config in self._jobs.values()):
+                return  # other nodes may still be busy with something else
             if not self._jobs:
-                if self._idle:
-                    return
                 raise SpeedrunError("no node of Ray is left that can train; start one, and --resume")
             for job in self._ray.wait([*self._jobs], num_returns=1, timeout=_LOOK_S)[0]:
                 node, config = self._jobs.pop(job)
@@ -125,7 +126,7 @@ class Nodes:
                 self._idle.append(node)
                 _bring_home(config.out, found.files)
                 if found.error:
-                    self._say(f"node    {place}: error: {found.error}")
+                    self._say(f"node    {place}: error: {found.error}; --resume with --on goes on")
                 yield config, found.code
 
     def _look(self, platform: str) -> None:
@@ -147,7 +148,9 @@ class Nodes:
     def _send(self, config: RunConfig) -> None:
         node, data = self._idle.pop(0), config.data and config.data.absolute()
         self._say(f"node    {node['NodeManagerAddress']} trains seed {config.seed}")
-        job = self._task(_train, node).remote(replace(config, data=data), _declared(config))
+        declared = (layout.BATCH, layout.SOURCE) if config.batch_sha256 else ()
+        given = {name: (config.out / name).read_bytes() for name in declared}
+        job = self._task(_train, node).remote(replace(config, data=data), given)
         self._jobs[job] = node, config
 
     def _task(self, function: Callable[..., object], node: _Node) -> Any:
@@ -160,9 +163,3 @@ class Nodes:
             max_calls=1,
             max_retries=0,
         )(function)
-
-
-def _declared(config: RunConfig) -> dict[str, bytes]:
-    """Return the files that a batch declared before its first run."""
-    names = (layout.BATCH, layout.SOURCE) if config.batch_sha256 else ()
-    return {name: (config.out / name).read_bytes() for name in names}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 from statistics import fmean
 
 from speedrun.base import runlog
@@ -34,17 +33,19 @@ def _leases(record: Record) -> Iterator[str]:
     if not (rounds := _rounds(record)):
         return
     used = sorted((work for one in rounds for work in _used(one)), key=lambda work: work.lease)
-    if used and used[0].lease == 0 and used[0].start != (0, 0):
-        yield f"lease 0 starts at {used[0].start}; need the first token"
-    whole = (work.stop[1] - work.start[1] for work in used if work.start[0] == work.stop[0])
-    most = max(whole, default=0)
-    for before, after in pairwise(used):
-        same_shard = after.start[0] == before.stop[0]
-        shard, offset = before.stop if same_shard else (before.stop[0] + 1, 0)
-        untrained = (after.lease - before.lease - 1) * most  # leases that came back
-        follows = after.start[0] == shard and 0 <= after.start[1] - offset <= untrained
-        if after.lease == before.lease or not follows:
-            yield f"lease {after.lease} starts at {after.start}; lease {before.lease} ends at {before.stop}"
+    whole = [work for work in used if work.start[0] == work.stop[0]]
+    are_cut = any(work.stop[1] - work.start[1] != work.num_tokens for work in whole)  # documents
+    most = max((work.num_tokens for work in used), default=0)
+    lease, end = -1, (0, 0)
+    for work in used:
+        num_back, from_shard = work.lease - lease - 1, end[1] if work.start[0] == end[0] else 0
+        follows = work.start > end if num_back else work.start == end
+        if num_back and not are_cut:  # leases that came back, and that nobody trained on
+            bounds = work.start[0] - end[0] <= num_back, work.start[1] - from_shard <= num_back * most
+            follows = follows and all(bounds)
+        if work.lease == lease or not follows:
+            yield f"lease {work.lease} starts at {work.start}; lease {lease} ends at {end}"
+        lease, end = work.lease, work.stop
     for work in used:
         num_read = work.stop[1] - work.start[1]
         if work.start[0] == work.stop[0] and work.num_tokens > num_read:  # documents may be cut
@@ -83,10 +84,8 @@ def _follows(record: Record) -> Iterator[str]:
     fleet = settings[0]
     if any(one != fleet for one in settings):
         yield "runs that go on from each other have different settings"
-    got = {"most": fleet.islands, "every": fleet.every, "quorum": fleet.quorum}
-    if got["most"] > rules.get("most", 0) or any(
-        got[name] != rules.get(name) for name in ("every", "quorum")
-    ):
+    same = (fleet.every, fleet.quorum) == (rules.get("every"), rules.get("quorum"))
+    if fleet.islands > rules.get("most", 0) or not same:
         yield f"{fleet.islands} islands, {fleet.every} steps, quorum {fleet.quorum}; the track has {rules}"
     counted = [one for one in rounds if one.digest]
     due = math.ceil(record.lead.start.num_steps / fleet.every)
@@ -96,10 +95,8 @@ def _follows(record: Record) -> Iterator[str]:
     steps = {step.step: step.loss for run in record.runs for step in run.steps}
     for one in counted:
         works = _used(one)
-        names, wrong = (
-            {work.island for work in works},
-            [work for work in works if work.version != one.version],
-        )
+        names = {work.island for work in works}
+        wrong = [work for work in works if work.version != one.version]
         enough = max(fleet.quorum, len(works)) <= len(names) <= fleet.islands
         if not enough or not names <= joined or wrong:
             yield f"round {one.version}: islands {sorted(names)} with {len(works)} answers cannot decide it"
