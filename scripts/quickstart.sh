@@ -12,7 +12,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 # Keep the font cache of the first plot inside the checkout.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 
-echo "quickstart: checks this machine, then trains for about two minutes in all"
+echo "quickstart: checks this machine, then trains for about two minutes on idle cores"
 speedrun data synth --track smoke-cpu >/dev/null
 data_s=$((SECONDS - install_s))
 speedrun doctor --track smoke-cpu

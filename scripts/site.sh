@@ -13,4 +13,4 @@ mkdir -p build/pages
 ln -sfn "$PWD"/{*.md,LICENSE,docs,jobs,records,speedrun,tests} build/pages
 "${PYTHON:-python3}" -m venv build/site.venv
 build/site.venv/bin/pip --disable-pip-version-check --quiet install --no-deps --require-hashes -r requirements/site.lock
-build/site.venv/bin/mkdocs build --strict --quiet -f docs/mkdocs.yml
+NO_MKDOCS_2_WARNING=1 build/site.venv/bin/mkdocs build --strict --quiet -f docs/mkdocs.yml
