@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from speedrun.islands import outer, snapshot
 from speedrun.islands.driver import Driver
 from speedrun.islands.fleet import Fleet
 from speedrun.islands.island import Island, config_sha256, weights_of
-from speedrun.islands.leases import Leases
+from speedrun.islands.leases import Lease, Leases
 from speedrun.islands.outer import digest
 from speedrun.islands.replay import in_turns, repeated
 from speedrun.islands.rounds import Answer, Lost, Order
@@ -135,6 +135,33 @@ def test_sgd_averaged_after_each_step_is_sgd_on_all_their_tokens(smoke_data, tmp
         moved = np.linalg.norm(x - first[name])
         assert np.linalg.norm(apart[name] - x) <= 1e-3 * moved + 1e-6 * np.linalg.norm(x), name
     assert any(np.linalg.norm(x - first[name]) > 0.01 for name, x in whole.items())
+
+
+class SameTokens(Leases):
+    """Leases of the same tokens to pairs of islands."""
+
+    other: Lease | None = None
+
+    def grant(self, shapes: Sequence[Shape]) -> Lease:
+        lease, self.other = self.other, None
+        if lease is None:
+            lease = self.other = super().grant(shapes)
+            return lease
+        return replace(lease, number=lease.number + 1000)
+
+
+def test_two_islands_on_the_same_tokens_are_one(island):
+    ready = island.ready
+    given = replace(FLEET, every=3, quorum=1), config_sha256(ready), shapes_of(ready.recipe)
+
+    def after(leases: type[Leases], *names: str) -> str:
+        fleet = Fleet(*given, leases(ready.stream(START)), weights_of(island.fresh()))
+        engine = Here(ready.config, *names, island=island)
+        for _ in range(3):
+            assert len(fleet.advance(engine).used) == len(names)
+        return digest(fleet.weights)
+
+    assert after(SameTokens, "a", "b") == after(Leases, "a") != after(Leases, "a", "b")
 
 
 class Scripted:
