@@ -6,7 +6,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from typed import as_words, invoke, speedrun
 
 from speedrun import recipes
 from speedrun.base import children, provenance, track
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.lab import design, effects, trials
 from speedrun.lab import several_runs as running
 from speedrun.lab.design import FEATURES
@@ -425,6 +425,19 @@ def test_a_plan_that_was_edited_is_refused(performed):
     result = invoke("sweep", "--resume", str(performed.folder))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "its seeds do not follow from its arms" in result.stderr
+
+
+def test_what_was_designed_is_found_unchanged(smoke_data, tmp_path):
+    """Nothing is patched: the design and the sweep must see the same source."""
+    config = RunConfig("smoke-cpu", tmp_path / "sweep", overrides=SMALL, data=smoke_data)
+    variants = ({"optimizer.muon_lr": "0.02"}, {"optimizer.muon_lr": "0.04"})
+    design.design(Request(config=config, kind="sweep", num_runs=2, num_confirming=0, variants=variants))
+
+    def fails(_: object, configs: Iterable[RunConfig], __: object) -> Iterator[tuple[RunConfig, int]]:
+        yield next(iter(configs)), 3
+
+    with pytest.raises(SpeedrunError, match="a run ended with exit code 3"):
+        running.Sweep(tmp_path / "sweep", smoke_data, print, fails).run()
 
 
 def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):

@@ -23,7 +23,6 @@ _SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_BACKEND_LOG_LEVEL": "error",  # a wrong token would be a line each second
 }
 #: Variables that other nodes take over.
 _SENT = (RECIPES_VARIABLE, "SPEEDRUN_DATA", *(name for name in provenance.VARIABLES if "VISIBLE" not in name))

@@ -142,8 +142,8 @@ def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
         stream.validation_batches(
             found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
         )
-        modules = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run", loop]
-        source = provenance.closure(modules, [tracks.TRACKS_DIR / f"{track.name}.toml"])
+        roots = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run", *{loop} - {"speedrun.train.loop"}]
+        source = provenance.closure(roots, [tracks.TRACKS_DIR / f"{track.name}.toml"])
         _check_source(config, source)
         return Ready(config, track, recipe, program, found, folder, source)
 
