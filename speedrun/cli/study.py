@@ -176,9 +176,8 @@ def import_log(
     """Read the logs of other people's runs, and show how much equal runs differ.
 
     A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
-    log,step,num_steps,val_loss,train_time_ms. Runs of one folder that end at the same step form a
-    group; a copy of a run counts once. Imported runs have no seed and no hashes, and are never ranked. Nothing in a
-    FILE is executed.
+    log,step,num_steps,val_loss,train_time_ms. Runs of one folder that end at the same step form a group; a copy of a
+    run counts once. Imported runs have no seed and no hashes, and are never ranked. Nothing in a FILE is executed.
     """
     names = foreign_logs.names(files)
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))

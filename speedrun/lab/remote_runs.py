@@ -68,17 +68,12 @@ def _train(config: RunConfig, given: dict[str, bytes]) -> Home:
 
 
 def _bring_home(out: Path, files: dict[str, bytes]) -> None:
-    """Write the files of a run that are not there, its log last; all or nothing in a new folder."""
-    if not out.exists():
-        return make_folder(out, files)
-    own = {name: raw for name, raw in files.items() if name.startswith("runs/")}
+    """Write the files of a run that are not there, its log last: without it, the others are none of a record's."""
     with lock_record(out):
-        for name in files.keys() - own.keys():
+        for name in sorted(files, key=lambda name: name.endswith(layout.LOG)):
             if not (out / name).exists():
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(out / name, files[name])
-        for folder in {Path(name).parent for name in own}:
-            inside = {Path(name).name: raw for name, raw in own.items() if Path(name).parent == folder}
-            make_folder(out / folder, inside)
 
 
 _Node = dict[str, Any]  #: as Ray describes it

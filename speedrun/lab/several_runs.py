@@ -30,7 +30,7 @@ from speedrun.record.logged_run import Run
 from speedrun.record.reader import encode, load
 from speedrun.record.salvage import salvage
 from speedrun.train import local_processes
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, source_roots
 
 Say = Callable[[str], None]  #: takes lines of progress
 
@@ -183,8 +183,7 @@ class Sweep:
                 self.say(f"left out  {reason}")
             rules = [tracks.TRACKS_DIR / f"{plan.track.id.rpartition('@')[0]}.toml"]
             for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in plan.arms}):
-                roots = [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
-                if layout.sha256(provenance.closure(roots, rules).encode()) != sha256:
+                if layout.sha256(provenance.closure(source_roots(recipe), rules).encode()) != sha256:
                     raise UsageError(
                         f"the source of {recipe} changed since {self.folder} was designed, or is not in "
                         "$SPEEDRUN_RECIPES; restore it, or start a new sweep"

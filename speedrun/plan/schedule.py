@@ -40,7 +40,7 @@ def replayed(
             now_s += step.times * cost.seconds(work, device)[0]
     lines = cost.table(works, device)
     if sent:
-        num_bytes = sum(sent_bytes(one, size) for one, size in sent)
+        num_bytes = sum(ring_bytes(one, size) for one, size in sent)
         starts = sum(one.times for one, _ in sent)
         error = errors(device)["communication"]
         lines += (Line("communication", sum(waits_s), "links", 0.0, 0.0, num_bytes, starts, error),)
@@ -50,11 +50,11 @@ def replayed(
 def seconds(one: Collective, size: int, device: Device) -> float:
     """Predict one collective over groups of `size` devices: start, latency of the steps of a ring, bytes over links."""
     ring_s = _rounds(one) * (size - 1) * _STEP_S
-    ring_s += sent_bytes(one, size) / one.times / (REACHES["links"] * device.link_rate)
+    ring_s += ring_bytes(one, size) / one.times / (REACHES["links"] * device.link_rate)
     return _START_S + ring_s
 
 
-def sent_bytes(one: Collective, size: int) -> int:
+def ring_bytes(one: Collective, size: int) -> int:
     """Bytes that each device of a group of g sends: (g - 1) / g of the whole array, twice that for an all-reduce."""
     return one.times * one.num_bytes * _rounds(one) * (size - 1) // size
 

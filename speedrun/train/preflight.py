@@ -20,7 +20,7 @@ from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.train import contract, footprint, watchdog
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, source_roots
 
 
 class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,7 +142,7 @@ def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
         stream.validation_batches(
             found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
         )
-        roots = [f"speedrun.recipes.{recipe.name}", "speedrun.train.run", *{loop} - {"speedrun.train.loop"}]
+        roots = [*source_roots(recipe.name), *{loop} - {"speedrun.train.loop"}]  # this they reach
         source = provenance.closure(roots, [tracks.TRACKS_DIR / f"{track.name}.toml"])
         _check_source(config, source)
         return Ready(config, track, recipe, program, found, folder, source)

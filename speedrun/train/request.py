@@ -32,6 +32,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
 
 
+def source_roots(recipe: str) -> list[str]:
+    """Return the modules whose closure is the source of a run, in their order, on which its digest depends."""
+    return [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
+
+
 def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
     """Decode JSON with paths as strings; raise msgspec.DecodeError for another form."""
     return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
