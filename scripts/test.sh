@@ -29,7 +29,7 @@ trap 'echo "test: ${SECONDS} s in all"' EXIT
 if [[ $group != compile && $group != page ]]; then
   ruff check
   ruff format --check
-  pyright
+  pyright --threads 2
   shellcheck scripts/*.sh tests/*.sh
   hadolint Dockerfile
 fi

@@ -54,7 +54,7 @@ mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes many objects: to look for dead ones was a sixth of the time.
 gc.set_threshold(200_000, 20, 100)
-health._TRIALS = 2  # every run times this machine first; a second of each test that trains
+health._TRIALS, health._MULTIPLICATIONS = 2, 1  # every run times this machine, before and after
 
 
 #: Fixtures that only tests of a group have.

@@ -82,7 +82,7 @@ class Driver(Training):
         failed = 0
         while not self.fleet.is_done:
             self.stopping.check()
-            if self.ready.track.validates_at(self.fleet.step):
+            if not failed and self.ready.track.validates_at(self.fleet.step):
                 self._adopt()
                 self._validate_in_pause(self.fleet.step)
             self.phases.enter("step")  # its deadline counts from here

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from speedrun.base.sourcefile import check_path
@@ -80,6 +81,7 @@ class Names(NamedTuple):
     bound: set[str]  #: at its top level
 
 
+@lru_cache(512)  # records of one batch, and of one day, share most files
 def read(text: str) -> Names:
     """Return the names in a Python file; raise ValueError if it cannot be parsed."""
     if (size := len(text.encode(errors="replace"))) > _MOST_BYTES:
