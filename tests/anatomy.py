@@ -1,14 +1,22 @@
 """Count what a compiled program holds, moves and sends."""
 
+import math
+import re
 from collections import Counter
 from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from speedrun.plan import hlo
 from speedrun.plan.deviceless import CUBLAS_GEMMS, Collective, compile_for_target, ended, inputs_of
 from speedrun.train.program import Program
+
+#: How XLA writes the groups of a collective: see `groups`.
+_LISTS = re.compile(r"\{((?:\{[\d,]+\},?)*)\}")
+_MADE = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{([\w',]+)\}")
 
 
 def compiled_evaluation(program: Program) -> Any:
@@ -19,11 +27,17 @@ def compiled_evaluation(program: Program) -> Any:
     return compile_for_target(eval_step, *inputs, options=program.compiler_options | CUBLAS_GEMMS)
 
 
+class Sent(Collective, frozen=True):
+    """A collective with its groups of devices; empty: all are one group."""
+
+    groups: tuple[tuple[int, ...], ...] = ()
+
+
 class Anatomy(msgspec.Struct, frozen=True):
     """One call of a compiled program on one device."""
 
     memory: Any  #: as XLA assigns it on one device, without scratch space that libraries allocate at run time
-    collectives: tuple[Collective, ...]  #: in the order of the schedule
+    collectives: tuple[Sent, ...]  #: in the order of the schedule
     custom_calls: dict[str, int]  #: number of runs, by target
     traffic: dict[str, int]  #: bytes to and from memory (`hlo.Executed.traffic_bytes`) by kind of kernel
     arrays: dict[str, int]  #: bytes of every array in memory, outside kernels, by its type: "bf16[49152,768]"
@@ -49,7 +63,7 @@ def read(text: str, memory: Any = None) -> Anatomy:
     calls: Counter[str] = Counter()
     traffic: Counter[str] = Counter()
     arrays: dict[str, int] = {}
-    collectives: list[Collective] = []
+    collectives: list[Sent] = []
     unknown_loops = 0
     for step in hlo.parse(text):
         one = step.instruction
@@ -59,5 +73,31 @@ def read(text: str, memory: Any = None) -> Anatomy:
         if moved := step.times * step.traffic_bytes:
             traffic[one.target or one.kind] += moved
             arrays |= {str(array): array.num_bytes for array in one.results}
-        collectives += [found for _, found in ended(step)]
+        for start, found in ended(step):
+            fused = (each for each in step.inside.values() if each.kind == found.kind)
+            line = step.around.get(start) or next(fused)
+            where = groups(line.attribute(r"replica_groups=(.*)") or "{}")
+            collectives.append(Sent(**msgspec.structs.asdict(found), groups=where))
     return Anatomy(memory, tuple(collectives), dict(calls), dict(traffic), arrays, unknown_loops)
+
+
+def groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Parse the groups of a collective, in the three forms of XLA.
+
+    {{0,2},{1,3}}             lists
+    [2,4]<=[4,2]T(1,0)        iota of shape [4, 2], transposed, flattened, cut into 2 rows of 4
+    mesh['a'=2,'b'=4] {'b'}   iota with named axes; those in braces lie inside a group
+    """
+    if lists := _LISTS.match(text):
+        return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"[\d,]*\d", lists[1]))
+    if made := _MADE.match(text):
+        rows, shape, order = (list(map(int, part.split(","))) if part else [] for part in made.groups())
+    elif named := _NAMED.match(text):
+        names, inside = re.findall(r"'(\w+)'", named[1]), re.findall(r"\w+", named[2])
+        shape = list(map(int, re.findall(r"=(\d+)", named[1])))
+        order = [names.index(name) for name in [*(x for x in names if x not in inside), *inside]]
+        rows = [-1, math.prod(shape[names.index(name)] for name in inside)]
+    else:
+        raise ValueError(f"got groups {text[:60]!r}; need lists, a reshaped array, or axes of a mesh")
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(order or None).reshape(rows)
+    return tuple(map(tuple, ids.tolist()))

@@ -105,7 +105,6 @@ class Collective(msgspec.Struct, frozen=True):
     is_synchronous: bool  #: nothing overlaps with it
     times: int  #: per call of the program
     name: str  #: JAX's name of the operation
-    groups: tuple[tuple[int, ...], ...] = ()  #: of devices; empty: all are one group
 
 
 def sent_bytes(schedule: Iterable[hlo.Executed], kind: str) -> int:
@@ -142,5 +141,4 @@ def _collective(
         is_synchronous=is_synchronous,
         times=step.times,
         name=start.source or start.name,
-        groups=start.groups,
     )

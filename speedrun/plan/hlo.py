@@ -36,10 +36,6 @@ _HEADER = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
 _ASSIGNMENT = re.compile(r" +(ROOT )?%([\w.-]+) = ")
 #: Opcodes that communicate between devices.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-#: How XLA writes the groups of a collective: see `_groups`.
-_LISTS = re.compile(r"\{((?:\{[\d,]+\},?)*)\}")
-_MADE = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_NAMED = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{([\w',]+)\}")
 
 
 class Array(NamedTuple):
@@ -104,11 +100,6 @@ class Instruction(NamedTuple):
     def source(self) -> str:
         """JAX's name of the operation, with its scopes; empty if there is none."""
         return self.attribute(r'op_name="([^"]*)"') or ""
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of devices of a collective; empty: all devices are one group."""
-        return _groups(self.attribute(r"replica_groups=(.*)") or "{}")
 
     def attribute(self, pattern: str) -> str | None:
         """First group of a regular expression, searched in the attributes."""
@@ -249,30 +240,6 @@ def _closing(text: str, opening: int) -> int:
         if depth == 0:
             return place + 1
     raise ValueError(f"a parenthesis in {text[:60]!r} is never closed")
-
-
-def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Parse the groups of a collective, in the three forms of XLA.
-
-    {{0,2},{1,3}}             lists
-    [2,4]<=[4,2]T(1,0)        iota of shape [4, 2], transposed, flattened, cut into 2 rows of 4
-    mesh['a'=2,'b'=4] {'b'}   iota with named axes; those in braces lie inside a group
-    """
-    import numpy as np
-
-    if lists := _LISTS.match(text):
-        return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"[\d,]*\d", lists[1]))
-    if made := _MADE.match(text):
-        rows, shape, order = (list(map(int, part.split(","))) if part else [] for part in made.groups())
-    elif named := _NAMED.match(text):
-        names, inside = re.findall(r"'(\w+)'", named[1]), re.findall(r"\w+", named[2])
-        shape = list(map(int, re.findall(r"=(\d+)", named[1])))
-        order = [names.index(name) for name in [*(x for x in names if x not in inside), *inside]]
-        rows = [-1, math.prod(shape[names.index(name)] for name in inside)]
-    else:
-        raise ValueError(f"got groups {text[:60]!r}; need lists, a reshaped array, or axes of a mesh")
-    ids = np.arange(math.prod(shape)).reshape(shape).transpose(order or None).reshape(rows)
-    return tuple(map(tuple, ids.tolist()))
 
 
 def trip_count(instruction: Instruction) -> int | None:

@@ -25,14 +25,13 @@ def replayed(
     now_s = links_s = 0.0
     began_s: dict[str, float] = {}
     works: list[Work] = []
-    sent: list[tuple[Collective, int]] = []  # with the size of its groups
+    sent: list[Collective] = []
     waits_s: list[float] = []
     for step, work in cost.priced(schedule, attention):
         began_s[step.instruction.name] = now_s
         for start, one in ended(step):
-            size = max(map(len, one.groups), default=num_devices)
-            links_s = max(links_s, began_s[start]) + one.times * seconds(one, size, device)
-            sent.append((one, size))
+            links_s = max(links_s, began_s[start]) + one.times * seconds(one, num_devices, device)
+            sent.append(one)
             waits_s.append(max(0.0, links_s - now_s))
             now_s = max(now_s, links_s)
         if work is not None:
@@ -40,23 +39,23 @@ def replayed(
             now_s += step.times * cost.seconds(work, device)[0]
     lines = cost.table(works, device)
     if sent:
-        num_bytes = sum(ring_bytes(one, size) for one, size in sent)
-        starts = sum(one.times for one, _ in sent)
+        num_bytes = sum(ring_bytes(one, num_devices) for one in sent)
+        starts = sum(one.times for one in sent)
         error = errors(device)["communication"]
         lines += (Line("communication", sum(waits_s), "links", 0.0, 0.0, num_bytes, starts, error),)
     return lines
 
 
-def seconds(one: Collective, size: int, device: Device) -> float:
-    """Predict one collective over groups of `size` devices: start, latency of the steps of a ring, bytes over links."""
-    ring_s = _rounds(one) * (size - 1) * _STEP_S
-    ring_s += ring_bytes(one, size) / one.times / (REACHES["links"] * device.link_rate)
+def seconds(one: Collective, num_devices: int, device: Device) -> float:
+    """Predict one collective over all devices: start, latency of the steps of a ring, bytes over links."""
+    ring_s = _rounds(one) * (num_devices - 1) * _STEP_S
+    ring_s += ring_bytes(one, num_devices) / one.times / (REACHES["links"] * device.link_rate)
     return _START_S + ring_s
 
 
-def ring_bytes(one: Collective, size: int) -> int:
-    """Bytes that each device of a group of g sends: (g - 1) / g of the whole array, twice that for an all-reduce."""
-    return one.times * one.num_bytes * _rounds(one) * (size - 1) // size
+def ring_bytes(one: Collective, num_devices: int) -> int:
+    """Bytes that each of n devices sends: (n - 1) / n of the whole array, twice that for an all-reduce."""
+    return one.times * one.num_bytes * _rounds(one) * (num_devices - 1) // num_devices
 
 
 def _rounds(one: Collective) -> int:
