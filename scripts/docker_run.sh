@@ -15,11 +15,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "${1:-}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-die() {
-  echo "error: $*" >&2
-  exit 2
-}
-
 # The same as `provenance.VARIABLES`.
 variables=(XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION JAX_PLATFORMS JAX_DEFAULT_MATMUL_PRECISION CUDA_VISIBLE_DEVICES
   CUDA_DEVICE_MAX_CONNECTIONS NCCL_NVLS_ENABLE NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE)

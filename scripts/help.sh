@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Prints the head of the script that sources it, and ends that script, if one of the arguments is -h or --help.
+# Prints the head of the script that sources it, and ends that script, if one of the arguments is -h or --help. Also has
+# what ends a script with an error.
 #
 #   source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 for word; do
@@ -11,3 +12,8 @@ for word; do
     exit
   fi
 done
+
+die() {
+  echo "$(basename "$0" .sh): $*" >&2
+  exit 2
+}

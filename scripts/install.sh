@@ -20,11 +20,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-die() {
-  echo "install: $*" >&2
-  exit 1
-}
-
 # Prints the first Python that is new enough and can make environments.
 find_python() {
   local name tried="" candidates=(python3 python3.14 python3.13 python3.12 python3.11 python)

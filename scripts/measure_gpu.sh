@@ -26,11 +26,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${SPEEDRUN_PYTHON:-python3}
 
-die() {
-  echo "measure_gpu: $*" >&2
-  exit 2
-}
-
 # Fetches what Python 3.12 with JAX for CUDA 13 lacks on Linux x86-64, by the digests of the lock file.
 fetch() {
   "$python" -m pip download --quiet --no-deps --require-hashes --only-binary=:all: --python-version=3.12 \

@@ -20,11 +20,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-die() {
-  echo "run_track: $*" >&2
-  exit 2
-}
-
 # step NAME COMMAND: prints it, runs it unless in a dry run, and exits if it fails. A batch that proves nothing ends with 1.
 step() {
   echo "== $(date -u +%FT%TZ) $1:$(printf ' %q' "${@:2}")"
