@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from speedrun.plan import hlo
-from speedrun.plan.deviceless import CUBLAS_GEMMS, Collective, compile_for_target, ended, inputs_of
+from speedrun.plan.deviceless import CUBLAS_GEMMS, Collective, compile_for_target, ended, schedule_of
 from speedrun.train.program import Program
 
 #: How XLA writes the groups of a collective: see `groups`.
@@ -21,16 +21,19 @@ _NAMED = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{([\w',]+)\}")
 
 def compiled_evaluation(program: Program) -> Any:
     """Compile a validation pass for the `target_mesh` of a program."""
-    ids = inputs_of(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
-    inputs = program.state.params, *ids, program.state.step
-    eval_step = program.eval_step_for(program.static_at(program.recipe.num_steps))
+    shape = program.eval_shape_at(program.recipe.num_steps)
+    inputs = program.state.params, *program.ids(shape), schedule_of(program), program.state.step
+    eval_step = program.eval_step_for(shape.static)
     return compile_for_target(eval_step, *inputs, options=program.compiler_options | CUBLAS_GEMMS)
 
 
 class Sent(Collective, frozen=True):
-    """A collective with its groups of devices; empty: all are one group."""
+    """A collective, and what no plan needs of it."""
 
-    groups: tuple[tuple[int, ...], ...] = ()
+    dtype: str  #: joined by "+" if XLA combined several arrays
+    is_synchronous: bool  #: nothing overlaps with it
+    name: str  #: JAX's name of the operation
+    groups: tuple[tuple[int, ...], ...]  #: of devices; empty: all are one group
 
 
 class Anatomy(msgspec.Struct, frozen=True):
@@ -72,12 +75,16 @@ def read(text: str, memory: Any = None) -> Anatomy:
         unknown_loops += one.opcode == "while" and not hlo.trip_count(one)
         if moved := step.times * step.traffic_bytes:
             traffic[one.target or one.kind] += moved
-            arrays |= {str(array): array.num_bytes for array in one.results}
+            names = (f"{array.dtype}[{','.join(map(str, array.dims))}]" for array in one.results)
+            arrays |= {name: array.num_bytes for name, array in zip(names, one.results, strict=True)}
         for start, found in ended(step):
             fused = (each for each in step.inside.values() if each.kind == found.kind)
             line = step.around.get(start) or next(fused)
+            sent = {array.dtype for name in line.operands for array in step.around[name].arrays}
+            waits = not one.opcode.endswith(("-start", "-done")) or '"is_sync":true' in line.attributes
             where = groups(line.attribute(r"replica_groups=(.*)") or "{}")
-            collectives.append(Sent(**msgspec.structs.asdict(found), groups=where))
+            more = "+".join(sorted(sent)), waits, line.source or line.name, where
+            collectives.append(Sent(*msgspec.structs.astuple(found), *more))
     return Anatomy(memory, tuple(collectives), dict(calls), dict(traffic), arrays, unknown_loops)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import msgspec
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -81,30 +80,23 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
 def compiled_step(program: Program, step: int) -> Any:
     """Compile the training step of this number for the `target_mesh` of a program."""
     shape = program.shape_at(step)
-    inputs = program.state, *inputs_of(program, shape.num_sequences, shape.seq_len)
+    inputs = program.state, *program.ids(shape), schedule_of(program)
     options = program.compiler_options | CUBLAS_GEMMS
     return compile_for_target(program.train_step_for(shape.static), *inputs, options=options)
 
 
-def inputs_of(program: Program, num_sequences: int, seq_len: int) -> tuple[Any, ...]:
-    """Return the types of ids, targets and `Program.schedule`, with their shardings."""
-
-    def placed(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec))
-
-    ids_BT = placed(np.empty((num_sequences, seq_len), np.int32), P(program.mesh.axis_names))
-    return ids_BT, ids_BT, {name: placed(x, P()) for name, x in program.step.plan.schedule.items()}
+def schedule_of(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the types of `Program.schedule`, whose arrays absent devices cannot hold."""
+    everywhere, arrays = NamedSharding(program.mesh, P()), program.step.plan.schedule
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for k, x in arrays.items()}
 
 
 class Collective(msgspec.Struct, frozen=True):
     """One collective of the schedule."""
 
     kind: str  #: such as "all-gather"
-    dtype: str  #: joined by "+" if XLA combined several arrays
     num_bytes: int  #: of whole arrays: the result of an all-gather, the operand of a reduce-scatter
-    is_synchronous: bool  #: nothing overlaps with it
     times: int  #: per call of the program
-    name: str  #: JAX's name of the operation
 
 
 def sent_bytes(schedule: Iterable[hlo.Executed], kind: str) -> int:
@@ -123,22 +115,12 @@ def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
     starts, ends = one.opcode.endswith("-start"), one.opcode.endswith("-done")
     if one.kind == "fusion" and not ends:
         for fused in (x for x in step.inside.values() if x.kind in hlo.COLLECTIVES):
-            yield one.name, _collective(fused, fused, step, is_synchronous=not starts)
+            yield one.name, _collective(fused, fused, step)
     elif one.kind in hlo.COLLECTIVES and not starts:
         start = step.around[one.operands[0]] if ends else one
-        waits = start is one or '"is_sync":true' in start.attributes
-        yield start.name, _collective(one, start, step, is_synchronous=waits)
+        yield start.name, _collective(one, start, step)
 
 
-def _collective(
-    end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed, *, is_synchronous: bool
-) -> Collective:
-    sent = [array for name in start.operands for array in step.around[name].arrays]
-    return Collective(
-        kind=end.kind,
-        dtype="+".join(sorted({array.dtype for array in sent})),
-        num_bytes=max(end.num_bytes, sum(array.num_bytes for array in sent)),
-        is_synchronous=is_synchronous,
-        times=step.times,
-        name=start.source or start.name,
-    )
+def _collective(end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed) -> Collective:
+    sent_bytes = sum(step.around[name].num_bytes for name in start.operands)
+    return Collective(end.kind, max(end.num_bytes, sent_bytes), step.times)

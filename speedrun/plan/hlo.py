@@ -44,9 +44,6 @@ class Array(NamedTuple):
     dtype: str  #: as XLA writes it: "bf16", "f8e4m3fn", "s32", "pred"
     dims: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
     @property
     def size(self) -> int:
         """Number of elements."""
