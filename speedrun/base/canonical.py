@@ -41,7 +41,7 @@ def impossible_pairs(tokens: Sequence[bytes]) -> Pairs:
     For GPT-2's 50,257 ids it takes seconds and 18.5 MB, as rows and columns that are equal are kept once.
     """
     ranks = {token: rank for rank, token in enumerate(tokens) if token}
-    firsts, lasts, pairs = zip(*(_replayed(token, ranks) for token in tokens), strict=True)
+    firsts, lasts, pairs = zip(*(replayed(token, ranks) for token in tokens), strict=True)
     lefts, rights = defaultdict[bytes, list[int]](list), defaultdict[bytes, list[int]](list)
     for rank, pair in enumerate(pairs):
         if pair:
@@ -75,7 +75,7 @@ def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.unique(of, return_index=True)[1], np.array(of, np.uint16)
 
 
-def _replayed(token: bytes, ranks: Mapping[bytes, int]) -> tuple[list[_Piece], list[_Piece], list[bytes]]:
+def replayed(token: bytes, ranks: Mapping[bytes, int]) -> tuple[list[_Piece], list[_Piece], list[bytes]]:
     """Merge the bytes of a token; return its first pieces, its last pieces, and both sides of the last merge."""
     parts = [token[i : i + 1] for i in range(len(token))]
     firsts, lasts, pair = [(token[:1], 0, _NEVER)], [(token[-1:], 0, _NEVER)], []

@@ -8,7 +8,6 @@ import json
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
+from speedrun.base.canonical import replayed
 from speedrun.base.errors import DataError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import make_folder
@@ -132,20 +132,11 @@ def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
 
 
 def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
-    """Return the last merge of each token: that of the two parts to which lower ranks merge its bytes."""
+    """Return the last merge of each token, in the order of ranks."""
     ids = {token: index for index, token in tokens.items()}
-    pairs = []
-    for index, token in sorted(tokens.items()):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            ranked = [(ids.get(a + b, index), i) for i, (a, b) in enumerate(pairwise(parts))]
-            rank, i = min(ranked)
-            if rank >= index:
-                break  # no merge makes this token
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:
-            pairs.append([ids[parts[0]], ids[parts[1]], index])
-    return pairs
+    last = {index: replayed(token, ids)[2] for index, token in sorted(tokens.items())}
+    # Not of a token that no merge makes.
+    return [[*map(ids.__getitem__, pair), i] for i, pair in last.items() if b"".join(pair) == tokens[i]]
 
 
 def jax_js() -> dict[str, bytes]:
