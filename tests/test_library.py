@@ -84,13 +84,10 @@ def test_a_run_that_is_refused_says_why(tmp_path, capfd):
         sr.load("smok")
 
 
-@pytest.mark.parametrize(
-    ("end", "said"), [("exit 0", "no finished run"), ("kill -9 $$", "signal 9.*: step 7")]
-)
-def test_a_run_that_leaves_nothing_is_an_error(end, said, tmp_path, monkeypatch):
+def test_a_run_that_leaves_nothing_is_an_error(tmp_path, monkeypatch):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho step 7\n{end}\n")
+    python.write_text("#!/bin/sh\necho step 7\nkill -9 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SpeedrunError, match=said):
+    with pytest.raises(SpeedrunError, match="signal 9.*: step 7"):
         sr.run(track="webmini", out=tmp_path / "mine", quiet=True)

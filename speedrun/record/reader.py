@@ -17,7 +17,7 @@ import msgspec
 
 from speedrun.base import track
 from speedrun.base.console import clean
-from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import PARTIAL, read_regular
 from speedrun.record import archive
@@ -211,13 +211,6 @@ def need_record(folder: Path) -> Path:
         hint = "name the folder that 'speedrun run' printed"
         raise UsageError(f"{folder} holds no {SOURCE}, so it is not a record; {hint}")
     return folder
-
-
-def need_finished(folder: Path) -> None:
-    """Raise SpeedrunError if a process succeeded but left no finished run in this record."""
-    if not (folder.is_dir() and load(folder).finished):
-        got = f"{folder} has no finished run, although its process succeeded"
-        raise SpeedrunError(f"{got}; find out what ended the process early")
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:
