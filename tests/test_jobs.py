@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,17 @@ from typed import program
 from speedrun import cli
 
 JOBS = Path(__file__).parent.parent / "jobs"
-NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh", "ssh.sh")
+SEVERAL = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh")  # also run on several nodes
+NAMES = (*SEVERAL, "modal_job.py")
+#: Decorators of Modal that leave a function alone.
+MODAL = """\
+import sys
+from unittest.mock import MagicMock
+
+sys.modules["modal"] = MagicMock()
+same = lambda *_, **__: lambda function: function
+sys.modules["modal"].App.return_value.configure_mock(function=same, local_entrypoint=same)
+"""
 #: Arguments by number of nodes: the default, and what each file proposes.
 WORDS = {
     1: ["batch", "--runs", "6"],
@@ -30,7 +41,6 @@ while (($#)); do [[ $1 != --out ]] || mkdir "$2" "$2.checkpoints"; shift; done
 exit "${code:-0}"
 """,
     "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
-    "ssh": '#!/bin/bash\nexec bash -c "${!#}"\n',
 }
 
 
@@ -56,9 +66,11 @@ def job(name: str, num_nodes: int) -> Job:
         told = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_TASK_ID": "7"}
         told |= {"SKYPILOT_NUM_NODES": str(num_nodes), "WORDS": shlex.join(words)}
         return Job(task["run"], [], task["envs"] | told)
-    hosts = "me@one two" if num_nodes > 1 else "me@one"
+    if name == "modal_job.py":
+        assert f'WORDS = "{shlex.join(WORDS[1])}"' in text
+        return Job(f"exec {sys.executable} - <<'END'\n{MODAL}{text}\nsys.exit(job(WORDS))\nEND", [], {})
     told = {"SLURM_JOB_NAME": "speedrun", "SLURM_JOB_ID": "7", "SLURM_NNODES": str(num_nodes)}
-    return Job(text.replace("hosts=(me@node1)", f"hosts=({hosts})"), words if num_nodes > 1 else [], told)
+    return Job(text, words if num_nodes > 1 else [], told)
 
 
 def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], list[str]]:
@@ -71,7 +83,7 @@ def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], li
 
     def moved(text: str) -> str:
         text = re.sub(r"(?<![\w/])/(tmp|stage|shared|records)\b", rf"{here}/\1", text)
-        return text.replace("/home/me/speedrun", str(here))
+        return text.replace("/home/me/speedrun", str(here)).replace("/root/speedrun", str(here))
 
     env = {**os.environ, **{key: moved(value) for key, value in job.env.items()}}
     env |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(here / "calls"), "FAILS": fails}
@@ -100,17 +112,16 @@ def test_shells_find_no_fault_with_it(name, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "num_nodes"), [*((name, 1) for name in NAMES), *((name, 2) for name in SEVERAL)]
+)
 def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(name, num_nodes, tmp_path):
     code, calls, kept = run(job(name, num_nodes), tmp_path)
-    several_hosts = name == "ssh.sh" and num_nodes > 1  # both are this machine
-    assert several_hosts or code == 0
+    assert code == 0
     assert len(kept) == 2
     assert kept[1] == f"{kept[0]}.checkpoints"
     first_word = WORDS[num_nodes][0]
-    if not several_hosts:
-        assert [call[0] for call in calls] == ["doctor", "data", first_word]
+    assert [call[0] for call in calls] == ["doctor", "data", first_word]
     told = [parsed(call) for call in calls]
     assert {one["track"] for one in told} == {"main-8xh100"}
     trains = [given for given, call in zip(told, calls, strict=True) if call[0] == first_word]
@@ -122,7 +133,6 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(n
         "slurm.sh": [(None, None, None)],  # SLURM tells
         "kubernetes.yaml": [("speedrun-0.speedrun:12355", 2, None)],  # $JOB_COMPLETION_INDEX tells
         "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
-        "ssh.sh": [("one:12355", 2, 0), ("one:12355", 2, 1)],
     }
     assert met == wanted[name]
 
