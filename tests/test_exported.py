@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 from small_run import SMALL
+from test_trained import laptop
 from typed import invoke
 
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.base.errors import DataError, UsageError
-from speedrun.model import exported, transformers_gpt2, weight_sources, weights
+from speedrun.model import exported, transformers_folder, weight_sources, weights
 from speedrun.model.weights import Trained
 from speedrun.record.reader import load
 from speedrun.science.params import Params, Table
@@ -163,14 +164,14 @@ def test_all_forms_of_its_files_are_read(golden, tmp_path, form):
 def test_what_is_written_for_transformers_is_what_was_read(golden, tmp_path):
     theirs = weight_sources.load(golden.write(tmp_path / "theirs"), dtype="float32")
     ours = replace(theirs, is_ours=True, step=5, origin={})
-    files = transformers_gpt2.write(ours, tmp_path / "out")
+    files = transformers_folder.write(ours, tmp_path / "out")
     assert [path.name for path in files] == ["model.safetensors", "config.json", "README.md"]
     same(load_file(tmp_path / "out" / "model.safetensors"), golden.weights)
     config = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert config | golden.config == config
     same(weight_sources.load(tmp_path / "out").packed, ours.packed)
     with pytest.raises(UsageError, match="need weights that a run of speedrun trained"):
-        transformers_gpt2.write(weight_sources.load(tmp_path / "out"), tmp_path / "again")
+        transformers_folder.write(weight_sources.load(tmp_path / "out"), tmp_path / "again")
 
 
 @pytest.fixture
@@ -307,10 +308,62 @@ def test_what_is_no_sound_source_is_refused(copy, tmp_path, monkeypatch):
     refused("sample", copy, "--ids", 0, exit_code=3)
 
 
-def test_where_nothing_may_be_written_nothing_is(trained, folder, tmp_path):
+def test_where_nothing_may_be_written_nothing_is(folder):
     for form in ("safetensors", "web", "transformers"):
         refused("export", folder, "--to", form, "--out", folder, exit_code=2)
     refused("export", RECORD, "--to", "csv", "--step", 6, exit_code=2)
-    with pytest.raises(UsageError, match="no architecture like smoke"):
-        transformers_gpt2.write(trained, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+
+
+def written(name: str, out: Path, **settings: str) -> tuple[np.ndarray, np.ndarray]:
+    """Write a folder for transformers with random weights; return tokens i32 [1, T], and their logits [T, V]."""
+    recipe = laptop(name).override({"eval_seq_len": "128", "eval_sequences": "8", **settings})
+    program = Program(recipe, mesh.make_mesh(1), vocabulary=tuple(bytes([i]) for i in range(256)))
+    packed = {k: 0.05 * x for k, x in jax.jit(program.layout.pack)(drawn(program.layout.table)).items()}
+    trained = Trained(program, track.load("smoke-cpu"), out, recipe.num_steps, packed)
+    transformers_folder.write(trained, out)
+    tokens_BT = np.random.default_rng(1).integers(0, 256, (1, 128), dtype=np.int32)
+
+    def compute(params: Params, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = program.forward(recipe.read(params, tokens_BT), tokens_BT, trained.inputs)
+        return program.logits(params, x_BTD[0], trained.inputs)[:, :256]
+
+    return tokens_BT, np.asarray(jax.jit(compute)(trained.params, tokens_BT))
+
+
+def test_a_program_for_transformers_computes_the_logits_of_the_model(tmp_path):
+    tokens_BT, want_TV = written("smoke", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: list(x.shape) for name, x in weights.items()} == config["shapes"]
+    for length in config["lengths"]:
+        raw = (tmp_path / "out" / f"logits-{length}.jax").read_bytes()
+        given = [weights[name] for name in config["shapes"]], tokens_BT[0, :length]
+        found_TV = jax.jit(jax.export.deserialize(bytearray(raw)).call)(*given)
+        np.testing.assert_allclose(found_TV, want_TV[:length], atol=1e-5)
+    assert config["lengths"] == [64, 128]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", recipes.names())
+def test_transformers_loads_any_recipe(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    needed = "needs torch and transformers, which are in no lock: they take gigabytes"
+    torch, transformers = (pytest.importorskip(name, reason=needed) for name in ("torch", "transformers"))
+    tokens_BT, want_TV = written(name, tmp_path / "out")
+    ids_BT = torch.tensor(tokens_BT[:, :100].astype(np.int64))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    with torch.no_grad():
+        found = model(ids_BT, labels=ids_BT)
+        longer_BT = model.generate(ids_BT, max_new_tokens=2, do_sample=False)
+    np.testing.assert_allclose(found.logits[0], want_TV[:100], atol=1e-5)
+    p_TV = jax.nn.log_softmax(want_TV[:99])
+    assert float(found.loss) == pytest.approx(
+        -np.mean(np.asarray(p_TV)[np.arange(99), tokens_BT[0, 1:100]]), abs=1e-5
+    )
+    assert int(longer_BT[0, 100]) == int(np.argmax(want_TV[99]))
+    if name != "gpt2":  # which takes padding anywhere
+        with pytest.raises(ValueError, match="padding at the start"):
+            model(ids_BT, attention_mask=torch.arange(100)[None] > 0)
+        with pytest.raises(ValueError, match="129 tokens; the model takes at most 128"):
+            model(torch.zeros((1, 129), dtype=torch.long))

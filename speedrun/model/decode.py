@@ -24,6 +24,11 @@ POSITIONS = 64  #: lengths are rounded up to a multiple, to compile fewer progra
 CHUNK = 16  #: tokens of one call
 
 
+def lengths(longest: int) -> list[int]:
+    """Return the lengths of programs for up to `longest` positions; each is four times the one before."""
+    return [n for i in range(20) if (n := POSITIONS * 4**i) < longest] + [longest]
+
+
 class Draw(NamedTuple):
     """How to draw tokens."""
 

@@ -21,6 +21,7 @@ from speedrun.base.canonical import replayed
 from speedrun.base.errors import DataError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import make_folder
+from speedrun.model.decode import lengths
 from speedrun.model.incremental import DecodingKernels
 from speedrun.model.page_program import Constants, program
 from speedrun.model.weights import Trained
@@ -30,8 +31,6 @@ from speedrun.science.recipe import Recipe
 
 LIST = "models.json"
 FORMAT = "speedrun.web/1"
-#: Positions of the shortest program. Each next one has four times as many, up to the context of validations.
-SHORTEST = 64
 #: Rows of the longer program for logits.
 ROWS = 64
 _HERE = Path(__file__).parent
@@ -72,7 +71,6 @@ def of_model(
 ) -> dict[str, bytes]:
     """Return `model.json` and `weights.safetensors` of parameters in float32."""
     constants, config, kernels = Constants(params), recipe.config, DecodingKernels()
-    lengths = [n for i in range(20) if (n := SHORTEST * 4**i) < recipe.eval_seq_len] + [recipe.eval_seq_len]
     vocab_size = track.data.vocab_size
 
     def states(params: Params, tokens_BT: jax.Array) -> jax.Array:
@@ -82,7 +80,7 @@ def of_model(
     def logits(params: Params, x_ND: jax.Array) -> jax.Array:
         return recipe.logits(params, x_ND, inputs, config)[:, :vocab_size]
 
-    tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths]
+    tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths(recipe.eval_seq_len)]
     (_, width) = jax.eval_shape(states, params, tokens[0]).shape
     rows = [jax.ShapeDtypeStruct((n, width), jnp.float32) for n in (1, ROWS)]
     described = {
@@ -90,7 +88,7 @@ def of_model(
         **facts,
         "vocab_size": vocab_size,
         "document_token": track.data.document_token,
-        "num_positions": lengths[-1],
+        "num_positions": recipe.eval_seq_len,
         "states": [program(states, params, [one], constants) for one in tokens],
         "logits": [program(logits, params, [one], constants) for one in rows],
     }
