@@ -85,7 +85,7 @@ main() {
     run) locks=(requirements/run.lock) ;;
     prep | islands) locks=("requirements/$want.lock") ;;
     dev) locks=(requirements/dev.lock) ;;
-    compile) locks=(requirements/dev.lock requirements/islands.lock) ;;
+    compile) locks=(requirements/dev.lock requirements/islands.lock requirements/judges.lock) ;;
     *) die "got $want; need run, prep, islands, dev or compile" ;;
   esac
   # The CUDA locks already contain a compiler, of the same version as JAX.

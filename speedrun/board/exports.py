@@ -1,4 +1,4 @@
-"""A record in other formats (printed text, logs of modded-nanogpt, CSV), and its growing logs sent to wandb.
+"""A record in other formats (printed text, logs of modded-nanogpt and MLPerf, CSV), and its growing logs sent to wandb.
 
 A child process sends to wandb, so that no failure of wandb reaches the run:
 
@@ -8,6 +8,7 @@ A child process sends to wandb, so that no failure of wandb reaches the run:
 import csv
 import importlib
 import io
+import json
 import os
 import select
 import shlex
@@ -95,6 +96,58 @@ def _csv(record: Record) -> dict[str, bytes]:
     return files
 
 
+def _mlperf(record: Record) -> dict[str, bytes]:
+    """Return a log of MLPerf's open division for each run. Samples are tokens; accuracy is the loss in nats per token.
+
+    Its time from `run_start` to `run_stop` includes validations, so it is longer than the ranked one.
+    Source: mlcommons/training_policies, with the keys of ruleset 5.1.0.
+    """
+    org = ", ".join(record.about.authors) or "not stated"
+    return {f"{run.folder}.txt": "".join(_mlperf_lines(run, org)).encode() for run in record.runs}
+
+
+def _mlperf_lines(run: Run, org: str) -> Iterator[str]:
+    ends, num_tokens = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}, 0
+    for line in run.lines:
+        time_ms = round(1e3 * datetime.fromisoformat(line.t_utc).timestamp())
+        if isinstance(line.event, runlog.Step):
+            num_tokens = line.event.tokens_seen
+        for key, value in _mlperf_keys(line.event, org):
+            kind = ends.get(key.rpartition("_")[2], "POINT_IN_TIME")
+            about: dict[str, Any] = {"samples_count": num_tokens}
+            if isinstance(line.event, runlog.RunEnd):
+                about["status"] = "success" if line.event.status == "finished" else "aborted"
+            said = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
+            yield f":::MLLOG {json.dumps({**said, 'metadata': about})}\n"
+
+
+def _mlperf_keys(event: runlog.AnyEvent, org: str) -> list[tuple[str, object]]:
+    """Return what an event of ours is there, as keys and values."""
+    match event:
+        case runlog.RunStart():
+            submission = {"benchmark": event.track, "org": org, "division": "open"}
+            facts = [(f"submission_{key}", value) for key, value in submission.items()]
+            return [*facts, ("cache_clear", True), ("init_start", None), ("seed", event.seed)]
+        case runlog.Preflight():
+            return [("submission_platform", f"{event.num_devices} {event.device_kind}")]
+        case runlog.DataReady():
+            return [("eval_samples", event.val_tokens)]
+        case runlog.Plan():
+            return [("global_batch_size", event.tokens_per_step), ("train_samples", event.total_tokens)]
+        case runlog.ClockStart():
+            return [("init_stop", None), ("run_start", None), ("block_start", None)]
+        case runlog.ClockPause() | runlog.ClockStop():
+            return [("block_stop", None), ("eval_start", None)]
+        case runlog.Val():
+            return [("eval_accuracy", loss_of(event)), ("eval_stop", None)]
+        case runlog.ClockResume():
+            return [("block_start", None)]
+        case runlog.RunEnd():
+            return [("run_stop", None)]
+        case _:
+            return []
+
+
 def _text(record: Record) -> dict[str, bytes]:
     """Return what each run prints."""
     return {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
@@ -140,7 +193,7 @@ def _log(run: Any, line: runlog.Line) -> None:
 
 
 #: From a record to files by relative path.
-FORMS = {"classic": _classic, "csv": _csv, "text": _text}
+FORMS = {"classic": _classic, "csv": _csv, "mlperf": _mlperf, "text": _text}
 
 
 def export(record: Record, form: str, out: Path) -> list[Path]:
