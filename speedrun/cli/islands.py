@@ -78,16 +78,12 @@ def run(
 ) -> cli.Answer | None:
     """Train on islands, and write, draw and validate a record. An island that is lost is replaced.
 
-    The default track is islands-cpu.
-
     Exits with 0 if the target is reached and every check passes, else with 1.
 
     Options:
         address: Ray to use; $RAY_AUTH_TOKEN has its token. Default: one of our own, on this machine.
     """
     ctx.with_resource(children.stoppable())
-    if "track" not in (param.name for param in cli.typed(ctx)):
-        options = options._replace(track="islands-cpu")
     from speedrun.islands import actors, cluster, snapshot
 
     if resume is None:
@@ -113,6 +109,9 @@ def run(
     asked = replace(config, resume=resume is not None)
     done = single_run.run(asked, nullcontext(), beside, begun, lambda _: config)
     return None if done is None else told(done, _line(load_result(config.out).runs))
+
+
+next(param for param in run.params if param.name == "track").default = "islands-cpu"
 
 
 def _line(runs: Sequence[Run]) -> str:
