@@ -111,15 +111,17 @@ def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_block
 def test_attention_is_counted_for_every_window_of_the_schedule(monkeypatch):
     """Record 21: three layers with the whole window, eight with half of it, rounded down to at least one block."""
     program = Program(recipes.load("record21"), mesh.make_mesh(8))
-    found = cost.attention_by_window(program, program.recipe.stages[0])
-    assert sum(steps for steps, _ in found) == 1770
-    assert len(found) == 14
-    for blocks, (_, attention) in enumerate(found, start=1):
+    windows = [int(program.recipe.inputs_at(step)["window_blocks"]) for step in range(1770)]
+    assert {*windows} == {*range(1, 15)}
+    attention = {blocks: cost.attention_at(program, windows.index(blocks)) for blocks in {*windows}}
+    for blocks, flops in attention.items():
         long, short = (cost.visited_pairs(49_152, n, 128) for n in (blocks, max(1, blocks // 2)))
-        assert [*attention] == pytest.approx([*(2 * 6 * 128 * (3 * long + 8 * short))])
+        assert [*flops] == pytest.approx([*(2 * 6 * 128 * (3 * long + 8 * short))])
+    mean = np.mean([attention[blocks] for blocks in windows], axis=0)
+    (stage,) = program.recipe.stages
+    assert [*cost.mean_attention(program, stage)] == pytest.approx([*mean])
     monkeypatch.setattr(cost, "_calls", lambda *_: [])  # a model without attention
-    found = cost.attention_by_window(program, program.recipe.stages[0])
-    assert {tuple(each) for _, each in found} == {(0.0, 0.0)}
+    assert [*cost.mean_attention(program, stage)] == [0.0, 0.0]
 
 
 def test_documents_are_as_long_as_finewebs():

@@ -155,7 +155,6 @@ def test_plan_and_arithmetic_give_one_answer(compiled, monkeypatch):
     assert estimate.step_s == pytest.approx(plan.step_s, rel=0.03)
     assert plan.step_s == pytest.approx(sum(line.seconds for line in plan.lines))
     assert 0.67 * 0.1016 < plan.step_s < 0.1016
-    assert plan.narrow_s < plan.step_s < plan.wide_s
     kinds = {line.kind: line for line in plan.lines}
     by_products = ("GEMM bf16", "GEMM FP8", "Mosaic bf16", "attention", "Muon")
     bounds = dict.fromkeys(by_products, "tensor cores") | {"communication": "links"}

@@ -75,15 +75,15 @@ class Line(msgspec.Struct, frozen=True):
     error: float  #: of `seconds`, relative
 
 
-def attention_by_window(program: Program, stage: Stage) -> list[tuple[int, Attention]]:
-    """Return attention of one device by the windows of a stage: (steps with it, FLOPs of such a step).
+def mean_attention(program: Program, stage: Stage) -> Attention:
+    """Return the FLOPs of attention in a step of one device, in the mean over the windows of a stage.
 
-    The smallest comes first. The model is traced with kernels that only record their calls. Tiles are those of the
-    Triton kernels, counted on documents with the lengths of FineWeb's.
+    The model is traced with kernels that only record their calls. Tiles are those of the Triton kernels, counted on
+    documents with the lengths of FineWeb's.
     """
-    inputs = _inputs(program, stage).items()
-    found = [(num_steps, _attention(program, stage, static)) for static, num_steps in inputs]
-    return sorted(found, key=lambda each: each[1][0])
+    windows = _inputs(program, stage).items()
+    parts = [_attention(program, stage, static) * (steps / stage.num_steps) for static, steps in windows]
+    return np.sum(parts, axis=0)
 
 
 def attention_at(program: Program, step: int) -> Attention:

@@ -16,7 +16,7 @@ import numpy as np
 from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
 from speedrun.plan import cost, hlo
-from speedrun.plan.cost import Attention, Line, Work, gb, ms
+from speedrun.plan.cost import Line, Work, gb, ms
 from speedrun.plan.deviceless import compiled_step, sent_bytes, target_mesh
 from speedrun.plan.schedule import replayed
 from speedrun.plan.shares import GEMMS, REACHES, Unit, errors
@@ -53,8 +53,6 @@ class StagePlan(msgspec.Struct, frozen=True):
     communication_floor_s: float
     mfu: float  #: FLOPs of weights alone, all of them at the rate of bf16: what the field calls MFU
     step_s: float  #: expected, in the mean over the windows of the schedule
-    narrow_s: float  #: with its smallest window
-    wide_s: float  #: with its largest
     lines: tuple[Line, ...]  #: `step_s` by kind of kernel
     error: float  #: of `step_s`, relative, if all kinds of kernels are wrong in the same direction
 
@@ -180,8 +178,7 @@ def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
         f"memory {gb(stage.memory_bytes)} of {gb(memory_limit_bytes)}",
         f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
         f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
-        f"step   {ms(stage.step_s)} +-{stage.error:.0%} | {ms(stage.narrow_s)} with the smallest window, "
-        f"{ms(stage.wide_s)} with the largest | MFU {stage.mfu:.0%}",
+        f"step   {ms(stage.step_s)} +-{stage.error:.0%} | MFU {stage.mfu:.0%}",
         f"       {'one device':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7} error",
         *(
             f"       {line.kind:<13} {line.seconds * 1e3:>7.2f}  {line.bound:<12} {line.flops / 1e12:>7.2f} "
@@ -193,24 +190,19 @@ def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
 
 
 def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> StagePlan:
-    by_window = cost.attention_by_window(program, stage)
-    attention = np.sum([each * (steps / stage.num_steps) for steps, each in by_window], axis=0)
-    mean, narrow, wide = map(found.lines_with, (attention, by_window[0][1], by_window[-1][1]))
     sent_bytes = (found.gathered_bytes + found.scattered_bytes) * (1 - 1 / program.num_shards)
-    step_s = sum(line.seconds for line in mean)
+    step_s = sum(line.seconds for line in found.lines)
     weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
     return StagePlan(
         *(stage.num_steps, stage.batch_tokens),
         *found[:4],  # bytes
-        compute_floor_s=sum(cost.floor_s(line, device) for line in mean),
+        compute_floor_s=sum(cost.floor_s(line, device) for line in found.lines),
         traffic_floor_s=found.traffic_bytes / device.memory_rate,
         communication_floor_s=sent_bytes / device.link_rate,
         mfu=weight_flops / device.bf16_flops / step_s,
         step_s=step_s,
-        narrow_s=sum(line.seconds for line in narrow),
-        wide_s=sum(line.seconds for line in wide),
-        lines=mean,
-        error=cost.error(mean) + found.error,
+        lines=found.lines,
+        error=cost.error(found.lines) + found.error,
     )
 
 
@@ -221,7 +213,7 @@ class _Found(NamedTuple):
     traffic_bytes: int
     gathered_bytes: int
     scattered_bytes: int
-    lines_with: Callable[[Attention], tuple[Line, ...]]  #: its time by kind, given the FLOPs of attention
+    lines: tuple[Line, ...]  #: its time by kind
     error: float  #: of the work itself, relative
 
 
@@ -259,26 +251,24 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     calls = local * cost.num_attention_layers(program, stage)
     states = calls * size * tokens * program.recipe.config.model_dim
 
-    def lines_with(attention: Attention) -> tuple[Line, ...]:
-        # One kernel forward and two backward, one by queries and one by keys, on five and seven arrays each.
-        ways = zip(attention.tolist(), (1, 2), (5, 14), strict=True)
-        kernels = [
-            Work("attention", flops, "attention", num_bytes=arrays * states, starts=starts * calls)
-            for flops, starts, arrays in ways
-        ]
-        lines = cost.table([*works * local, *once, *kernels], device)
+    # One kernel forward and two backward, one by queries and one by keys, on five and seven arrays each.
+    ways = zip(cost.mean_attention(program, stage).tolist(), (1, 2), (5, 14), strict=True)
+    kernels = [
+        Work("attention", flops, "attention", num_bytes=arrays * states, starts=starts * calls)
+        for flops, starts, arrays in ways
+    ]
+    lines = cost.table([*works * local, *once, *kernels], device)
+    if whole:
         waited_s = max(0.0, sent_s - sum(line.seconds for line in lines))
-        sent = Line(
-            "communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0, errors(device)["communication"]
-        )
-        return (*lines, sent) if whole else lines
+        error = errors(device)["communication"]
+        lines += (Line("communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0, error),)
 
     return _Found(
         memory_bytes=footprint.step_bytes(program, stage),
         traffic_bytes=int(sum(work.num_bytes for work in (*works * local, *once))),
         gathered_bytes=whole,
         scattered_bytes=whole,
-        lines_with=lines_with,
+        lines=lines,
         error=_ARITHMETIC_ERROR,
     )
 
@@ -329,16 +319,13 @@ def _by_compiling(
     memories, schedules = zip(*(done[shape] for shape in counts), strict=True)
     shares = [number / len(steps) for number in counts.values()]
     traffics = [sum(kernel.times * kernel.traffic_bytes for kernel in one) for one in schedules]
-
-    def lines_with(attention: Attention) -> tuple[Line, ...]:
-        each = (replayed(one, attention, device, program.num_devices) for one in schedules)
-        return cost.mean(list(zip(shares, each, strict=True)))
-
+    attention = cost.mean_attention(program, stage)
+    each = (replayed(one, attention, device, program.num_devices) for one in schedules)
     return _Found(
         memory_bytes=max(one.peak_memory_in_bytes for one in memories),
         traffic_bytes=int(np.dot(shares, traffics)),
         gathered_bytes=sent_bytes(schedules[0], "all-gather"),
         scattered_bytes=sent_bytes(schedules[0], "reduce-scatter"),
-        lines_with=lines_with,
+        lines=cost.mean(list(zip(shares, each, strict=True))),
         error=0.0,
     )
