@@ -71,7 +71,7 @@ def server(files: dict[str, bytes], monkeypatch) -> Iterator[FakeHub]:
 
 def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA, **progress: Any) -> Any:
     shown: Any = Mock(**progress)
-    fetch.fetch(folder, data, source, shown)
+    fetch.fetch(folder, data, source, shown.update, shown.say)
     return shown
 
 

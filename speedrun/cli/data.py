@@ -68,7 +68,7 @@ def get(
     source = fetch.source_of(rules, repo, shards)
     folder = data_folder(rules, out)
     with resumable(f"get {rules.name}", folder) as progress:
-        manifest = fetch.fetch(folder, rules.data, source, progress)
+        manifest = fetch.fetch(folder, rules.data, source, progress.update, progress.say)
     if vocabulary:
         write_whole(folder / RANKS, tokenizers.cached_ranks())
     return _shards(rules, folder, manifest, f"{manifest.source}@{manifest.settings['revision']}")

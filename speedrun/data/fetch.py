@@ -9,12 +9,12 @@ import multiprocessing
 import re
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,21 +29,12 @@ from speedrun.data.writer import write_manifest
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
 
+Report = Callable[[int, int], None]
 STAGING = ".partial"  #: the hidden folder
 
 _NUM_TRANSFERS = 4
 _UPDATE_S = 0.2  #: between two updates of the progress
 _COMMIT = re.compile("[0-9a-f]{40}")
-
-
-class Progress(Protocol):
-    """A display of progress."""
-
-    def update(self, done: int, total: int) -> None:
-        """Show how many bytes are there."""
-
-    def say(self, line: str) -> None:
-        """Show a line."""
 
 
 def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
@@ -62,13 +53,13 @@ def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
     return source if num_train is None else msgspec.structs.replace(source, train_shards=num_train)
 
 
-def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest:
+def fetch(folder: Path, data: Data, source: Hub, report: Report, say: Callable[[str], None]) -> Manifest:
     """Download the validation shard and the first `source.train_shards` training shards; return the manifest.
 
     Shards in the folder stay; those that the manifest does not name are compared with the hub's digests. A complete
-    folder needs no network.
+    folder needs no network. `report` gets the bytes that are there, and their total.
     """
-    with lock_folder(folder, progress.say):
+    with lock_folder(folder, say):
         manifest = read_manifest(folder)
         revision = _revision(folder, source, manifest)
         if manifest is None or not _is_complete(folder, data, source, manifest):
@@ -77,7 +68,7 @@ def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest
                 settings: dict[str, str | int | float] = {"revision": info.sha or ""}
                 fresh = Manifest(source.repo, settings, data.vocab_size, data.document_token, {})
                 download = _Download(folder, data, info, manifest or fresh)
-                manifest = download.run(download.missing(source.train_shards), progress)
+                manifest = download.run(download.missing(source.train_shards), report, say)
             except hub.HubError as error:
                 raise DataError(
                     f"{source.train_shards} training shards and the validation shard of {source.repo}: {error}; "
@@ -148,24 +139,24 @@ class _Download:
         wanted += [name for name in train if name in train[:num_train] or name <= last]
         return [name for name in wanted if name not in present or name not in self._manifest.shards]
 
-    def run(self, names: list[str], progress: Progress) -> Manifest:
+    def run(self, names: list[str], report: Report, say: Callable[[str], None]) -> Manifest:
         """Transfer shards in the background, and name them in order."""
         for part in self._staging.rglob("*.incomplete"):  # from a killed process; the client never resumes it
             part.unlink()
         total = self._size_bytes(names)
-        progress.say(f"{self._repo}@{self._commit}: {len(names)} shards, {total / 1e9:.2f} GB")
+        say(f"{self._repo}@{self._commit}: {len(names)} shards, {total / 1e9:.2f} GB")
         with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
             transfers = pool.imap(self._obtain, names)
             try:
                 for name in names:
                     while (entry := _next(transfers)) is None:
-                        progress.update(sum(self._received.values()), total)
+                        report(sum(self._received.values()), total)
                     self._finish(name, entry)
                     shown = f"{entry.tokens:,} tokens  {entry.documents:,} documents"
-                    progress.say(f"{self._folder / name}  {shown}")
+                    say(f"{self._folder / name}  {shown}")
             finally:
                 self._stopped.set()
-        progress.update(total, total)
+        report(total, total)
         return self._manifest
 
     def _size_bytes(self, names: Iterable[str]) -> int:
