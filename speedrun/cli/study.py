@@ -42,7 +42,6 @@ _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 def stats(
     record: Path,
     *,
-    target: Annotated[cli.Amount | None, "--target LOSS", "Instead of the track's."] = None,
     against: Annotated[Path | None, "--against RECORD", "Test whether its loss is the same."] = None,
 ) -> cli.Answer:
     """Test the mean loss of the finished runs of RECORD against the target.
@@ -50,7 +49,7 @@ def stats(
     A declared batch is tested at its declared looks. Tests of other runs prove nothing for the board. Exits with 0 if
     the target is proven, else with 1.
     """
-    found = proof.stats(record, target=target, parent=against)
+    found = proof.stats(record, against)
     return cli.Answer(found, _lines(found, against), 0 if found.passed else 1)
 
 

@@ -36,17 +36,17 @@ class Stats(msgspec.Struct, frozen=True):
     equivalent: statistics.Equivalence | None  #: to the parent
 
 
-def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
-    """Test the mean loss of a record against a target (by default, the track's), and against another record's."""
+def stats(folder: Path, parent: Path | None) -> Stats:
+    """Test the mean loss of a record against its track's target, and against another record's."""
     record = load_result(folder)
     rules, runs = record.rules, record.finished
-    aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
+    target, sigma = rules.target.loss, rules.target.sigma
     losses = [run.val_loss for run in runs]
-    declared = record.declaration if target is None else None
+    declared = record.declaration
     blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
     if declared is None:
-        test = statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma)
-    elif (test := standing(declared, record.runs, aim, sigma).test) is None:
+        test = statistics.mean_below([*losses, *blown_up], target, known_sigma=sigma)
+    elif (test := standing(declared, record.runs, target, sigma).test) is None:
         need = declared.looks[0].num_runs
         raise UsageError(
             f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume {folder}'"
@@ -57,11 +57,11 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     is_tested = len(losses) + len(blown_up) > 1
     sd = stdev(losses) if len(losses) > 1 else None
     noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
-    needed = statistics.batch_needed(aim - fmean(losses), noise, known_sigma=sigma) if noise else None
+    needed = statistics.batch_needed(target - fmean(losses), noise, known_sigma=sigma) if noise else None
     times_s = [run.train_time_s for run in runs]
     return Stats(
         track=rules.id,
-        target=aim,
+        target=target,
         num_runs=len(runs),
         losses=tuple(losses),
         loss=statistics.mean_interval(losses),
