@@ -135,8 +135,6 @@ export function samples(texts) {
   return shown.map((one) => make("figure", "", make("figcaption", "", `step ${whole(one.step)}`), make("pre", "", make("b", "", one.prompt ?? ""), one.text)));
 }
 
-const rows = (pairs) => pairs.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]);
-
 export function about(run) {
   const { preflight, data, plan } = run;
   const pairs = [["record", run.file.record], ["run", run.file.run]];
@@ -147,17 +145,5 @@ export function about(run) {
   }
   if (data) pairs.push(["data", `${data.train_shards.length} training shards; ${whole(data.val_tokens)} validation tokens`]);
   if (plan) pairs.push(["parameters", whole(plan.num_params)], ["tokens per step", whole(plan.tokens_per_step)], ["FLOPs per token", short(plan.flops_per_token)]);
-  return rows(pairs);
-}
-
-/** The config by dotted name. */
-export function config(run) {
-  const pairs = [];
-  const walk = (value, name) => {
-    if (value !== null && typeof value === "object" && !(Array.isArray(value) && value.every((one) => typeof one !== "object")))
-      for (const [key, inner] of Object.entries(value)) walk(inner, name ? `${name}.${key}` : key);
-    else pairs.push([name, Array.isArray(value) ? value.join(", ") : String(value)]);
-  };
-  walk(run.start?.config ?? {}, "");
-  return rows(pairs.slice(0, 500));
+  return pairs.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]);
 }

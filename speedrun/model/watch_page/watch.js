@@ -149,7 +149,6 @@ function drawDetails(run) {
   fill($("tiles"), panels.tiles(run, known));
   fill($("events"), panels.events(run));
   fill($("about"), panels.about(run));
-  if ($("config-details").open) fill($("config"), panels.config(run));
   $("schedule").hidden = !run.inputs.size;
   panels.inputs($("inputs"), run);
   const all = [...texts.values()].find((one) => one.record === run.file.record_key)?.list ?? [];
@@ -189,7 +188,6 @@ document.addEventListener("change", ({ target }) => {
     drawAnew();
   }
 });
-$("config-details").addEventListener("toggle", drawAnew);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (isDue = true));
 
 connect();
