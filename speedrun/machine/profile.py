@@ -35,16 +35,9 @@ class Event(NamedTuple):
 class Gap(NamedTuple):
     """An interval in which a device was idle."""
 
-    device: int
-    start_ns: float
-    end_ns: float
+    length_ns: float
     after: str  #: the event that ended last
     before: str  #: the one that came next
-
-    @property
-    def length_ns(self) -> float:
-        """Its duration."""
-        return self.end_ns - self.start_ns
 
 
 class Usage(NamedTuple):
@@ -231,7 +224,7 @@ def _usage(device: int, events: Sequence[Event]) -> Usage:
     last, gaps = events[0], []
     for event in events[1:]:
         if event.start_ns > last.end_ns:
-            gaps.append(Gap(device, last.end_ns, event.start_ns, last.name, event.name))
+            gaps.append(Gap(event.start_ns - last.end_ns, last.name, event.name))
         last = max(last, event, key=lambda one: one.end_ns)
     return Usage(
         device=device,
