@@ -93,7 +93,6 @@ def texts(context: Context, board: Board) -> dict[str, str]:
         found |= {
             f"{name} minutes": _three(one.total_s / 60),
             f"{name} seconds": _three(one.total_s),
-            f"{name} ms": _three(one.step_ms),
             f"{name} card": f"{memory} | {one.step_ms:,.0f} | {one.total_s / 60:.0f} | {one.mfu:.0%}",
             f"{name} dollars": _dollars(one.total_s, one.num_devices),
         }
