@@ -67,7 +67,7 @@ class Fleet:
         counts = len(parts) >= self.settings.quorum
         for order in orders:
             if not (counts and order.lease.number in parts):
-                self.leases.give_back(order.lease)
+                self.leases.returned.append(order.lease)
         if not counts:
             short = f"only {len(parts)} of {self.settings.quorum} answered"
             works = [one if one.refused else replace(one, refused=short) for one in works]

@@ -25,7 +25,8 @@ class Leases:
     """Grants tokens, and grants again what comes back untrained."""
 
     def __init__(self, stream: TokenStream, num_granted: int = 0, returned: Sequence[Lease] = ()) -> None:
-        self.stream, self.num_granted, self.returned = stream, num_granted, list(returned)
+        self.stream, self.num_granted = stream, num_granted
+        self.returned = list(returned)  #: whose tokens were not trained on
 
     def grant(self, shapes: Sequence[Shape]) -> Lease:
         """Lease tokens for batches of these shapes; raise DataError if the stream has too few."""
@@ -38,7 +39,3 @@ class Leases:
             self.stream.batch(*shape)
         self.num_granted += 1
         return Lease(self.num_granted - 1, start, self.stream.cursor, wanted)
-
-    def give_back(self, lease: Lease) -> None:
-        """Take a lease whose tokens were not trained on."""
-        self.returned.append(lease)
