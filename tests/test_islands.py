@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from speedrun.record.examine.examiner import _Examiner
 from speedrun.record.examine.training import Trainer
 from speedrun.record.findings import Examination
 from speedrun.record.logged_run import rounds_of
-from speedrun.record.validate import validate
+from speedrun.record.validate import find_check, validate
 from speedrun.train.preflight import prepare, shapes_of
 from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
@@ -470,14 +471,26 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
     assert found.stretches[0].losses == tuple(step.loss for step in run_.steps)
     sizes = REPLAY_CHECKS[-1]
     assert [problem for one in (*REPLAY_CHECKS[:5], sizes) for problem in one.find(run_, found)] == []
-    halved = [
-        msgspec.structs.replace(line, event=replace(line.event, batch_tokens=512))
-        if isinstance(line.event, runlog.Step)
-        else line
-        for line in run_.lines
-    ]
-    problems = [*sizes.find(dataclasses.replace(run_, lines=tuple(halved)), found)]
-    assert problems == ["step 0: the log says 512 tokens, its program takes 512, on 2 islands"]
+
+    def problems(kind: type, version: int | None = None, **changed: Any) -> list[str]:
+        lines = [
+            replace(line, event=replace(line.event, **changed))
+            if isinstance(line.event, kind) and getattr(line.event, "version", None) == version
+            else line
+            for line in run_.lines
+        ]
+        return [*sizes.find(dataclasses.replace(run_, lines=tuple(lines)), found)]
+
+    wrong = "the log says {} tokens, its program takes 512, on {} islands"
+    assert problems(runlog.Step, batch_tokens=512) == ["step 0: " + wrong.format("512", 2)]
+    works = with_works(request.rounds[1][1], refused="late").works
+    assert problems(runlog.Round, 1, works=works) == ["step 10: " + wrong.format("1,024", 1)]
+    assert problems(runlog.Round, 2, digest="") == ["step 20: " + wrong.format("1,024", 0)]
+    resume = runlog.Resume("a", 10, "", 0.0, 0, START)
+    rest = [line for line in run_.lines if getattr(line.event, "step", 10) >= 10]
+    went_on = dataclasses.replace(run_, lines=(*rest, replace(rest[-1], event=resume)))
+    grown = replace(found, batch_tokens=(1,) * 10 + found.batch_tokens[10:])
+    assert [*sizes.find(went_on, grown)] == []
     parts = examiner.track, examiner.archive, examiner.programs, examiner.shards, lambda *_: 0.0
     other = replace(settings, outer_lr=0.8)
     ((again,), _, _) = Trainer(replace(request, islands=other), *parts).all()
@@ -531,8 +544,14 @@ def test_a_snapshot_that_is_older_than_the_log_is_refused(done, tmp_path):
         shutil.copytree(f"{done}{end}", f"{out}{end}")
     lines = log_of(out).read_bytes().splitlines(keepends=True)
     rounds = [i for i, line in enumerate(runlog.read(log_of(out))) if isinstance(line.event, runlog.Round)]
-    log_of(out).write_bytes(b"".join(lines[: rounds[1] + 1]))
     shutil.copy(done.with_name("old"), f"{out}.islands/snapshot")
+    same = replace(snapshot.load(out).config, out=out, resume=True)
+    log_of(out).write_bytes(b"".join(lines[: rounds[0] + 1]))
+    assert snapshot.resumed(out) == same, "it is as old as the log"
+    log_of(out).write_bytes(b"".join(lines[: rounds[1] + 1]))
+    rewrite(out, lambda event: replace(event, digest="") if is_round(event, 1) else event)
+    assert snapshot.resumed(out) == same, "the next round did not count"
+    log_of(out).write_bytes(b"".join(lines[: rounds[1] + 1]))
     with pytest.raises(CheckpointError, match="of round 1, but the log has round 2; restore it"):
         snapshot.resumed(out)
 
@@ -543,11 +562,15 @@ def test_a_snapshot_of_another_run_in_that_place_is_refused(done, tmp_path):
     run_id = snapshot.load(out).run_id
     for log in done.glob("runs/*/metrics.jsonl"):
         lines = log.read_bytes().splitlines(keepends=True)[:6]
-        path = out / "runs" / "another" / log.name
+        path = out / "runs" / "stranger" / log.name
         path.parent.mkdir(parents=True)
-        path.write_bytes(b"".join(lines).replace(run_id.encode(), b"another"))
+        path.write_bytes(b"".join(lines).replace(run_id.encode(), b"stranger"))
     with pytest.raises(CheckpointError, match=f"is of another run, {run_id}"):
         snapshot.resumed(out)
+    its_own = out / "runs" / run_id / log_of(done).name
+    its_own.parent.mkdir()
+    its_own.write_bytes(b"".join(log_of(done).read_bytes().splitlines(keepends=True)[:6]))
+    assert snapshot.resumed(out).resume, "its run may be any of the record's"
 
 
 class Slow(Here):
@@ -672,6 +695,20 @@ def more(one: runlog.Round) -> Work:
     return replace(last, island="2", lease=last.lease + 100)
 
 
+def is_round(event: Any, version: int) -> bool:
+    return isinstance(event, runlog.Round) and event.version == version
+
+
+def rewrite(out: Path, change: Callable[[Any], Any]) -> None:
+    """Change events of a log, with the hashes that follow from them."""
+    prev, lines = runlog.GENESIS, []
+    for line in list(runlog.read(log_of(out))):
+        raw = replace(line, prev=prev, event=change(line.event)).encode()
+        prev = runlog.digest(raw)
+        lines.append(raw + b"\n")
+    log_of(out).write_bytes(b"".join(lines))
+
+
 def with_works(one: runlog.Round, **changed: Any) -> runlog.Round:
     return replace(one, works=(*one.works[:1], replace(one.works[1], **changed)))
 
@@ -681,20 +718,123 @@ def test_a_forged_round_is_found(kind, done, tmp_path):
     id, change = FORGED[kind]
     out = tmp_path / "record"
     shutil.copytree(done, out)
-    prev, lines, is_found = runlog.GENESIS, [], False
-    for line in list(runlog.read(log_of(out))):
-        event = line.event
-        if isinstance(event, runlog.Round) and event.version == (0 if kind.startswith("first") else 1):
-            event, is_found = change(event), True
-        raw = msgspec.structs.replace(line, prev=prev, event=event).encode()
-        prev = runlog.digest(raw)
-        lines.append(raw + b"\n")
-    assert is_found
-    log_of(out).write_bytes(b"".join(lines))
+    version = 0 if kind.startswith("first") else 1
+    assert any(one.version == version for one in events(out, runlog.Round))
+    rewrite(out, lambda event: change(event) if is_round(event, version) else event)
     problems = {one.check.id: one for one in validate(out).results if one.status in ("failed", "warning")}
     assert id in problems, [one.messages for one in problems.values()]
     if kind.endswith("left out"):
         assert any("starts at" in message for message in problems[id].messages)
+
+
+def work(lease: int, start: int, stop: int, island: str = "0", version: int = 0, **changed: Any) -> Work:
+    """Work on what is between two places, in shards of 100 tokens."""
+    places = divmod(start, 100), divmod(stop, 100)
+    return replace(Work(island, version, lease, *places, stop - start, (), "", ""), **changed)
+
+
+def told(id: str, *rounds: runlog.Round, **changed: Any) -> list[str]:
+    """What a check says of a record of one run with these rounds."""
+    used = [one for each in rounds if each.digest for one in each.works if not one.refused]
+    tokens = sum(one.num_tokens for one in used)
+    given: Any = {"fleets": [replace(FLEET, quorum=2)], "rules": (2, 2, 2), "joined": "01", "lost": 0}
+    given |= {"losses": (3.0, 4.0) * 2, "tokens": tokens, "seen": 0, "cursor": (9, 0)} | changed
+    there = [runlog.Island(name, 0) for name in given["joined"]]
+    there += [runlog.Island("9", 0, "killed")] * given["lost"]
+    logged: Any = {runlog.Round: rounds, runlog.Islands: given["fleets"], runlog.Island: there}
+    of_all = {"tokens_seen": given["seen"] or given["tokens"], "cursor": given["cursor"]}
+    steps = [
+        SimpleNamespace(step=at, loss=loss, batch_tokens=0 if at else given["tokens"], **of_all)
+        for at, loss in enumerate(given["losses"])
+    ]
+    origin, start = SimpleNamespace(run_id="", step=0, tokens_seen=0), SimpleNamespace(num_steps=4)
+    run_ = SimpleNamespace(begun=0, folder="a", origin=origin, start=start, steps=steps)
+    run_.of = lambda kind: logged.get(kind, [])
+    numbers = dict(zip(("most", "every", "quorum"), given["rules"], strict=False))
+    rules = SimpleNamespace(id="forged@1", islands=numbers)
+    record: Any = SimpleNamespace(runs=[run_], finished=[run_], lead=run_, rules=rules)
+    return [*find_check(id).find(record)]
+
+
+FIRST, THIRD = work(0, 0, 10), work(2, 20, 30)
+LEASES: dict[str, tuple[tuple[Work, ...], dict[str, Any], str]] = {
+    "in order": ((FIRST, work(1, 10, 20), THIRD), {}, ""),
+    "one came back": ((FIRST, THIRD), {"lost": 1}, ""),
+    "one came back at the end of a shard": ((FIRST, work(2, 110, 120)), {"lost": 1}, ""),
+    "one was refused": ((FIRST, work(1, 10, 20, refused="damaged"), THIRD), {}, ""),
+    "none came back": ((FIRST, THIRD), {}, "1 leases were not trained on, but only 0 answers were lost"),
+    "a lease twice": ((work(0, 0, 12, num_tokens=10), work(0, 13, 23)), {}, "lease 0 starts at (0, 13)"),
+    "tokens left out": ((FIRST, work(1, 11, 21)), {}, "lease 1 starts at (0, 11); lease 0 ends at (0, 10)"),
+    "tokens twice": ((FIRST, work(2, 9, 19)), {"lost": 1}, "lease 2 starts at (0, 9)"),
+    "more left out than came back": ((FIRST, work(2, 21, 31)), {"lost": 1}, "lease 2 starts at (0, 21)"),
+    "more left out of the next shard": ((FIRST, work(2, 111, 121)), {"lost": 1}, "lease 2 starts at (1, 11)"),
+    "a shard left out": ((FIRST, work(2, 200, 210)), {"lost": 1}, "lease 2 starts at (2, 0)"),
+    "more than it holds": ((work(0, 0, 10, num_tokens=11),), {}, "lease 0 is of 11 tokens, but holds 10"),
+    "fewer than a step says": ((FIRST,), {"tokens": 11}, "a: 11 tokens seen, its islands trained on 10"),
+    "more than the steps add": ((FIRST,), {"seen": 11}, "a: step 0: 11 tokens seen, the batches sum to 10"),
+    "beyond the data": ((FIRST,), {"cursor": (0, 9)}, "a: lease 0 ends at (0, 10), the data at (0, 9)"),
+}
+
+
+@pytest.mark.parametrize("kind", LEASES)
+def test_each_rule_of_leases_refuses_what_no_other_does(kind):
+    """In a round that counted; a second one did not."""
+    works, changed, said = LEASES[kind]
+    found = told("V108", runlog.Round(0, works, 0, "d"), runlog.Round(0, works, 0), **changed)
+    assert len(found) == bool(said), found
+    assert all(problem.startswith(said) for problem in found), found
+
+
+def both(version: int = 0, /, *others: Work, **changed: Any) -> runlog.Round:
+    """A round of two islands with different numbers of tokens; the second may differ, and there may be others."""
+    one = work(0, 0, 10, version=version, losses=(1.0, 2.0))
+    two = work(1, 10, 30, "1", version, losses=(4.0, 5.0))
+    return runlog.Round(version, (one, replace(two, **changed), *others), 0, "d")
+
+
+PAIR, MORE = (both(), both(1)), (both(), both(1, work(2, 30, 40, "2", 1)))
+ROUNDS: dict[str, tuple[tuple[runlog.Round, ...], dict[str, Any], str]] = {
+    "as they are": (PAIR, {}, ""),
+    "one did not count": ((both(), replace(both(1), digest=""), both(1)), {}, ""),
+    "no settings": ((), {"fleets": []}, "forged@1 is only for islands"),
+    "no track of islands": (PAIR, {"rules": ()}, "forged@1 is not for islands"),
+    "other settings": (
+        PAIR,
+        {"fleets": [replace(FLEET, quorum=2), FLEET]},
+        "runs that go on from each other",
+    ),
+    "too many islands": (PAIR, {"rules": (1, 2, 2)}, "2 islands, 2 steps, quorum 2; the track has"),
+    "another interval": (PAIR, {"rules": (2, 3, 2)}, "2 islands, 2 steps, quorum 2; the track has"),
+    "another quorum": (PAIR, {"rules": (2, 2, 1)}, "2 islands, 2 steps, quorum 2; the track has"),
+    "one twice": ((*PAIR, both(1)), {}, "rounds [0, 1, 1] counted; need 0 to 1, once each"),
+    "one left out": (PAIR[:1], {}, "rounds [0] counted; need 0 to 1, once each"),
+    "no quorum": (
+        (both(), both(1, refused="late")),
+        {"losses": (3.0, 4.0, 1.0, 2.0)},
+        "round 1: islands ['0'] with 1",
+    ),
+    "an island twice": (
+        (both(), both(1, work(2, 30, 40, "0", 1))),
+        {},
+        "round 1: islands ['0', '1'] with 3 answers",
+    ),
+    "an island more": (MORE, {"joined": "012"}, "round 1: islands ['0', '1', '2'] with 3 answers"),
+    "a stranger": ((both(), both(1, island="9")), {}, "round 1: islands ['0', '9'] with 2 answers"),
+    "a stale answer": ((both(), both(1, version=0)), {}, "round 1: islands ['0', '1'] with 2 answers"),
+    "another loss": (
+        PAIR,
+        {"losses": (3.0, 4.0, 3.0, 3.9)},
+        "step 3 has loss 3.9, its islands a mean of 4.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDS)
+def test_each_rule_of_rounds_refuses_what_no_other_does(kind):
+    rounds, changed, said = ROUNDS[kind]
+    found = told("V109", *rounds, **changed)
+    assert len(found) == bool(said) + (kind == "no track of islands"), found
+    assert not said or found[0].startswith(said), found
 
 
 def test_the_request_of_a_logged_run_is_the_one_that_made_it(island, done):
