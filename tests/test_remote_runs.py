@@ -31,6 +31,7 @@ class Ray:
 
     facts: dict[str, dict[str, str]]  #: of each node
     lost: set[str] = field(default_factory=set[str])  #: nodes that die with their first run
+    codes: dict[int, int] = field(default_factory=dict[int, int])  #: exit codes of seeds that break off
     jobs: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list[Any])
     most_at_once: int = 0
 
@@ -67,7 +68,12 @@ class Ray:
             raise RayError("the node died")
         config, given = words
         assert set(given) == ({layout.BATCH, layout.SOURCE} if config.batch_sha256 else set())
-        return Home(0, "", {f"runs/{config.seed}/{layout.LOG}": b"log\n", "programs-a.xz": b"p", **given})
+        code = self.codes.get(config.seed, 0)
+        return Home(
+            code,
+            "no space" * bool(code),
+            {f"runs/{config.seed}/{layout.LOG}": b"log\n", "programs-a.xz": b"p", **given},
+        )
 
 
 def nodes(ray: Ray) -> tuple[Nodes, list[str]]:
@@ -85,10 +91,11 @@ def head(monkeypatch) -> None:
 
 
 def test_each_request_is_trained_once_and_each_node_trains_one_at_a_time(tmp_path):
-    ray = Ray({"a": FACTS, "b": FACTS})
-    asked = requests(tmp_path, 5)
-    found = list(nodes(ray)[0].trained(SMOKE, asked, ()))
-    assert sorted(config.seed for config, code in found if code == 0) == [0, 1, 2, 3, 4]
+    ray = Ray({"a": FACTS, "b": FACTS}, codes={3: 4})
+    there, said = nodes(ray)
+    found = list(there.trained(SMOKE, requests(tmp_path, 5), ()))
+    assert sorted((config.seed, code) for config, code in found) == [(0, 0), (1, 0), (2, 0), (3, 4), (4, 0)]
+    assert len([line for line in said if line.endswith(": error: no space; --resume with --on goes on")]) == 1
     assert ray.most_at_once == 2
     logs = [tmp_path / str(seed) / "runs" / str(seed) / layout.LOG for seed in range(5)]
     assert all(log.read_bytes() == b"log\n" for log in logs)
@@ -143,20 +150,27 @@ def test_a_node_that_is_busy_with_something_else_does_not_hold_up_the_end(tmp_pa
 def test_a_batch_sends_what_it_declared_and_keeps_its_own_files(tmp_path):
     for name in (layout.BATCH, layout.SOURCE):
         (tmp_path / name).write_bytes(b"declared")
-    one = RunConfig("smoke-cpu", tmp_path, seed=1, batch_sha256="b", data=Path("here"))
+    overrides = {"stages.0.num_steps": "9"}
+    one = RunConfig(
+        "smoke-cpu", tmp_path, seed=1, batch_sha256="b", data=Path("here"), overrides=overrides, num_devices=1
+    )
     ray = Ray({"a": FACTS})
     asked = [one, msgspec.structs.replace(one, seed=2)]
     assert len(list(nodes(ray)[0].trained(SMOKE, asked, ()))) == 2
     assert (tmp_path / layout.BATCH).read_bytes() == b"declared"
     assert len([*tmp_path.glob(f"runs/*/{layout.LOG}")]) == 2
     sent = [words[0] for _, function, words in ray.jobs if function is remote_runs._train]
-    assert {config.data for config in sent} == {Path("here").absolute()}
+    assert sent == [msgspec.structs.replace(config, data=Path("here").absolute()) for config in asked]
 
 
 def test_what_comes_home_is_the_run(trained, tmp_path):
-    plain = msgspec.structs.replace(trained, checkpoint_every=0, keep_checkpoints=2)
-    home = remote_runs._train(plain, {})
+    given = {layout.BATCH: b"{}\n", layout.SOURCE: (trained.out / layout.SOURCE).read_bytes()}
+    plain = msgspec.structs.replace(
+        trained, checkpoint_every=0, keep_checkpoints=2, batch_sha256=layout.sha256(given[layout.BATCH])
+    )
+    home = remote_runs._train(plain, given)
     assert (home.code, home.error) == (0, "")
+    assert home.files.items() >= given.items()
     remote_runs._bring_home(tmp_path / "out", home.files)
     (here,), (there,) = runs_of(tmp_path / "out"), runs_of(trained.out)
     assert here.final_hash == there.final_hash
