@@ -432,6 +432,10 @@ def test_what_was_designed_is_found_unchanged(smoke_data, tmp_path):
     config = RunConfig("smoke-cpu", tmp_path / "sweep", overrides=SMALL, data=smoke_data)
     variants = ({"optimizer.muon_lr": "0.02"}, {"optimizer.muon_lr": "0.04"})
     design.design(Request(config=config, kind="sweep", num_runs=2, num_confirming=0, variants=variants))
+    plan, _ = trials.read(tmp_path / "sweep")
+    modules = ["speedrun.recipes.smoke", "speedrun.train.run"]  # in the order of all records
+    source = provenance.closure(modules, [track.TRACKS_DIR / "smoke-cpu.toml"])
+    assert {arm.source_sha256 for arm in plan.arms} == {layout.sha256(source.encode())}
 
     def fails(_: object, configs: Iterable[RunConfig], __: object) -> Iterator[tuple[RunConfig, int]]:
         yield next(iter(configs)), 3

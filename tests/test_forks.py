@@ -178,7 +178,7 @@ class PlainSoap:
 
 def test_soap_follows_its_algorithm(fork):
     """Square matrices: where a mean has no full rank, the rest of its basis is rounding. The first gradient is zero."""
-    optimizer: Any = dataclasses.replace(fork("soap").optimizer, matrix_lr=0.1, every=3)
+    optimizer: Any = dataclasses.replace(fork("soap").optimizer, matrix_lr=0.1, betas=(0.9, 0.95), every=3)
     table = {name: one for name, one in TABLE.items() if one.group != "matrix"}
     table |= {"one": spec((5, 5), "matrix"), "two": spec((2, 6, 6), "matrix")}
     names, rng = ("one", "two"), np.random.default_rng(0)

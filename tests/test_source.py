@@ -56,6 +56,12 @@ def test_any_text_is_read(text):
         source.read(text)
 
 
+def test_texts_that_begin_and_end_alike_are_read_each():
+    around = "# a line of a licence\n" * 1000
+    for name in ("jax", "os", "sys"):
+        assert [one.module for one in source.read(f"{around}import {name:<3}\n{around}").imports] == [name]
+
+
 @pytest.mark.parametrize("bomb", ["signs", "one line"])
 def test_a_record_with_a_bomb_ends_in_a_report(forged, bomb):
     forge(forged / "record", edit_source=lambda files: {**files, RECIPE: BOMBS[bomb] + "\n"})

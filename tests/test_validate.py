@@ -528,6 +528,7 @@ def attempts(text: str) -> list[Any]:
         ("aa baa caf", "c"),  # twice from one checkpoint
         ("aa b0 caf", "c"),  # killed before it says what it resumes
         ("aa bf", "ab"),  # begun twice
+        ("aa ba0 cf", "ac"),  # begun twice, and killed before the clock in between
         ("aa baf caf", "bc"),  # best of two
         ("aa ba! caf", "bc"),  # broken off by its result
         ("aa baf caa", "bc"),  # tried again
