@@ -528,6 +528,8 @@ def attempts(text: str) -> list[Any]:
         ("aa baa caf", "c"),  # twice from one checkpoint
         ("aa b0 caf", "c"),  # killed before it says what it resumes
         ("aa bf", "ab"),  # begun twice
+        ("aa baa ca0 df", "bd"),  # a start that trained nothing takes no place
+        ("aa baa ca0 daf", "d"),
         ("aa ba0 cf", "ac"),  # begun twice, and killed before the clock in between
         ("aa baf caf", "bc"),  # best of two
         ("aa ba! caf", "bc"),  # broken off by its result

@@ -112,14 +112,14 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
     """Return the runs that no other run resumes: one, however often an honest run was killed.
 
     If a run was killed before its first checkpoint, a later one resumes the same earlier run. One that was killed
-    before its clock began does not say what it resumes, and has no result.
+    before its clock began trained nothing, so it counts neither as a run nor as one that goes on.
     """
     begun = [run for run in runs if run.of(runlog.ClockStart)]
     left_off = {run.origin.run_id for run in begun}
 
     def is_replaced(run: Run) -> bool:
         knew_result = bool(run.vals) and run.vals[-1].step == run.start.num_steps
-        later = (other.origin.run_id for other in runs if other.begun > run.begun and other.resumed)
+        later = (other.origin.run_id for other in begun if other.begun > run.begun and other.resumed)
         return run.resumed and run.outcome == "aborted" and not knew_result and run.origin.run_id in later
 
     return [run for run in begun if run.folder not in left_off and not is_replaced(run)]
