@@ -2,11 +2,10 @@
 
 Set the variables, then:
 
-modal run --detach jobs/modal_job.py                      from the checkout; with --words, another command
-modal volume get speedrun-records / records/              fetches the records
+    modal run --detach jobs/modal_job.py                      from the checkout; with --options, those of the batch
+    modal volume get speedrun-records / records/              fetches the records
 """
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -15,18 +14,11 @@ from pathlib import Path
 
 import modal  # pyright: ignore[reportMissingImports]
 
-TRACK = "main-8xh100"
-WORDS = "batch --runs 6"  # for speedrun
-GPUS = "H100!:8"  # with the mark, never an H200 in its place
-
+TRACK, NUM_GPUS = "main-8xh100", 8
+OPTIONS = "--runs 6"
 #: What the track grants for compiling, and twice what `speedrun plan --track` predicts.
 LIMIT_S = 7800
 HOME, RECORDS = Path("/root/speedrun"), Path("/records")
-RUNTIME = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "NCCL_NVLS_ENABLE": "1",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
-}
 
 app = modal.App("speedrun")
 volume = modal.Volume.from_name("speedrun-records", create_if_missing=True)
@@ -39,27 +31,23 @@ image = (
 
 
 @app.function(
-    image=image, gpu=GPUS, cpu=32, memory=2**17, timeout=LIMIT_S + 1800, volumes={str(RECORDS): volume}
+    image=image,
+    gpu=f"H100!:{NUM_GPUS}",
+    cpu=32,
+    memory=2**17,
+    timeout=LIMIT_S + 1800,
+    volumes={str(RECORDS): volume},
 )
-def job(words: str) -> int:
-    """Check the machine, get the shards, run, and keep the record, also of a failed run; return the exit code."""
-    record = Path(f"/tmp/speedrun/{TRACK}-{time.strftime('%Y%m%d-%H%M%S')}")
-    record.parent.mkdir(exist_ok=True)
-    path = f"{HOME}/.venv/bin:{os.environ['PATH']}"
-    env = {**os.environ, **RUNTIME, "PATH": path, "SPEEDRUN_DATA": str(record.parent / "data")}
-    command, *more = shlex.split(words)
-    ours = ["speedrun", command, "--track", TRACK, "--out", str(record), *more]
-    steps = [["speedrun", "doctor", "--track", TRACK], ["speedrun", "data", "get", "--track", TRACK]]
-    code = 0
-    for argv in [*steps, ["timeout", "--kill-after=120", str(LIMIT_S), *ours]]:
-        code = code or subprocess.run(argv, cwd=HOME, env=env, check=False).returncode
-    for kept in record.parent.glob(f"{record.name}*"):
-        shutil.copytree(kept, RECORDS / kept.name)
+def job(options: str) -> int:
+    """Run a batch as `scripts/run_track.sh` does, and keep its folder, also if it failed; return the exit code."""
+    argv = ["timeout", "--kill-after=120", str(LIMIT_S), "scripts/run_track.sh", TRACK, str(NUM_GPUS)]
+    code = subprocess.run([*argv, *shlex.split(options)], cwd=HOME, check=False).returncode
+    shutil.copytree(HOME / "runs", RECORDS / time.strftime("%Y%m%d-%H%M%S"))
     volume.commit()
     return code
 
 
 @app.local_entrypoint()
-def main(words: str = WORDS) -> None:
+def main(options: str = OPTIONS) -> None:
     """Start the job, and end with its exit code."""
-    raise SystemExit(job.remote(words))  # pyright: ignore[reportFunctionMemberAccess]
+    raise SystemExit(job.remote(options))  # pyright: ignore[reportFunctionMemberAccess]

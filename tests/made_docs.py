@@ -18,13 +18,14 @@ import matplotlib.pyplot as plt
 import speedrun as sr
 
 
-def show(name: str) -> None:
-    \"\"\"Draw the loss of a run, and say where it ended.\"\"\"
+def show(name: str) -> str:
+    \"\"\"Draw the loss of a run; return where it ended.\"\"\"
     record = sr.Record(f"runs/{name}")
     record.plot()
     plt.imshow(plt.imread(record.folder / "plots" / "loss.png"))
     plt.axis("off")
-    print(f"{name}: {record.summary.val_loss_mean:.3f} nats per token")"""
+    return f"{name}: {record.summary.val_loss_mean:.3f} nats per token"
+"""
 #: A block of code with the name of its file before it, if it is one.
 BLOCK = re.compile(r"(?:^`(?P<file>\w+\.py)`:\n\n)?^```(?P<kind>python|sh)\n(?P<code>.*?)\n```$", re.M | re.S)
 
@@ -40,7 +41,7 @@ def cells(text: str) -> Iterator[tuple[str, str]]:
             yield "markdown", words
         if not has_started:
             has_started = True
-            yield "code", START
+            yield "code", START.rstrip()
         if found is None:
             return
         at = found.end()

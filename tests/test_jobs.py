@@ -16,8 +16,7 @@ from typed import program
 from speedrun import cli
 
 JOBS = Path(__file__).parent.parent / "jobs"
-SEVERAL = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh")  # also run on several nodes
-NAMES = (*SEVERAL, "modal_job.py")
+NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh")
 #: Decorators of Modal that leave a function alone.
 MODAL = """\
 import sys
@@ -66,9 +65,6 @@ def job(name: str, num_nodes: int) -> Job:
         told = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_TASK_ID": "7"}
         told |= {"SKYPILOT_NUM_NODES": str(num_nodes), "WORDS": shlex.join(words)}
         return Job(task["run"], [], task["envs"] | told)
-    if name == "modal_job.py":
-        assert f'WORDS = "{shlex.join(WORDS[1])}"' in text
-        return Job(f"exec {sys.executable} - <<'END'\n{MODAL}{text}\nsys.exit(job(WORDS))\nEND", [], {})
     told = {"SLURM_JOB_NAME": "speedrun", "SLURM_JOB_ID": "7", "SLURM_NNODES": str(num_nodes)}
     return Job(text, words if num_nodes > 1 else [], told)
 
@@ -83,7 +79,7 @@ def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], li
 
     def moved(text: str) -> str:
         text = re.sub(r"(?<![\w/])/(tmp|stage|shared|records)\b", rf"{here}/\1", text)
-        return text.replace("/home/me/speedrun", str(here)).replace("/root/speedrun", str(here))
+        return text.replace("/home/me/speedrun", str(here))
 
     env = {**os.environ, **{key: moved(value) for key, value in job.env.items()}}
     env |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(here / "calls"), "FAILS": fails}
@@ -112,9 +108,8 @@ def test_shells_find_no_fault_with_it(name, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "num_nodes"), [*((name, 1) for name in NAMES), *((name, 2) for name in SEVERAL)]
-)
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(name, num_nodes, tmp_path):
     code, calls, kept = run(job(name, num_nodes), tmp_path)
     assert code == 0
@@ -153,3 +148,15 @@ def test_pods_find_the_first_one_by_the_name_of_the_service():
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     script = job["spec"]["template"]["spec"]["containers"][0]["command"][-2]
     assert f"--coordinator {name}-0.{service['metadata']['name']}:" in script
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_modal_runs_the_script_of_a_track_and_keeps_its_folder_also_if_it_failed(code, tmp_path):
+    program(
+        tmp_path / "scripts" / "run_track.sh", f'#!/bin/bash\nmkdir runs\necho "$@" >runs/told\nexit {code}\n'
+    )
+    text = (JOBS / "modal_job.py").read_text().replace("/root/speedrun", str(tmp_path))
+    source = f"{MODAL}{text.replace('/records', str(tmp_path / 'records'))}\nsys.exit(job(OPTIONS))"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == code
+    (told,) = tmp_path.glob("records/*/told")
+    assert told.read_text() == "main-8xh100 8 --runs 6\n"

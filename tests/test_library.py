@@ -51,14 +51,12 @@ def test_the_notebook_of_the_tutorial_has_its_runs():
 
 
 @pytest.mark.compile
-def test_the_first_steps_of_the_notebook_of_the_tutorial_train_and_draw(
-    tmp_path, smoke_data, monkeypatch, capfd
-):
+def test_the_first_steps_of_the_notebook_of_the_tutorial_train_and_draw(tmp_path, smoke_data, monkeypatch):
     """As a notebook executes it, but with short runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPEEDRUN_DATA", str(smoke_data.parent))
     monkeypatch.setenv("MPLBACKEND", "agg")
-    names: dict[str, Any] = {}
+    names, said = dict[str, Any](), list[str]()
     sources = [
         source for kind, source in cells((ROOT / "docs" / "tutorial.md").read_text()) if kind == "code"
     ]
@@ -69,10 +67,11 @@ def test_the_first_steps_of_the_notebook_of_the_tutorial_train_and_draw(
         elif source.startswith("!"):
             argv = [sys.executable, "-m", *shlex.split(source[1:]), "--set", "stages.0.num_steps=10"]
             assert subprocess.run(argv, check=False).returncode == 1, "which missed the target"
+        elif source.startswith("show"):
+            said.append(eval(source, names))
         else:
             exec(source, names)
-    said = capfd.readouterr().out
-    assert all(f"{name}: " in said for name in ("bigram", "glance", "gpt2"))
+    assert [one.partition(":")[0] for one in said] == ["bigram", "glance", "gpt2"]
 
 
 @pytest.mark.compile
@@ -129,5 +128,5 @@ def test_a_run_that_leaves_nothing_is_an_error(tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\necho step 7\nkill -9 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SpeedrunError, match="signal 9.*: step 7"):
+    with pytest.raises(SpeedrunError, match=r"signal 9.*: step 7"):
         sr.run(track="webmini", out=tmp_path / "mine", quiet=True)

@@ -96,56 +96,53 @@ def _csv(record: Record) -> dict[str, bytes]:
     return files
 
 
+#: What begins and ends in MLPerf's logs at our events.
+_MLPERF = {
+    runlog.ClockStart: ("init_stop", "run_start", "block_start"),
+    runlog.ClockPause: ("block_stop", "eval_start"),
+    runlog.Val: ("eval_stop",),
+    runlog.ClockResume: ("block_start",),
+    runlog.ClockStop: ("block_stop", "eval_start"),
+    runlog.RunEnd: ("run_stop",),
+}
+
+
 def _mlperf(record: Record) -> dict[str, bytes]:
     """Return a log of MLPerf's open division for each run. Samples are tokens; accuracy is the loss in nats per token.
 
     Its time from `run_start` to `run_stop` includes validations, so it is longer than the ranked one.
     Source: mlcommons/training_policies, with the keys of ruleset 5.1.0.
     """
-    org = ", ".join(record.about.authors) or "not stated"
-    return {f"{run.folder}.txt": "".join(_mlperf_lines(run, org)).encode() for run in record.runs}
+    files, org = {}, ", ".join(record.about.authors) or "not stated"
+    for run in record.runs:
+        facts = {
+            "submission_benchmark": run.start.track,
+            "submission_org": org,
+            "submission_division": "open",
+            "submission_platform": "{} {}".format(*run.hardware),
+            "cache_clear": True,
+            "init_start": None,
+            "seed": run.start.seed,
+            "train_samples": sum(plan.total_tokens for plan in run.of(runlog.Plan)),
+            "eval_samples": sum(data.val_tokens for data in run.of(runlog.DataReady)),
+        }
+        said = [_mllog(run.lines[0], key, value) for key, value in facts.items()]
+        about = {"samples_count": 0, "status": "success" if run.finished else "aborted"}
+        for line in run.lines:
+            if isinstance(line.event, runlog.Step):
+                about["samples_count"] = line.event.tokens_seen
+            elif isinstance(line.event, runlog.Val):
+                said.append(_mllog(line, "eval_accuracy", loss_of(line.event), **about))
+            said += [_mllog(line, key, None, **about) for key in _MLPERF.get(type(line.event), ())]
+        files[f"{run.folder}.txt"] = "".join(said).encode()
+    return files
 
 
-def _mlperf_lines(run: Run, org: str) -> Iterator[str]:
-    ends, num_tokens = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}, 0
-    for line in run.lines:
-        time_ms = round(1e3 * datetime.fromisoformat(line.t_utc).timestamp())
-        if isinstance(line.event, runlog.Step):
-            num_tokens = line.event.tokens_seen
-        for key, value in _mlperf_keys(line.event, org):
-            kind = ends.get(key.rpartition("_")[2], "POINT_IN_TIME")
-            about: dict[str, Any] = {"samples_count": num_tokens}
-            if isinstance(line.event, runlog.RunEnd):
-                about["status"] = "success" if line.event.status == "finished" else "aborted"
-            said = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
-            yield f":::MLLOG {json.dumps({**said, 'metadata': about})}\n"
-
-
-def _mlperf_keys(event: runlog.AnyEvent, org: str) -> list[tuple[str, object]]:
-    """Return what an event of ours is there, as keys and values."""
-    match event:
-        case runlog.RunStart():
-            submission = {"benchmark": event.track, "org": org, "division": "open"}
-            facts = [(f"submission_{key}", value) for key, value in submission.items()]
-            return [*facts, ("cache_clear", True), ("init_start", None), ("seed", event.seed)]
-        case runlog.Preflight():
-            return [("submission_platform", f"{event.num_devices} {event.device_kind}")]
-        case runlog.DataReady():
-            return [("eval_samples", event.val_tokens)]
-        case runlog.Plan():
-            return [("global_batch_size", event.tokens_per_step), ("train_samples", event.total_tokens)]
-        case runlog.ClockStart():
-            return [("init_stop", None), ("run_start", None), ("block_start", None)]
-        case runlog.ClockPause() | runlog.ClockStop():
-            return [("block_stop", None), ("eval_start", None)]
-        case runlog.Val():
-            return [("eval_accuracy", loss_of(event)), ("eval_stop", None)]
-        case runlog.ClockResume():
-            return [("block_start", None)]
-        case runlog.RunEnd():
-            return [("run_stop", None)]
-        case _:
-            return []
+def _mllog(line: runlog.Line, key: str, value: object, **metadata: object) -> str:
+    time_ms = round(1e3 * datetime.fromisoformat(line.t_utc).timestamp())
+    kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
+    said = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
+    return f":::MLLOG {json.dumps({**said, 'metadata': metadata})}\n"
 
 
 def _text(record: Record) -> dict[str, bytes]:

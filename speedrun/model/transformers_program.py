@@ -28,10 +28,8 @@ def parts(trained: Trained) -> tuple[dict[str, np.ndarray], dict[str, Any], dict
         return recipe.logits(params, x_TD, inputs, config)[:, :vocab_size]
 
     forms = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in named.values()]
-    files, export = (
-        {_MODULE.name: _MODULE.read_bytes()},
-        jax.export.export(jax.jit(logits), platforms=("cpu", "cuda")),
-    )
+    export = jax.export.export(jax.jit(logits), platforms=("cpu", "cuda"))
+    files = {_MODULE.name: _MODULE.read_bytes()}
     for length in lengths(recipe.eval_seq_len):
         program = export(forms, jax.ShapeDtypeStruct((length,), jnp.int32))
         files[f"logits-{length}.jax"] = bytes(program.serialize())

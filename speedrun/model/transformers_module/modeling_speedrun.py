@@ -22,10 +22,6 @@ class SpeedrunConfig(PretrainedConfig):
 
     model_type = "speedrun"
 
-    def __init__(self, vocab_size=1, shapes=None, lengths=(), **more):
-        self.vocab_size, self.shapes, self.lengths = vocab_size, shapes or {}, list(lengths)
-        super().__init__(**more)
-
 
 class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     """Weights that transformers loads, and programs that are read when a row first needs them."""
@@ -58,15 +54,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         """Return logits [B, T, V], and the mean loss of the labels; padding may only stand at the end."""
         if attention_mask is not None and not bool(attention_mask[:, 0].all()):
             raise ValueError("padding at the start; set tokenizer.padding_side = 'right'")
-        rows_BT = input_ids.cpu().numpy()
-        logits_BTV = torch.stack([self._logits(row_T) for row_T in rows_BT]).to(input_ids.device)
-        loss = None
-        if labels is not None:
-            loss = torch.nn.functional.cross_entropy(
-                logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            )
-        return CausalLMOutput(loss=loss, logits=logits_BTV)
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **_):
-        """Keep no cache: each new token computes the whole row again."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        logits_BTV = torch.stack([self._logits(row_T) for row_T in input_ids.cpu().numpy()]).to(
+            input_ids.device
+        )
+        if labels is None:
+            return CausalLMOutput(logits=logits_BTV)
+        scored = logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return CausalLMOutput(loss=torch.nn.functional.cross_entropy(*scored), logits=logits_BTV)

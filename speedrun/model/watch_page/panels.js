@@ -143,6 +143,7 @@ export function about(run) {
     pairs.push(["software", Object.entries(preflight.software ?? {}).map(([name, version]) => `${name} ${version}`).join(", ")]);
     if (preflight.commit) pairs.push(["commit", preflight.commit.slice(0, 12) + (preflight.dirty ? ", changed since" : "")]);
   }
+  pairs.push(["settings", Object.entries(run.start?.overrides ?? {}).map(([name, value]) => `${name}=${value}`).join(", ") || "the recipe's"]);
   if (data) pairs.push(["data", `${data.train_shards.length} training shards; ${whole(data.val_tokens)} validation tokens`]);
   if (plan) pairs.push(["parameters", whole(plan.num_params)], ["tokens per step", whole(plan.tokens_per_step)], ["FLOPs per token", short(plan.flops_per_token)]);
   return pairs.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]);
