@@ -18,14 +18,16 @@ TRACK, NUM_GPUS = "main-8xh100", 8
 OPTIONS = "--runs 6"
 #: What the track grants for compiling, and twice what `speedrun plan --track` predicts.
 LIMIT_S = 7800
-HOME, RECORDS = Path("/root/speedrun"), Path("/records")
+HOME, RECORDS = Path("/opt/speedrun"), Path("/records")  # not below /root, which Modal imports from
 
 app = modal.App("speedrun")
 volume = modal.Volume.from_name("speedrun-records", create_if_missing=True)
 image = (
     modal.Image.debian_slim("3.12")
     .apt_install("git")
-    .add_local_dir(".", str(HOME), copy=True, ignore=[".venv*", "build", "data/*/", "runs"])
+    .add_local_dir(
+        ".", str(HOME), copy=True, ignore=[".venv*", "build", "data/*/", "runs", ".env*", ".git/config"]
+    )
     .run_commands(f"cd {HOME} && SPEEDRUN_ACCELERATOR=cuda12 scripts/install.sh run")
 )
 
@@ -38,16 +40,13 @@ image = (
     timeout=LIMIT_S + 1800,
     volumes={str(RECORDS): volume},
 )
-def job(options: str) -> int:
-    """Run a batch as `scripts/run_track.sh` does, and keep its folder, also if it failed; return the exit code."""
-    argv = ["timeout", "--kill-after=120", str(LIMIT_S), "scripts/run_track.sh", TRACK, str(NUM_GPUS)]
-    code = subprocess.run([*argv, *shlex.split(options)], cwd=HOME, check=False).returncode
-    shutil.copytree(HOME / "runs", RECORDS / time.strftime("%Y%m%d-%H%M%S"))
+def job(options: str = OPTIONS) -> None:
+    """Run a batch as `scripts/run_track.sh` does, and keep its folder, also if it failed."""
+    script = f"scripts/run_track.sh {TRACK} {NUM_GPUS} {options}"
+    argv = shlex.split(f"timeout --preserve-status --kill-after=120 {LIMIT_S} {script}")
+    code = subprocess.run(argv, cwd=HOME, check=False).returncode
+    if (HOME / "runs").exists():
+        shutil.copytree(HOME / "runs", RECORDS / time.strftime("%Y%m%d-%H%M%S"))
     volume.commit()
-    return code
-
-
-@app.local_entrypoint()
-def main(options: str = OPTIONS) -> None:
-    """Start the job, and end with its exit code."""
-    raise SystemExit(job.remote(options))  # pyright: ignore[reportFunctionMemberAccess]
+    if code:
+        raise SystemExit(code)

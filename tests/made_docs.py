@@ -78,7 +78,7 @@ CHECKS_HEAD = """\
 # The checks of a record
 
 `speedrun validate RECORD` asks all but those from V601 on, which need `--replay` or `--relower`. An id never changes
-its meaning. `speedrun validate --explain V305` prints a row of this page.
+its meaning. `speedrun validate --explain V305` prints a part of this page.
 """
 
 

@@ -62,13 +62,6 @@ def test_rates_are_means_since_the_line_before(spec_lines):
     assert "max 400.0" in text
 
 
-def test_steps_of_islands_have_the_rate_of_their_rounds(spec_lines):
-    """Both steps of a round come with its time."""
-    text = render(spec_lines(step_s=(0.2, 0.0) * 5))
-    found = re.findall(r"step +(\d+)/10 +train.* ([\d.]+) ms/step", text)
-    assert found == [("1", "200.0"), ("3", "100.0"), ("5", "100.0"), ("7", "100.0"), ("9", "100.0")]
-
-
 def test_a_state_that_was_not_restored_is_said(lines):
     log = change(runlog.WarmupEnd, state_hash="d" * 16)(moments(Spec()))
     assert "NOT restored" in render(chain(log))

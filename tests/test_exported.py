@@ -337,33 +337,33 @@ def test_a_program_for_transformers_computes_the_logits_of_the_model(tmp_path):
     assert {name: list(x.shape) for name, x in weights.items()} == config["shapes"]
     for length in config["lengths"]:
         raw = (tmp_path / "out" / f"logits-{length}.jax").read_bytes()
-        given = [weights[name] for name in config["shapes"]], tokens_BT[0, :length]
+        assert str(ROOT).encode() not in raw, "a folder of this machine"
+        given = [weights[name] for name in sorted(weights)], tokens_BT[0, :length]
         found_TV = jax.jit(jax.export.deserialize(bytearray(raw)).call)(*given)
         np.testing.assert_allclose(found_TV, want_TV[:length], atol=1e-5)
     assert config["lengths"] == [64, 128]
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", recipes.names())
-def test_transformers_loads_any_recipe(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "table_dtype"), [*((name, "float32") for name in recipes.names()), ("record89", "bfloat16")]
+)
+def test_transformers_loads_any_recipe(name, table_dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     needed = "needs torch and transformers, which are in no lock: they take gigabytes"
     torch, transformers = (pytest.importorskip(name, reason=needed) for name in ("torch", "transformers"))
-    tokens_BT, want_TV = written(name, tmp_path / "out")
+    changed = {} if table_dtype == "float32" else {"config.table_dtype": table_dtype}
+    tokens_BT, want_TV = written(name, tmp_path / "out", **changed)
     ids_BT = torch.tensor(tokens_BT[:, :100].astype(np.int64))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    with torch.no_grad():
-        found = model(ids_BT, labels=ids_BT)
-        longer_BT = model.generate(ids_BT, max_new_tokens=2, do_sample=False)
-    np.testing.assert_allclose(found.logits[0], want_TV[:100], atol=1e-5)
-    p_TV = jax.nn.log_softmax(want_TV[:99])
-    assert float(found.loss) == pytest.approx(
-        -np.mean(np.asarray(p_TV)[np.arange(99), tokens_BT[0, 1:100]]), abs=1e-5
-    )
+    found = model(ids_BT).logits.detach()
+    longer_BT = model.generate(ids_BT, max_new_tokens=2, do_sample=False)
+    np.testing.assert_allclose(found[0], want_TV[:100], atol=1e-5)
     assert int(longer_BT[0, 100]) == int(np.argmax(want_TV[99]))
     if name != "gpt2":  # which takes padding anywhere
-        with pytest.raises(ValueError, match="padding at the start"):
-            model(ids_BT, attention_mask=torch.arange(100)[None] > 0)
+        for mask_T in (torch.arange(100) > 0, torch.arange(100) != 50):
+            with pytest.raises(ValueError, match="tokens after padding"):
+                model(ids_BT, attention_mask=mask_T[None].long())
         with pytest.raises(ValueError, match="129 tokens; the model takes at most 128"):
             model(torch.zeros((1, 129), dtype=torch.long))

@@ -24,7 +24,7 @@ from unittest.mock import MagicMock
 
 sys.modules["modal"] = MagicMock()
 same = lambda *_, **__: lambda function: function
-sys.modules["modal"].App.return_value.configure_mock(function=same, local_entrypoint=same)
+sys.modules["modal"].App.return_value.function = same
 """
 #: Arguments by number of nodes: the default, and what each file proposes.
 WORDS = {
@@ -155,8 +155,8 @@ def test_modal_runs_the_script_of_a_track_and_keeps_its_folder_also_if_it_failed
     program(
         tmp_path / "scripts" / "run_track.sh", f'#!/bin/bash\nmkdir runs\necho "$@" >runs/told\nexit {code}\n'
     )
-    text = (JOBS / "modal_job.py").read_text().replace("/root/speedrun", str(tmp_path))
-    source = f"{MODAL}{text.replace('/records', str(tmp_path / 'records'))}\nsys.exit(job(OPTIONS))"
+    text = (JOBS / "modal_job.py").read_text().replace("/opt/speedrun", str(tmp_path))
+    source = f"{MODAL}{text.replace('/records', str(tmp_path / 'records'))}\njob()"
     assert subprocess.run([sys.executable, "-c", source]).returncode == code
     (told,) = tmp_path.glob("records/*/told")
     assert told.read_text() == "main-8xh100 8 --runs 6\n"

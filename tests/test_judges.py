@@ -1,4 +1,4 @@
-"""What other projects judge training runs by accepts what `speedrun export` writes.
+"""MLPerf's checker accepts a log of `speedrun export`, and AlgoPerf's scoring its table, once in its form.
 
 Their packages are in requirements/judges.lock, which the compile group installs. `SPEEDRUN_ALGOPERF` names a checkout
 of mlcommons/algorithmic-efficiency; nothing is fetched.

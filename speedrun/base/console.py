@@ -160,10 +160,9 @@ class TextLog:
         self._step_s.append(step.train_time_s - self._train_time_s)
         self._train_time_s = step.train_time_s
         done = step.step + 1
-        steps, seconds, tokens = self._shown
-        is_between = done % max(1, -(-self._num_steps // 10)) and done != self._num_steps
-        if is_between or step.train_time_s == seconds:  # steps of islands come with the time of their round
+        if done % max(1, -(-self._num_steps // 10)) and done != self._num_steps:
             return None
+        steps, seconds, tokens = self._shown
         self._shown = (done, step.train_time_s, step.tokens_seen)
         step_s = (step.train_time_s - seconds) / max(1, done - steps)
         rate = (step.tokens_seen - tokens) / max(1e-9, step.train_time_s - seconds)

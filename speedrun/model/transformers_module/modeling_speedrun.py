@@ -3,7 +3,8 @@
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 Needs torch, transformers and jax. Each `logits-LENGTH.jax` is a program from all weights and a row of LENGTH tokens to
-logits [LENGTH, vocabulary]. Shorter rows are padded, since no position sees a later one.
+logits [LENGTH, vocabulary]. Shorter rows are padded, since no position sees a later one. Programs get the
+weights as they are at the first call. `save_pretrained` leaves the programs out: copy the folder.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -30,9 +31,11 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        for name, shape in config.shapes.items():
+        for name, shape in sorted(config.shapes.items()):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape), requires_grad=False))
-        self._programs = {}
+        where = {"revision": getattr(config, "_commit_hash", None)}
+        paths = {n: cached_file(config.name_or_path, f"logits-{n}.jax", **where) for n in config.lengths}
+        self._paths, self._programs = {n: Path(path).resolve() for n, path in paths.items()}, {}
         self.post_init()
 
     def _logits(self, row_T):
@@ -41,23 +44,19 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if length is None:
             raise ValueError(f"{len(row_T)} tokens; the model takes at most {max(self.config.lengths)}")
         if length not in self._programs:
-            path = cached_file(self.config.name_or_path, f"logits-{length}.jax")
-            self._programs[length] = jax.jit(jax.export.deserialize(bytearray(Path(path).read_bytes())).call)
+            program = jax.export.deserialize(bytearray(self._paths[length].read_bytes()))
+            self._programs[length] = jax.jit(program.call)
         if "weights" not in self._programs:
-            self._programs["weights"] = [jax.numpy.asarray(x.float().cpu()) for x in self.parameters()]
+            weights = (x.detach().float().cpu() for x in self.parameters())
+            self._programs["weights"] = list(map(jax.numpy.asarray, weights))
         padded_T = np.zeros(length, np.int32)
         padded_T[: len(row_T)] = row_T
         logits_TV = self._programs[length](self._programs["weights"], padded_T)
         return torch.from_numpy(np.array(logits_TV[: len(row_T)]))
 
-    def forward(self, input_ids, attention_mask=None, labels=None, **_):
-        """Return logits [B, T, V], and the mean loss of the labels; padding may only stand at the end."""
-        if attention_mask is not None and not bool(attention_mask[:, 0].all()):
-            raise ValueError("padding at the start; set tokenizer.padding_side = 'right'")
-        logits_BTV = torch.stack([self._logits(row_T) for row_T in input_ids.cpu().numpy()]).to(
-            input_ids.device
-        )
-        if labels is None:
-            return CausalLMOutput(logits=logits_BTV)
-        scored = logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return CausalLMOutput(loss=torch.nn.functional.cross_entropy(*scored), logits=logits_BTV)
+    def forward(self, input_ids, attention_mask=None, **_):
+        """Return logits [B, T, V]; padding may only stand at the end, and no new token after it."""
+        if attention_mask is not None and bool((attention_mask.diff(dim=1) > 0).any()):
+            raise ValueError("tokens after padding; pad at the end, and continue texts one by one")
+        logits_BTV = torch.stack([self._logits(row_T) for row_T in input_ids.cpu().numpy()])
+        return CausalLMOutput(logits=logits_BTV.to(input_ids.device))
