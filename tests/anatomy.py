@@ -83,8 +83,9 @@ def read(text: str, memory: Any = None) -> Anatomy:
             sent = {array.dtype for name in line.operands for array in step.around[name].arrays}
             waits = not one.opcode.endswith(("-start", "-done")) or '"is_sync":true' in line.attributes
             where = groups(line.attribute(r"replica_groups=(.*)") or "{}")
-            more = "+".join(sorted(sent)), waits, line.source or line.name, where
-            collectives.append(Sent(*msgspec.structs.astuple(found), *more))
+            dtype, title = "+".join(sorted(sent)), line.source or line.name
+            plain = found.kind, found.num_bytes, found.times
+            collectives.append(Sent(*plain, dtype, waits, title, where))
     return Anatomy(memory, tuple(collectives), dict(calls), dict(traffic), arrays, unknown_loops)
 
 
