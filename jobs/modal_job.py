@@ -42,8 +42,9 @@ image = (
 )
 def job(options: str = OPTIONS) -> None:
     """Run a batch as `scripts/run_track.sh` does, and keep its folder, also if it failed."""
+    # Without --foreground timeout signals a run twice.
     script = f"scripts/run_track.sh {TRACK} {NUM_GPUS} {options}"
-    argv = shlex.split(f"timeout --preserve-status --kill-after=120 {LIMIT_S} {script}")
+    argv = shlex.split(f"timeout --foreground --preserve-status --kill-after=120 {LIMIT_S} {script}")
     code = subprocess.run(argv, cwd=HOME, check=False).returncode
     if (HOME / "runs").exists():
         shutil.copytree(HOME / "runs", RECORDS / time.strftime("%Y%m%d-%H%M%S"))

@@ -7,7 +7,7 @@
 #   prep     also what makes shards from text: datasets, pyarrow, tiktoken, and the fast tokenizer
 #   islands  what a run needs, and Ray
 #   dev      also the tools of scripts/test.sh
-#   compile  also the compiler for absent GPUs (Linux), and Ray
+#   compile  also the compiler for absent GPUs (Linux), Ray, and what tests/test_judges.py needs
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)

@@ -33,8 +33,8 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         for name, shape in sorted(config.shapes.items()):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape), requires_grad=False))
-        where = {"revision": getattr(config, "_commit_hash", None)}
-        paths = {n: cached_file(config.name_or_path, f"logits-{n}.jax", **where) for n in config.lengths}
+        folder, at = config.name_or_path, getattr(config, "_commit_hash", None)
+        paths = {n: cached_file(folder, f"logits-{n}.jax", revision=at) for n in config.lengths}
         self._paths, self._programs = {n: Path(path).resolve() for n, path in paths.items()}, {}
         self.post_init()
 
