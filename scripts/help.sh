@@ -15,5 +15,5 @@ done
 
 die() {
   echo "$(basename "$0" .sh): $*" >&2
-  exit 2
+  exit "${died:-2}"
 }

@@ -19,6 +19,7 @@ set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export died=1 # a machine that lacks something is no wrong argument
 
 # Prints the first Python that is new enough and can make environments.
 find_python() {
