@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -87,20 +87,11 @@ def profile(monkeypatch) -> Iterator[Any]:
 
 def submission(record: Record, out: Path, slower: float) -> Any:
     """A table of trials, one for each run, from our exported validations."""
-    pandas, np = pytest.importorskip("pandas"), importlib.import_module("numpy")
+    pandas: Any = pytest.importorskip("pandas")
     validations, _ = export(record, "csv", out)
-    with validations.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    logs = dict.fromkeys(row["log"] for row in rows)
-    table = [
-        SimpleNamespace(
-            time=[float(row["train_time_ms"]) / 1e3 * slower for row in rows if row["log"] == log],
-            loss=[float(row["val_loss"]) for row in rows if row["log"] == log],
-        )
-        for log in logs
-    ]
-    columns = {"time": [np.array(one.time) for one in table]}
-    columns["validation/loss"] = [np.array(one.loss) for one in table]
+    runs = [run for _, run in pandas.read_csv(validations).groupby("log")]
+    columns = {"time": [run["train_time_ms"].to_numpy() / 1e3 * slower for run in runs]}
+    columns["validation/loss"] = [run["val_loss"].to_numpy() for run in runs]
     return pandas.DataFrame({"workload": "smoke", "study": 0, **columns})
 
 
