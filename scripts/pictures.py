@@ -7,7 +7,6 @@ A page has a figure between two marks: `<!-- figure: published 89 minutes -->1.2
 from records/leaderboard.json, so run `speedrun leaderboard build` first.
 """
 
-import re
 import sys
 
 if {"-h", "--help"} & {*sys.argv[1:]}:  # before anything is installed
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from speedrun.base import accelerators
 from speedrun.base import track as tracks
-from speedrun.base.errors import unknown
 from speedrun.base.wholefile import write_whole
 from speedrun.board import drawing
 from speedrun.board import pages as marks
@@ -63,21 +61,13 @@ def outputs() -> dict[Path, bytes]:
     assert board is not None, "run 'speedrun leaderboard build' first"
     stated = texts(context, board)
     pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-    files = {path: filled(page, stated).encode() for path, page in pages.items() if marks.END in page}
+    files = {path: marks.filled(page, stated).encode() for path, page in pages.items() if marks.END in page}
     files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
     files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)
     return files
 
 
 # --- pages ------------------------------------------------------------------------------------------------
-
-
-def filled(page: str, stated: dict[str, str]) -> str:
-    """Return a page with every figure as it is now; raise UsageError for a figure that there is not."""
-    for name in re.findall(marks.BEGIN.format("(.+?)"), page):
-        if name not in stated:
-            raise unknown("figure", name, stated)
-    return marks.filled(page, stated)
 
 
 def texts(context: Context, board: Board) -> dict[str, str]:

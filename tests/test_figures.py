@@ -50,7 +50,7 @@ def test_every_colour_of_a_picture_has_a_dark_one(name):
 
 def test_a_wrong_mark_is_refused():
     with pytest.raises(UsageError, match="unknown figure 'b'"):
-        pictures.filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
+        filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
         with pytest.raises(UsageError, match="has no <!-- end -->"):
             filled(page, {"a": "1"})

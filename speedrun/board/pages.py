@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from speedrun.base.console import clean, quantity
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, unknown
 from speedrun.board.standings import Board, Published, Row
 
 BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
@@ -87,7 +87,10 @@ def _words(text: str, limit: int = _LONGEST) -> str:
 
 
 def filled(page: str, figures: Mapping[str, str]) -> str:
-    """Return a page with these figures between their marks."""
+    """Return a page with these figures between their marks; raise UsageError for a mark of another figure."""
     if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
         raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
-    return _MARK.sub(lambda mark: f"{mark[1]}{figures.get(mark[2], mark[3])}{mark[4]}", page)
+    for mark in _MARK.finditer(page):
+        if mark[2] not in figures:
+            raise unknown("figure", mark[2], figures)
+    return _MARK.sub(lambda mark: f"{mark[1]}{figures[mark[2]]}{mark[4]}", page)
