@@ -166,9 +166,9 @@ def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
 def _draw_history(
     axes: "Axes", history: Sequence[PastRecord], claims: Sequence[Published], ours: Sequence[Row]
 ) -> None:
-    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 
-    days, minutes = [_day(one.date) for one in history], [one.minutes for one in history]
+    days, minutes = date2num([one.date for one in history]), [one.minutes for one in history]
     axes.step(days, minutes, where="post", color=TRAIN, linewidth=1.2, zorder=1)
     axes.plot(days, minutes, "o", color=VAL, markersize=3, zorder=3)
     plain: dict[str, Any] = {"path_effects": (), "fontsize": 9}  # an outline would triple the file
@@ -184,14 +184,14 @@ def _draw_history(
             form = last if one is history[-1] else {"offset": (6, 4)}
             drawing.label(axes, (day, one.minutes), text, **form, **plain)
     for claim in claims:
-        day = _day(date.fromisoformat(claim.date))
+        day = date2num(date.fromisoformat(claim.date))
         axes.plot(day, claim.minutes, "o", color=VAL, markerfacecolor=PAPER, markersize=4, zorder=3)
     if claims:
         best = min(claims, key=lambda one: one.minutes)
-        place = _day(date.fromisoformat(best.date)), best.minutes
+        place = date2num(date.fromisoformat(best.date)), best.minutes
         drawing.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (-6, -3), ha="right", **plain)
     for row in ours:
-        day, time_min = _day(row.moment), (row.train_time_s or 0.0) / 60
+        day, time_min = date2num(row.moment), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
         drawing.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
     since = (("hollow: claimed since, not verified", VAL),) if claims else ()
@@ -204,11 +204,6 @@ def _draw_history(
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.set_ylabel("minutes to a loss of 3.28")
     drawing.title(axes, "The speedrun on eight H100: minutes to a validation loss of 3.28 on FineWeb")
-
-
-def _day(moment: date) -> float:
-    """Return a date as matplotlib counts it: days since 1970."""
-    return float(moment.toordinal() - date(1970, 1, 1).toordinal())
 
 
 if __name__ == "__main__":
