@@ -126,19 +126,10 @@ def _name(text: str) -> str:
     return os.fsencode(text).decode(errors="replace")
 
 
-class _Sample(msgspec.Struct):
-    step: float
-    text: str
-    prompt: str = ""
-
-
 def _text(raw: bytes, kind: str) -> str | None:
     """Return a line as text; None if it is not valid."""
     try:
-        if kind == "log":
-            runlog.decode(raw)
-        else:
-            msgspec.json.decode(raw, type=_Sample)
+        (runlog.decode if kind == "log" else msgspec.json.decode)(raw)
         return raw.decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
