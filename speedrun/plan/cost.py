@@ -207,11 +207,6 @@ def flops_rate(device: Device, unit: Unit) -> float:
     return device.bf16_flops / 2 if unit == "f32" else device.bf16_flops
 
 
-def error(lines: Sequence[Line]) -> float:
-    """Return the relative error of a sum of kinds, if all are wrong in the same direction."""
-    return sum(line.error * line.seconds for line in lines) / sum(line.seconds for line in lines)
-
-
 def floor_s(line: Line, device: Device) -> float:
     """Return the time of the FLOPs of a line at the vendor's rate."""
     units: dict[str, Unit] = {kind: unit for unit, kind in GEMMS.items()}

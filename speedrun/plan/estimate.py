@@ -202,7 +202,7 @@ def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> S
         mfu=weight_flops / device.bf16_flops / step_s,
         step_s=step_s,
         lines=found.lines,
-        error=cost.error(found.lines) + found.error,
+        error=sum(line.error * line.seconds for line in found.lines) / step_s + found.error,
     )
 
 
