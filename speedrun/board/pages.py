@@ -56,7 +56,7 @@ def _of_record(row: Row) -> dict[str, str]:
         "tokens": quantity(row.num_tokens),
         "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
         "record": _link(row.title, f"./{quote(row.path)}", authors),
-        "date": row.date,
+        "date": row.created_utc[:10],
     }
 
 

@@ -141,11 +141,6 @@ class Row(msgspec.Struct, frozen=True):
         return self.num_steps or None if self.rules.rank_by == "steps" else self.train_time_s
 
     @property
-    def date(self) -> str:
-        """The day of the first run."""
-        return self.created_utc[:10]
-
-    @property
     def moment(self) -> datetime:
         """The start of the first run."""
         return datetime.fromisoformat(self.created_utc)
