@@ -55,6 +55,20 @@ def test_about_ten_step_lines_and_always_the_last(spec_lines):
     assert shown[-1] == num_steps
 
 
+@pytest.mark.usefixtures("forged")
+def test_steps_of_a_round_have_its_time_and_one_line():
+    """Ten steps in rounds of four, of four seconds each: a step takes one, and the last two steps two."""
+    log = moments(Spec(step_s=(4.0, 0, 0, 0, 4.0, 0, 0, 0, 4.0, 0)))
+    log.insert(1, log[0]._replace(event=runlog.Islands(2, 4, 2, 9.0)))
+    found = re.findall(r"step +(\d+)/10  train +(\S+) s +(\S+) ms/step .* eta (\S+)", render(chain(log)))
+    assert found == [
+        ("4", "4.00", "1000.0", "6s"),
+        ("8", "8.00", "1000.0", "2s"),
+        ("10", "12.00", "2000.0", "0s"),
+    ]
+    assert "p50 1000.0 ms" in render(chain(log))
+
+
 def test_rates_are_means_since_the_line_before(spec_lines):
     text = render(spec_lines(step_s=(0.1,) * 9 + (0.4,)))
     (last,) = (line for line in text.splitlines() if re.match(r"step +10/10 +train", line))

@@ -71,6 +71,7 @@ class TextLog:
 
     def __init__(self) -> None:
         self._num_steps = 0
+        self._every = 1  # steps of a round, which have one time
         self._clock_runs = False
         self._state_hash = ""
         self._step_s: list[float] = []
@@ -131,6 +132,8 @@ class TextLog:
             case runlog.StageChange() as change:
                 inputs = [f"{name} {value}" for name, value in change.inputs.items()]
                 return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
+            case runlog.Islands() as fleet:
+                self._every = fleet.every
             case runlog.Island() | runlog.Round() as one:
                 return _of_islands(one)
             case runlog.Val() as val:
@@ -157,10 +160,14 @@ class TextLog:
 
     def _step(self, step: runlog.Step) -> str | None:
         """Return a line for every tenth of a run; times and rates are means since the previous line."""
-        self._step_s.append(step.train_time_s - self._train_time_s)
+        done, tenth = step.step + 1, max(1, -(-self._num_steps // 10))
+        is_last = done == self._num_steps
+        if done % self._every and not is_last:
+            return None
+        num = (done - 1) % self._every + 1
+        self._step_s += [(step.train_time_s - self._train_time_s) / num] * num
         self._train_time_s = step.train_time_s
-        done = step.step + 1
-        if done % max(1, -(-self._num_steps // 10)) and done != self._num_steps:
+        if done // tenth == (done - num) // tenth and not is_last:
             return None
         steps, seconds, tokens = self._shown
         self._shown = (done, step.train_time_s, step.tokens_seen)
