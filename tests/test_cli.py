@@ -70,6 +70,8 @@ def test_every_help_has_an_example(names):
         ("zzz", f"choose one of: {', '.join(sorted(cli.COMMANDS))}"),
         ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
         ("data verify --fall", "did you mean '--full'?"),
+        ("run --steps 10", "steps are a setting: --set stages.0.num_steps=10"),
+        ("run --resume nowhere", "nowhere: no such run; need the folder of one"),
         ("--nothing", "choose one of: --debug, --help, --version"),
         ("run --seed x", "'speedrun run --help' shows what is needed"),
         ("plan --device-kind h1000", "unknown device kind 'h1000'; did you mean 'h100'?"),

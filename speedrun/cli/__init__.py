@@ -136,6 +136,8 @@ def _usage(error: click.UsageError) -> str:
     ctx = error.ctx
     if isinstance(error, click.NoSuchOption) and ctx is not None:
         options = [name for param in ctx.command.get_params(ctx) for name in param.opts if name[0] == "-"]
+        if "steps" in error.option_name and "--set" in options:
+            return f"unknown option {error.option_name!r}; steps are a setting: --set stages.0.num_steps=10"
         return str(unknown("option", error.option_name, options))
     if isinstance(error, click.NoSuchCommand) and ctx is not None and isinstance(ctx.command, click.Group):
         return str(unknown("command", error.command_name, ctx.command.list_commands(ctx)))

@@ -90,7 +90,7 @@ def _parts_of_any(trained: Trained) -> tuple[dict[str, np.ndarray], dict[str, An
             program = export(forms, jax.ShapeDtypeStruct((length,), jnp.int32))
             files[f"logits-{length}.jax"] = bytes(program.serialize())
     # PyTorch has no dots in the names of parameters.
-    there = {name.replace(".", "-"): x for name, x in named.items()}
+    there = {name.replace("-", "--").replace(".", "-"): x for name, x in named.items()}
     about = {
         "model_type": "speedrun",
         "architectures": ["SpeedrunForCausalLM"],

@@ -109,7 +109,7 @@ def _read_config(folder: Path) -> Config:
     config, given = read_json(path, Config), read_json(path, dict[str, Any])
     for name, known in _COMPUTED.items():
         if (got := given.get(name, known[0])) not in known:
-            raise UsageError(f"{path}: {name} is {got!r}; our GPT-2 has {known[0]!r}; choose another model")
+            raise UsageError(f"{path}: {name} is {got!r}; ours has {known[0]!r}; load it with transformers")
     if config.n_embd % config.n_head:
         raise DataError(
             f"{path}: width {config.n_embd}, {config.n_head} heads; need a multiple; copy it again"

@@ -25,9 +25,10 @@ def resumed(out: Path) -> RunConfig:
         return done
     path = checkpoint.folder_of(out) / checkpoint.RUN
     if not path.exists():
-        if path.parent.exists() and not out.exists():
-            hint = "start it again, with the same command"
-            raise UsageError(f"{out}: the run was killed before its settings were written; {hint}")
+        if not out.exists():
+            killed = "the run was killed before its settings were written; start it again"
+            none = "no such run; need the folder of one, as in: speedrun run --resume runs/first"
+            raise UsageError(f"{out}: {killed if path.parent.exists() else none}")
         hint = "start a new run with another --out, and with --checkpoint-every if you want to resume it"
         raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
     with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
