@@ -35,9 +35,6 @@ def cells(text: str) -> Iterator[tuple[str, str]]:
     text, at, has_started = re.sub(r"<!-- .*? -->", "", text), 0, False
     for found in [*BLOCK.finditer(text), None]:
         words = text[at : found.start() if found else len(text)].strip()
-        # Links between pages work only in the docs, and a run draws its own picture.
-        words = re.sub(r"!\[.*?\]\(.*?\)\n*", "", words)
-        words = re.sub(r"\[([^]]*)\]\((?!http)[^)]*\)", r"\1", words).strip()
         if words:
             yield "markdown", words
         if not has_started:

@@ -38,6 +38,12 @@ def test_pages_and_pictures_are_those_of_the_file() -> None:
     assert not stale, "python scripts/pictures.py"
 
 
+def test_no_line_begins_with_a_figure():
+    """Markdown takes it for a block of its own, and ends the sentence."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    assert not [path.name for path in pages if re.search(r"^ *<!-- figure", path.read_text(), re.MULTILINE)]
+
+
 @pytest.mark.parametrize("name", ["history", "ladder"])
 def test_every_colour_of_a_picture_has_a_dark_one(name):
     text = (ROOT / "docs" / f"{name}.svg").read_text()

@@ -16,8 +16,8 @@ BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
 _MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
-    *("track", "rank", "train time", "val loss", "runs", "standing", "cold wall", "steps", "tokens"),
-    *("lines changed", "record", "date", "by our rules"),
+    *("track", "rank", "train time", "val loss", "record", "standing", "runs", "date", "by our rules"),
+    *("cold wall", "steps", "tokens", "lines changed"),
 )
 _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
@@ -38,7 +38,7 @@ def _table(head: str, rank_by: str, rows: list[dict[str, str]]) -> str:
     """Return a table of rows by column, without empty columns; what the track ranks by follows the rank."""
     names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
     used = [name for name in names if any(row.get(name) for row in rows)]
-    lines = [f"**{_words(head)}**", "", f"| {' | '.join(used)} |", "|" + "---|" * len(used)]
+    lines = [f"## {_words(head)}", "", f"| {' | '.join(used)} |", "|" + "---|" * len(used)]
     return "\n".join([*lines, *(f"| {' | '.join(row.get(name, '') for name in used)} |" for row in rows)])
 
 

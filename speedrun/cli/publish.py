@@ -108,7 +108,12 @@ def _line(finding: Leak) -> str:
 
 
 _Records = Annotated[Path, "--records DIR", "Folder of <track>/<record>/."]
-_OTHERS = "What others published or claim is in italics: unranked, not verified by us."
+_HEAD = """\
+# The board, or leaderboard
+
+± gives the 95 % interval of a mean. What others published or claim is in italics: unranked, not verified by us.
+
+"""
 
 
 @click.group(epilog=cli.epilog("speedrun leaderboard build", "speedrun leaderboard check"))
@@ -146,7 +151,7 @@ def check(*, records: _Records = Path("records")) -> cli.Answer:
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
     """Return the content of every generated file."""
     return {
-        records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{pages.markdown(board)}".encode(),
+        records / "LEADERBOARD.md": f"{_HEAD}{pages.markdown(board)}".encode(),
         records / BOARD: encode(board),
     }
 
