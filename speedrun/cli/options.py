@@ -306,6 +306,15 @@ def on_nodes(ctx: click.Context, address: str | None, say: Callable[[str], None]
     return Nodes(ctx.with_resource(cluster.connected(address)), address, say).trained
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """Parse `1,2,3`."""
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        need = f"need whole numbers with commas between them: {option} 1,2,3"
+        raise UsageError(f"{option} {text!r}; {need}") from None
+
+
 def new_folder(name: str) -> Path:
     """Return the first folder `runs/<date>-<name>-<n>` that does not exist."""
     candidates = (Path("runs") / f"{clock.now().utc[:10]}-{name}-{i}" for i in range(1, 10_000))

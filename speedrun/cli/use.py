@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from speedrun.model.decode import Decoder, Draw, Text
 
 _RUNS = Path("runs")
-_IDS = click.types.FuncParamType(lambda text: [*map(int, text.split(","))])
 
 
 @cli.command(
@@ -84,7 +83,7 @@ def sample(
     weights: cli.Weights,
     *,
     prompts: Annotated[tuple[str, ...], "--prompt TEXT"] = (),
-    ids: Annotated[tuple[Any, ...], _IDS, "--ids I,J,...", "A prompt as token ids."] = (),
+    ids: Annotated[tuple[str, ...], "--ids I,J,...", "A prompt as token ids."] = (),
     tokens: Annotated[cli.Count, "Number of tokens to write."] = 100,
     samples: Annotated[cli.Count, "Number of texts for each prompt."] = 1,
     temperature: Annotated[cli.Amount, "Softmax temperature; 0: always the most probable token."] = 0.8,
@@ -107,7 +106,7 @@ def sample(
     trained = weight_sources.load(source, **weights._asdict(), dtype=dtype)
     spoken = trained.words
     texts = prompts if prompts or ids else ("",)
-    starts = [*map(spoken.encode, texts), *map(spoken.checked, ids)]
+    starts = [*map(spoken.encode, texts), *(spoken.checked(cli.numbers("--ids", text)) for text in ids)]
     starts = [start for start in starts for _ in range(samples)]
     decoder = decode.decoder_of(trained, max(map(len, starts)) + tokens)
     say(str(trained))
