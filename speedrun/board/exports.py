@@ -67,17 +67,13 @@ def curve(run: Run) -> list[Loss]:
     return sorted(found, key=lambda point: (point.step, point.kind == "train"))
 
 
-def _classic(record: Record) -> dict[str, bytes]:
-    """Return a log of modded-nanogpt for each run: losses with four digits, times in whole milliseconds."""
-    files = {}
-    for run in record.runs:
-        lines = (
-            f"step:{step}/{run.start.num_steps} {kind}_loss:{loss:.4f} train_time:{1e3 * time_s:.0f}ms "
-            f"step_avg:{1e3 * time_s / max(step, 1):.2f}ms\n"
-            for step, kind, loss, time_s in curve(run)
-        )
-        files[f"{run.folder}.txt"] = "".join(lines).encode()
-    return files
+def _classic(_: Record, run: Run) -> str:
+    """Return a log of modded-nanogpt: losses with four digits, times in whole milliseconds."""
+    return "".join(
+        f"step:{step}/{run.start.num_steps} {kind}_loss:{loss:.4f} train_time:{1e3 * time_s:.0f}ms "
+        f"step_avg:{1e3 * time_s / max(step, 1):.2f}ms\n"
+        for step, kind, loss, time_s in curve(run)
+    )
 
 
 def _csv(record: Record) -> dict[str, bytes]:
@@ -107,39 +103,36 @@ _MLPERF = {
 }
 
 
-def _mlperf(record: Record) -> dict[str, bytes]:
-    """Return a log of MLPerf's open division for each run. Samples are tokens; accuracy is the loss in nats per token.
+def _mlperf(record: Record, run: Run) -> str:
+    """Return a log of MLPerf's open division. Samples are tokens; accuracy is the loss in nats per token.
 
     Its time from `run_start` to `run_stop` includes validations and the last checks, which the ranked one does not.
     Source: mlcommons/training_policies, with the keys of ruleset 5.1.0.
     """
-    files, org = {}, ", ".join(record.about.authors) or "not stated"
-    for run in record.runs:
-        if run.resumed:
-            raise UsageError(f"{run.folder} was resumed; MLPerf's logs have one start; export another record")
-        facts = {
-            "submission_benchmark": run.start.track,
-            "submission_org": org,
-            "submission_division": "open",
-            "submission_platform": "{} {}".format(*run.hardware),
-            "cache_clear": False,
-            "init_start": None,
-            "seed": run.start.seed,
-            "train_samples": sum(plan.total_tokens for plan in run.of(runlog.Plan)),
-            "eval_samples": sum(data.val_tokens for data in run.of(runlog.DataReady)),
-        }
-        log = partial(_mllog, run.lines[0])
-        said = [log(run.lines[0], key, value) for key, value in facts.items()]
-        is_good = run.finished and record.track and run.val_loss <= record.track.target.loss
-        about = {"samples_count": 0, "status": "success" if is_good else "aborted"}
-        for line in run.lines:
-            if isinstance(line.event, runlog.Step):
-                about["samples_count"] = line.event.tokens_seen
-            elif isinstance(line.event, runlog.Val):
-                said.append(log(line, "eval_accuracy", loss_of(line.event), **about))
-            said += [log(line, key, None, **about) for key in _MLPERF.get(type(line.event), ())]
-        files[f"{run.folder}.txt"] = "".join(said).encode()
-    return files
+    if run.resumed:
+        raise UsageError(f"{run.folder} was resumed; MLPerf's logs have one start; export another record")
+    facts = {
+        "submission_benchmark": run.start.track,
+        "submission_org": ", ".join(record.about.authors) or "not stated",
+        "submission_division": "open",
+        "submission_platform": "{} {}".format(*run.hardware),
+        "cache_clear": False,
+        "init_start": None,
+        "seed": run.start.seed,
+        "train_samples": sum(plan.total_tokens for plan in run.of(runlog.Plan)),
+        "eval_samples": sum(data.val_tokens for data in run.of(runlog.DataReady)),
+    }
+    log = partial(_mllog, run.lines[0])
+    said = [log(run.lines[0], key, value) for key, value in facts.items()]
+    is_good = run.finished and record.track and run.val_loss <= record.track.target.loss
+    about = {"samples_count": 0, "status": "success" if is_good else "aborted"}
+    for line in run.lines:
+        if isinstance(line.event, runlog.Step):
+            about["samples_count"] = line.event.tokens_seen
+        elif isinstance(line.event, runlog.Val):
+            said.append(log(line, "eval_accuracy", loss_of(line.event), **about))
+        said += [log(line, key, None, **about) for key in _MLPERF.get(type(line.event), ())]
+    return "".join(said)
 
 
 def _mllog(first: runlog.Line, line: runlog.Line, key: str, value: object, **metadata: object) -> str:
@@ -148,11 +141,6 @@ def _mllog(first: runlog.Line, line: runlog.Line, key: str, value: object, **met
     kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
     said = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
     return f":::MLLOG {json.dumps({**said, 'metadata': metadata})}\n"
-
-
-def _text(record: Record) -> dict[str, bytes]:
-    """Return what each run prints."""
-    return {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
 
 
 # --- wandb
@@ -194,8 +182,9 @@ def _log(run: Any, line: runlog.Line) -> None:
     run.log({**numbers, "_timestamp": datetime.fromisoformat(line.t_utc).timestamp()}, step=step)
 
 
-#: From a record to files by relative path.
-FORMS = {"classic": _classic, "csv": _csv, "mlperf": _mlperf, "text": _text}
+#: From a record and a run to the text of a file; of CSV, from a record to files.
+_TEXTS = {"classic": _classic, "mlperf": _mlperf, "text": lambda _, run: console.render(run.lines)}
+FORMS = (*_TEXTS, "csv")
 
 
 def export(record: Record, form: str, out: Path) -> list[Path]:
@@ -204,7 +193,10 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
     leaks.refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
     require_outside(record.root, out)
-    files = FORMS[form](record)
+    if form == "csv":
+        files = _csv(record)
+    else:
+        files = {f"{run.folder}.txt": _TEXTS[form](record, run).encode() for run in record.runs}
     make_folder(out, files)
     return [out / name for name in files]
 
