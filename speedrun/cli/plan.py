@@ -1,7 +1,7 @@
 """The commands `recipes` and `plan`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import msgspec
@@ -80,7 +80,11 @@ def plan(
     kinds.load(kind)
     rules = None if track is None else tracks.load(track)
     on_gpu = rules is None or rules.rules.platform == "gpu"
-    _check(ctx.params, on_gpu=on_gpu)
+    if runs is not None and rules is None:
+        raise UsageError(f"--runs {runs} needs a track; add --track NAME")
+    if not on_gpu and (devices or compiled):
+        option = "--devices" if devices else "--compile"
+        raise UsageError(f"{option}: {track} needs no GPU; leave it out, or leave out --track")
     overrides = cli.parse_settings(settings)
     from speedrun import recipes
     from speedrun.lab import budget as budgets
@@ -115,12 +119,3 @@ def _checked(ctx: click.Context, paths: tuple[Path, ...]) -> cli.Answer:
     stages = {str(path): calibration.check(path) for path in paths}
     lines = [line for path, found in stages.items() for line in (f"record {path}", *found)]
     return cli.Answer({"records": stages}, lines)
-
-
-def _check(given: dict[str, Any], *, on_gpu: bool) -> None:
-    track = given["track"]
-    if given["runs"] is not None and not track:
-        raise UsageError(f"--runs {given['runs']} needs a track; add --track NAME")
-    if not on_gpu and (given["devices"] or given["compiled"]):
-        option = "--devices" if given["devices"] else "--compile"
-        raise UsageError(f"{option}: {track} needs no GPU; leave it out, or leave out --track")
