@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
-import numpy as np
 import safetensors.numpy
 
 from speedrun.base.canonical import replayed
@@ -94,13 +93,8 @@ def of_model(
     }
     return {
         "model.json": msgspec.json.encode(described),
-        "weights.safetensors": saved(constants.arrays),
+        "weights.safetensors": safetensors.numpy.save(constants.arrays),
     }
-
-
-def saved(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return a file of safetensors. The library writes the memory of arrays, whatever their strides are."""
-    return safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
 
 
 def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Constants:
     def name_of(self, array: np.ndarray) -> str:
         """Store an array; return its name."""
         name = self._names.setdefault(_digest(array), f"constant.{len(self._names)}")
-        self.arrays[name] = array
+        self.arrays[name] = np.asarray(array, order="C")  # safetensors writes memory, whatever its strides
         return name
 
 
