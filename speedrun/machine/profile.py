@@ -97,9 +97,8 @@ class Profile(NamedTuple):
 def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Path | None = None) -> Profile:
     """Run steps on synthetic ids under JAX's profiler, after two steps of warm-up.
 
-    Kernels are launched one by one, as a trace shows a command buffer as one event.
-
-    `first_step` of the schedule decides the window. `folder` keeps the trace, for XProf or Perfetto; None deletes it.
+    Kernels are launched one by one: a trace shows a command buffer as one event. `first_step` of the schedule decides
+    the window. `folder` keeps the trace, for XProf or Perfetto; None deletes it.
 
     Raises:
         SpeedrunError: if the profiler reports no instruction.
@@ -108,7 +107,6 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         with tempfile.TemporaryDirectory() as scratch:
             return profile(program, num_steps=num_steps, first_step=first_step, folder=Path(scratch))
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
-    # A profiler sees a command buffer as one event: XLA launches kernels one by one.
     train_step = program.compiled(lowered, xla_gpu_enable_command_buffer="")
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
