@@ -441,7 +441,7 @@ def test_what_was_designed_is_found_unchanged(smoke_data, tmp_path):
         yield next(iter(configs)), 3
 
     with pytest.raises(SpeedrunError, match="a run ended with exit code 3"):
-        running.Sweep(tmp_path / "sweep", smoke_data, print, fails).run()
+        running.run_sweep(tmp_path / "sweep", smoke_data, print, fails)
 
 
 def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):

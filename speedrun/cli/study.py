@@ -127,11 +127,11 @@ def sweep(
     Loss and time are compared in pairs of equal seeds, p is adjusted for the number of arms, and the best arm runs
     again with fresh seeds. Nothing of this is ranked.
     """
-    from speedrun.lab.several_runs import Sweep  # NumPy comes with it
+    from speedrun.lab.several_runs import run_sweep  # NumPy comes with it
 
     trained = cli.on_nodes(ctx, on, say)
     folder = cli.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data", "on")
-    found = Sweep(folder, config.data, say, trained).run()
+    found = run_sweep(folder, config.data, say, trained)
     return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 
 

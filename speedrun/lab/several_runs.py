@@ -6,7 +6,7 @@ Each run is a child process, so that this process holds no device.
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -158,75 +158,69 @@ def progress(declared: Declaration, now: Standing) -> str:
 # --- an experiment ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sweep:
-    """An experiment in its folder."""
+def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None) -> effects.Summary:
+    """Run what is missing of an experiment: every arm with the first seeds, then the best arm with fresh seeds.
 
-    folder: Path
-    data: Path | None
-    say: Say
-    trained: Trainer | None = None  #: None: one run after the other on this machine
+    Without `trained`, the runs follow each other on this machine.
+    """
+    plan, plan_sha256 = trials.read(folder)
+    with children.locked(folder / EXPERIMENT) as lock:
+        fresh = count(len(plan.confirming), "fresh seed")
+        say(
+            f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
+            f"the best | {plan.standing} | {folder}"
+        )
+        for reason in plan.left_out:
+            say(f"left out  {reason}")
+        rules = [tracks.TRACKS_DIR / f"{plan.track.id.rpartition('@')[0]}.toml"]
+        for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in plan.arms}):
+            if layout.sha256(provenance.closure(source_roots(recipe), rules).encode()) != sha256:
+                raise UsageError(
+                    f"the source of {recipe} changed since {folder} was designed, or is not in $SPEEDRUN_RECIPES; "
+                    "restore it, or start a new sweep"
+                )
+        train = trained or _here(say, lambda: Printer(sys.stderr), lock)
+        run_missing = partial(_run_missing, folder, data, say, train)
+        runs = run_missing([*trials.trials(plan.arms, plan.seeds)])
+        found = effects.summary(plan, plan_sha256, runs)
+        if best := effects.winner(found.findings) if plan.confirming else None:
+            say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
+            pair = [plan.arm(best.against), plan.arm(best.arm)]
+            runs |= run_missing([*trials.trials(pair, plan.confirming)])
+            found = effects.summary(plan, plan_sha256, runs)
+        write_whole(folder / "summary.json", encode(found))
+        return found
 
-    def __post_init__(self) -> None:
-        self._plan, self._sha256 = trials.read(self.folder)
 
-    def run(self) -> effects.Summary:
-        """Run what is missing: every arm with the first seeds, then the best arm with fresh seeds."""
-        plan = self._plan
-        with children.locked(self.folder / EXPERIMENT) as lock:
-            fresh = count(len(plan.confirming), "fresh seed")
-            self.say(
-                f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
-                f"the best | {plan.standing} | {self.folder}"
-            )
-            for reason in plan.left_out:
-                self.say(f"left out  {reason}")
-            rules = [tracks.TRACKS_DIR / f"{plan.track.id.rpartition('@')[0]}.toml"]
-            for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in plan.arms}):
-                if layout.sha256(provenance.closure(source_roots(recipe), rules).encode()) != sha256:
-                    raise UsageError(
-                        f"the source of {recipe} changed since {self.folder} was designed, or is not in "
-                        "$SPEEDRUN_RECIPES; restore it, or start a new sweep"
-                    )
-            runs = self._run_missing([*trials.trials(plan.arms, plan.seeds)], lock)
-            found = effects.summary(plan, self._sha256, runs)
-            if best := effects.winner(found.findings) if plan.confirming else None:
-                self.say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
-                pair = [plan.arm(best.against), plan.arm(best.arm)]
-                runs |= self._run_missing([*trials.trials(pair, plan.confirming)], lock)
-                found = effects.summary(plan, self._sha256, runs)
-            write_whole(self.folder / "summary.json", encode(found))
-            return found
+def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, wanted: Sequence[Trial]) -> Runs:
+    """Run the unfinished trials of an experiment; return all runs."""
+    plan, sha256 = trials.read(folder)
+    runs = trials.completed(folder, plan, wanted)
+    under_way: dict[Path, Trial] = {}
 
-    def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
-        """Run the unfinished trials; return all runs."""
-        runs = trials.completed(self.folder, self._plan, wanted)
-        under_way: dict[Path, Trial] = {}
+    def requests() -> Iterator[RunConfig]:
+        for number, (arm, seed) in enumerate(wanted, 1):
+            if (arm.name, seed) in runs:
+                continue
+            left = len(wanted) - len(runs)
+            walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
+            eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
+            say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
+            out = trials.new_folder(folder, plan, arm, seed)
+            under_way[out] = arm, seed
+            same = {"recipe": arm.recipe, "overrides": arm.overrides, "data": data}
+            yield _request(plan, out=out, seed=seed, **same)
 
-        def requests() -> Iterator[RunConfig]:
-            for number, (arm, seed) in enumerate(wanted, 1):
-                if (arm.name, seed) in runs:
-                    continue
-                left = len(wanted) - len(runs)
-                walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
-                eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
-                self.say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
-                out = trials.new_folder(self.folder, self._plan, arm, seed)
-                under_way[out] = arm, seed
-                same = {"recipe": arm.recipe, "overrides": arm.overrides, "data": self.data}
-                yield _request(self._plan, out=out, seed=seed, **same)
-
-        rules = tracks.load(self._plan.track.id.rpartition("@")[0])
-        train = self.trained or _here(self.say, lambda: Printer(sys.stderr), lock)
-        for config, code in train(rules, requests(), runs.values()):
-            arm, seed = under_way.pop(config.out)
-            runs |= trials.completed(self.folder, self._plan, [(arm, seed)])
-            run = runs.get((arm.name, seed))
-            if run is not None:
-                change = f"One run of the experiment with sha256 {self._sha256[:16]}: {self._plan.standing}."
-                assemble(config.out, title=f"{arm.recipe}, {arm.name}", changes=[change])
-                if run.finished:
-                    plot(config.out)
-            if run is None or code not in (0, NonFiniteError.exit_code):
-                raise children.run_error(code, "sweep", self.folder, self.data)
-        return runs
+    rules = tracks.load(plan.track.id.rpartition("@")[0])
+    for config, code in train(rules, requests(), runs.values()):
+        arm, seed = under_way.pop(config.out)
+        runs |= trials.completed(folder, plan, [(arm, seed)])
+        run = runs.get((arm.name, seed))
+        if run is not None:
+            change = f"One run of the experiment with sha256 {sha256[:16]}: {plan.standing}."
+            assemble(config.out, title=f"{arm.recipe}, {arm.name}", changes=[change])
+            if run.finished:
+                plot(config.out)
+        if run is None or code not in (0, NonFiniteError.exit_code):
+            raise children.run_error(code, "sweep", folder, data)
+    return runs
