@@ -16,7 +16,6 @@
 #
 # Environment, all optional:
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
-#   SPEEDRUN_WHEELS       the same as --from
 #
 # Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures, with 2 if JAX cannot use the GPU.
 # Whether the kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/test_gpu.py
@@ -97,7 +96,7 @@ END
 }
 
 main() {
-  wheels=${SPEEDRUN_WHEELS:-} rehearse="" out=measured minutes=30 wanted="" shards="" rival="" names=() late="" bad=""
+  wheels="" rehearse="" out=measured minutes=30 wanted="" shards="" rival="" names=() late="" bad=""
   child=""
   while (($#)); do
     case $1 in
