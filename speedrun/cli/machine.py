@@ -68,9 +68,6 @@ def _answer(found: Any) -> cli.Answer:
     return cli.Answer(found, found if isinstance(found, list) else [found])
 
 
-# --- operations ------------------------------------------------------------------------------------------------
-
-
 @cli.command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=bench)
 def head(
     *,
@@ -105,9 +102,6 @@ def attention(sizes: AttentionSizes) -> cli.Answer:
     from speedrun.machine import bench_kernels
 
     return _answer(bench_kernels.attention(**sizes._asdict()))
-
-
-# --- steps of a recipe -----------------------------------------------------------------------------------------
 
 
 class ProgramOptions(NamedTuple):

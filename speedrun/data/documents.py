@@ -108,9 +108,6 @@ def _unreachable(name: str, error: Exception) -> DataError:
     )
 
 
-# --- files ---------------------------------------------------------------------------------------------
-
-
 class Files:
     """Files of parquet, JSON lines (also gzipped) and plain text."""
 
@@ -184,9 +181,6 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
     return [(path.name, path)]
 
 
-# --- readers of files -------------------------------------------------------------------------------------
-
-
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
     with path.open("rb") as file:
         # Buffered, since GzipFile splits lines in Python.
@@ -233,9 +227,6 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
 
 
 READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}
-
-
-# --- documents --------------------------------------------------------------------------------------------
 
 
 def texts(source: Source) -> Iterator[str]:

@@ -65,9 +65,6 @@ def _is_complete(folder: Path) -> bool:
     return found is not None and found.complete
 
 
-# --- documentation ----------------------------------------------------------------------------------------
-
-
 def installed() -> dict[str, Path]:
     """Return the folders to read, by name: the standard library and the installed `PACKAGES`."""
     specs = {package: find_spec(package) for package in PACKAGES}

@@ -53,9 +53,6 @@ def _read(name: str) -> bytes:
         return read_regular(Path(name))
 
 
-# --- bytes ------------------------------------------------------------------------------------------------
-
-
 class Bytes:
     """Ids 0 to 255 are the bytes of UTF-8; 256 is the document token."""
 
@@ -67,9 +64,6 @@ class Bytes:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, unsigned integers [N] without document tokens."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-# --- GPT-2 ------------------------------------------------------------------------------------------------
 
 
 def cached_ranks() -> bytes:
@@ -135,9 +129,6 @@ def parts(text: str) -> Iterator[str]:
         start = end
 
 
-# --- a file of `tokenizers` -------------------------------------------------------------------------------
-
-
 class FromFile:
     """A JSON file of the `tokenizers` library."""
 
@@ -195,9 +186,6 @@ def id_bytes_V(chosen: Tokenizer) -> np.ndarray | None:
     return np.array([len(tokens.get(index, b"")) for index in range(chosen.vocab_size)], np.int64)
 
 
-# --- training ---------------------------------------------------------------------------------------------
-
-
 def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text: str = END_OF_TEXT) -> int:
     """Train a byte-level BPE: id 0 is the document token, then come 256 bytes and merges.
 
@@ -220,8 +208,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
     write_whole(out, tokenizer.to_str(pretty=True).encode(), b"\n")
     return tokenizer.get_vocab_size()
 
-
-# --- blocks of documents as ids ---------------------------------------------------------------------------
 
 #: Blocks in flight for each worker: one being encoded, one waiting, one done and not yet taken.
 _BLOCKS_PER_WORKER = 3

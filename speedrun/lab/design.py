@@ -151,8 +151,6 @@ def _sweep(request: Request, name: str) -> tuple[list[Arm], list[str]]:
 _DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep}
 
 
-# --- features ---------------------------------------------------------------------------------------------
-
 #: Settings without a feature, by pattern of their names: a value, or a function of the old value, the recipe and the
 #: name. The first pattern is that of the feature; others compensate, so that the comparison is fair.
 Off = dict[str, Any]

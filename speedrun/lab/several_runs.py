@@ -60,9 +60,6 @@ def _here(say: Say, printer: Callable[[], Printer], lock: int) -> Trainer:
     return trained
 
 
-# --- a batch ----------------------------------------------------------------------------------------------
-
-
 def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
     """Return the number of runs that prove a mean loss of `expect` with a probability of 90 % at the first look."""
     sigma, target = rules.target.sigma, rules.target.loss
@@ -153,9 +150,6 @@ def progress(declared: Declaration, now: Standing) -> str:
         verdict = "proven" if now.test.passed else "not proven"
         parts.append(f"p = {now.test.p:.2g}, need less than {now.test.alpha:g}: {verdict}")
     return " | ".join(parts)
-
-
-# --- an experiment ----------------------------------------------------------------------------------------
 
 
 def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None) -> effects.Summary:

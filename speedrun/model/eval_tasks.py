@@ -30,8 +30,6 @@ from speedrun.model.weights import Trained
 from speedrun.science.params import SHARDS, Params
 from speedrun.train.program import nll_sums
 
-# --- loss
-
 
 class Score(msgspec.Struct, frozen=True):
     """The mean loss over consecutive targets of a shard, each once."""
@@ -139,8 +137,6 @@ def _measured(
     return nll_C, jax.lax.map(lambda part: jnp.sum(jnp.argmax(logits(part[0]), axis=1) == part[1]), parts)
 
 
-# --- endings
-
 _TOGETHER = 32  #: rows of one call
 _POSITIONS = 32  #: lengths are rounded up to a multiple
 
@@ -182,8 +178,6 @@ def _scores(trained: Trained, params: Params, tokens_RT: jax.Array) -> jax.Array
 
     return jax.lax.map(of_one, tokens_RT)
 
-
-# --- HellaSwag
 
 _Text = Annotated[str, Meta(min_length=1)]
 
