@@ -87,38 +87,28 @@ def slot_weights_S(source: Source) -> np.ndarray:
     return weights
 
 
-def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
-    """Return the opener of each line, i64 [L]; the first line of a stream opens a document."""
-    lines = np.arange(num_lines)
-    ends = mix(source.seed, 2, stream, lines) < source.end
-    ends[0] = True
-    repeats = mix(source.seed, 3, stream, lines) < source.repeat
-    return np.where(ends, DOCUMENT, np.where(repeats, REPEAT, NEW))
-
-
 def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
     """Return the first `num_lines` lines of a stream, u16 [L * (1 + W)]; each shard is another stream."""
     lines_L = np.arange(num_lines)
+    ends_L = mix(source.seed, 2, stream, lines_L) < source.end
+    ends_L[0] = True  # the first line opens a document
+    repeats_L = mix(source.seed, 3, stream, lines_L) < source.repeat
     zipf_V, next_CVS = np.cumsum(zipf_weights_V(source)), successors_CVS(source)
     slots_S = np.cumsum(slot_weights_S(source))
     tokens = np.zeros((num_lines, source.line_tokens), np.uint16)
-    tokens[:, 0] = openers_L(source, stream, num_lines)
+    tokens[:, 0] = np.where(ends_L, DOCUMENT, np.where(repeats_L, REPEAT, NEW))
     tokens[:, 1] = np.searchsorted(zipf_V, mix(source.seed, 4, stream, lines_L, 1), side="right")
     for column in range(2, source.line_tokens):
         slot_L = np.searchsorted(slots_S, mix(source.seed, 5, stream, lines_L, column), side="right")
         noise_L = np.searchsorted(zipf_V, mix(source.seed, 4, stream, lines_L, column), side="right")
         last_slot_L = np.minimum(slot_L, source.num_successors - 1)
-        followed_L = next_CVS[_class_L(source, tokens, column), tokens[:, column - 1], last_slot_L]
+        class_L = tokens[:, column - 2] % source.num_classes if column > 2 else 0 * lines_L  # an opener
+        followed_L = next_CVS[class_L, tokens[:, column - 1], last_slot_L]
         tokens[:, column] = np.where(slot_L < source.num_successors, followed_L, noise_L)
     # A repeated line takes the words of the last line that was not a repeat.
     origin_L = np.maximum.accumulate(np.where(tokens[:, 0] == REPEAT, 0, lines_L))
     tokens[:, 1:] = tokens[origin_L, 1:]
     return tokens.reshape(-1)
-
-
-def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
-    """Return the class of the word two before a column; 0 for an opener."""
-    return tokens[:, column - 2] % source.num_classes if column > 2 else np.zeros(len(tokens), np.int64)
 
 
 def write(track: Track, folder: Path) -> Manifest:
