@@ -132,8 +132,8 @@ def _draw_losses(axes: "Axes", rungs: tuple[Rung, ...]) -> None:
         said = f"{reached} of {len(rung.losses)} runs reach it" if reached else "not reached"
         axes.annotate(said, (interval.high, place), (6, 0), **text)
     axes.set_xlim(right=max(loss for rung in rungs for loss in rung.losses) + 0.5)
-    axes.set_xlabel(f"loss at the end on {rules.id} (nats per token), 95 % interval; dashed: {target:g}")
-    axes.set_title("the same budget of tokens", loc="left", fontsize=10, color=INK)
+    axes.set_xlabel(f"loss on {rules.id} (nats per token), 95 % interval")
+    axes.set_title(f"the same budget of tokens; dashed: {target:g}", loc="left", fontsize=10, color=INK)
 
 
 def _draw_minutes(axes: "Axes", minutes: list[list[float]]) -> None:
@@ -194,7 +194,7 @@ def _draw_history(
         day, time_min = date2num(row.moment), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
         drawing.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
-    since = (("hollow: claimed since, not verified", VAL),) if claims else ()
+    since = (("small and hollow: claimed since, not verified", VAL),) if claims else ()
     own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
     drawing.key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
