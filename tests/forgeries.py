@@ -40,11 +40,21 @@ def place_of(log: Moments, kind: type[runlog.Event], nth: int = 0) -> int:
     return [place for place, moment in enumerate(log) if isinstance(moment.event, kind)][nth]
 
 
+def left_off(log: Moments) -> Moments:
+    """The log of a run that was killed in its second pause, after a checkpoint."""
+    fifth = place_of(log, runlog.ClockPause, 1)
+    kept = log[fifth]._replace(event=runlog.Checkpoint(4, "e" * 16, 0.1), mono_ns=log[fifth].mono_ns - 500)
+    return [*log[:fifth], kept]
+
+
+LEFT = Spec(attempt="b", edit_log=left_off)
+
+
 def went_on(log: Moments) -> Moments:
     start, fifth = place_of(log, runlog.ClockStart), place_of(log, runlog.ClockPause, 1)
     fourth = log[place_of(log, runlog.Step, 3)].event
     assert isinstance(fourth, runlog.Step)
-    resume = runlog.Resume("tiny-1-0000", 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
+    resume = runlog.Resume(LEFT.run_id, 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
     begun = log[fifth]._replace(event=log[start].event, mono_ns=log[fifth].mono_ns - 500)
     left = [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
     rest = data(shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400))
@@ -129,6 +139,12 @@ def shorter(share: float, *kinds: type[runlog.Event]) -> Edit:
 
 
 TIMED = (runlog.Step, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop, runlog.RunEnd)
+EARLIER = both(
+    *(
+        change(kind, train_time_s=lambda event: event.train_time_s - 0.3)
+        for kind in (runlog.Resume, runlog.Step, *TIMED[1:])
+    )
+)  #: for a run that resumes another after 0.4 s
 FEWER_SCORED = change(
     runlog.Val, tokens=VAL_TOKENS // 2, nll_sum=lambda val: (float.fromhex(val.nll_sum) / 2).hex()
 )
@@ -313,6 +329,13 @@ def data(*ranges: ShardRange, val: ShardRange | None = None, ids: str = "a" * 64
     return DataRead(shards=ranges, val_shard=val or SCORED, val_sha256=ids)
 
 
+def resumed(edit: Edit = list, left: Edit = list) -> Build:
+    """A run that was killed, and one that resumes it."""
+    first = Spec(attempt=LEFT.attempt, edit_log=both(left_off, left))
+    last = Spec(edit_log=both(went_on, lambda log: later(log, 60.0), edit))
+    return with_runs([first, last], seeds=(2,), declared=(1, 2))
+
+
 def beside(**other) -> Build:
     """A committed record next to an older one."""
 
@@ -439,6 +462,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V003", "other programs in one run", other_programs),
     ("V003", "an archive that is none", programs(b"mine")),
     ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
+    ("V005", "options of one run", in_one_run(change(runlog.RunStart, overrides={"optimizer.lr": "9"}))),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", in_one_run(other_config({**CONFIG, "stages": [11]}))),
     ("V005", "no number of replicas", logged(other_config({**CONFIG, "replicas": 1.0}))),
@@ -476,6 +500,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
         edit_log=change(runlog.DataReady, train_shards=["t_train_2.bin"]))),
     ("V103", "trained on it", made(shards=(ONE, shard("t_val_0.bin", 0, 400)))),
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
+    ("V104", "a plan of less", logged(change(runlog.Plan, total_tokens=10))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
     ("V104", "cursor was edited", logged(change(runlog.Step, at=4, cursor=(0, 600)))),
     ("V104", "cursor beyond the cut", cutting(
@@ -494,9 +519,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "a shape beyond all memory", edited(LOG, b'"out":[100000]', b'"out":[%d]' % 2**127)),
     ("V107", "overlap", made(shards=(ONE, replace(TWO, stop=200), replace(TWO, start=100, stop=300)))),
     ("V201", "stamp goes back", logged(stamped_earlier(runlog.Plan, 0.3))),
-    ("V201", "train time goes back", logged(change(runlog.Step, at=5, train_time_s=0.45))),
+    ("V201", "train time goes back",
+     made(step_s=(0.1,) * 5 + (0.05,) + (0.1,) * 4, edit_log=change(runlog.Step, at=5, train_time_s=0.49))),
     ("V201", "as even as no clock", in_one_run(EVENLY)),
     ("V202", "at the end only", logged(shorter(0.5, runlog.RunEnd))),
+    ("V202", "a step before its stamp",
+     made(step_s=(0.1,) * 5 + (0.3,) + (0.1,) * 4, edit_log=change(runlog.Step, at=5, train_time_s=0.6))),
+    ("V202", "where the clock resumes", logged(change(runlog.ClockResume, at=0, train_time_s=9.0))),
     ("V202", "half a percent of forty seconds",
      made(step_s=(4.0,) * 10, edit_log=shorter(0.0049, *TIMED))),
     ("V204", "a step after the stop", logged(moved_up(runlog.ClockStop, 0))),
@@ -543,7 +572,16 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "sequences of another mean", logged(change(runlog.Val, sequences=(3.0, 3.1)))),
-    ("V311", "goes on from another run", logged(went_on)),
+    ("V210", "of no time", resumed(EARLIER)),
+    ("V210", "of no time, by both", resumed(EARLIER, change(runlog.Step, train_time_s=0.01))),
+    ("V210", "of fewer tokens", resumed(left=change(runlog.Step, at=3, tokens_seen=300))),
+    ("V210", "another state", resumed(change(runlog.Resume, state_hash="f" * 16))),
+    ("V210", "of another step", resumed(left=lambda log: log[: place_of(log, runlog.Step, 3)])),
+    ("V210", "given weights that begin later in the data",
+     made(shards=(shard("t_train_1.bin", 100, 600), shard("t_train_2.bin", 0, 500)),
+          edit_log=inserted(runlog.Resume("given", 0, "e" * 16, 0.0, 0, (0, 100)), runlog.ClockStart, 0, 500))),
+    ("V210", "a log that is not here", logged(went_on)),
+    ("V311", "goes on from another run", resumed()),
     ("V312", "a run under another name", beside(attempt="z")),
     ("V312", "a seed that was run again",
      beside(attempt="y", step_s=(0.2,) * 10, edit_log=OTHER_LOSSES)),

@@ -76,7 +76,10 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(trained, tmp_path, after):
     assert new.end.final_hash == old.end.final_hash
     assert new.outcome == "finished"
     assert steps(out, new.folder) == steps(trained.out, old.folder)[after:]
-    shutil.rmtree(out / "runs" / old.folder)
+    log = out / "runs" / old.folder / "metrics.jsonl"  # as if it was killed after the checkpoint
+    raw = log.read_bytes().splitlines(keepends=True)
+    kept_at = next(l.i for l in old.lines if isinstance(l.event, runlog.Checkpoint) and l.event.step == after)
+    log.write_bytes(b"".join(raw[: kept_at + 1]))
     if after < NUM_STEPS:  # a plot needs a step
         assert_says_only(out, f"{new.folder}: resumes {old.folder} after step {after}")
 
@@ -119,6 +122,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(trained, 
     new = runs_of(out)[-1]
     assert new.end.final_hash == old.end.final_hash
     assert_says_only(out, f"{new.folder}: resumes {killed.name} after step 0")
+    lines = [*runlog.read(out / "runs" / killed.name / "metrics.jsonl")]
+    assert new.end.lost_s == (lines[-1].t_mono_ns - lines[0].t_mono_ns) / 1e9
 
 
 @pytest.fixture
@@ -325,7 +330,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, e
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(copy, small):
     (file := next(path for path in (copy / "2").rglob("*") if path.is_file())).unlink()
     os.mkfifo(file)
-    with pytest.raises(CheckpointError, match=re.escape(f"{file}: not a regular file; move it away")):
+    with pytest.raises(CheckpointError, match=re.escape(f"{file} is not a regular file; move it away")):
         restored(copy, small, [])
 
 
@@ -446,6 +451,6 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, small, monkeypatch):
 
     with opened(tmp_path, b"{}", keep=0) as checkpoints:
         monkeypatch.setattr(checkpoints._manager, "save", full)
-        said = "step 1 cannot be written: RESOURCE_EXHAUSTED: no space left;"
+        said = "step 1 or the one before cannot be written: RESOURCE_EXHAUSTED: no space left;"
         with pytest.raises(CheckpointError, match=said):
             checkpoints.save(state, facts(state, 1))

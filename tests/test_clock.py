@@ -120,3 +120,4 @@ def test_what_is_lost_is_what_came_after_the_checkpoint(tmp_path, monkeypatch):
                 log.emit(event)
     assert lost_s(tmp_path, 5) == (9 - 4) + (23.5 - 21)
     assert lost_s(tmp_path, 4) == 0
+    assert lost_s(tmp_path, 0) == (9 - 1) + (23.5 - 20), "all, if no checkpoint is left"

@@ -397,7 +397,7 @@ def test_a_disk_that_fills_up(config, unbroken, tmp_path):
     said = stderr.splitlines()
     assert len(said) == 2, stderr  # the first one is that of the fault
     assert "cannot be written" in said[1]
-    assert "those before it are whole" in said[1]
+    assert "older ones are whole" in said[1]
     went_on(config, out, unbroken, since=5)
 
 

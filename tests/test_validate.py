@@ -95,7 +95,10 @@ def test_the_validation_shard_is_known_under_another_name(folder):
 def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     build(folder)
     report = validate(folder)  # once, as it takes most of the time of these tests
-    assert list(problems(report)) == [id], problems(report)
+    named = [
+        one for one in problems(report) if id != "V210" or one != "V311"
+    ]  # the first needs a resumed run
+    assert named == [id], problems(report)
     assert report.exit_code == (0 if find_check(id).severity == "warning" else 1)
     assert dataclasses.replace(report, strict=True).exit_code == 1
 
@@ -459,7 +462,7 @@ def test_the_command_prints_and_exits(folder):
 
 
 def test_the_command_speaks_json_and_answers_each_record_by_itself(folder):
-    forge(folder, edit_log=forgeries.went_on)
+    forgeries.resumed()(folder)
     result = invoke("validate", folder, "--json", "--strict")
     report = json.loads(result.output)
     assert report["exit_code"] == result.exit_code == 1

@@ -35,7 +35,7 @@ def require_regular(folder: Path) -> None:
     """Raise OSError if anything below a folder is neither a file nor a folder: reading it might never end."""
     for path in folder.rglob("*"):
         if not (path.is_file() or path.is_dir()):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+            raise OSError(errno.EINVAL, f"{path} is not a regular file")
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import msgspec
 
 from speedrun.base import faults, processes
-from speedrun.base.errors import CheckpointError, translate_os_errors
+from speedrun.base.errors import CheckpointError, translate_os_errors, translate_read_errors
 from speedrun.base.mesh import fetch
 from speedrun.base.wholefile import give_name, lock_folder, require_regular, write_whole
 from speedrun.data import stream
@@ -168,10 +168,8 @@ def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
                     shutil.rmtree(left)  # unfinished: its process died
             write_whole(folder / RUN, msgspec.json.encode(seal(run)))
         processes.barrier()
-        try:
+        with translate_read_errors(folder, "move it away", kind=CheckpointError):
             require_regular(folder)
-        except OSError as error:
-            raise CheckpointError(f"{error.filename}: {error.strerror}; move it away") from None
         with closing(Checkpoints(folder, keep)) as checkpoints:
             yield checkpoints
 
@@ -213,7 +211,7 @@ class Checkpoints:
         sealed = ocp.args.JsonSave(seal(msgspec.json.encode(facts)))
         args = ocp.args.Composite(state=ocp.args.StandardSave(named(state)), facts=sealed)
         faults.point("save")
-        with jax.transfer_guard("allow"), self._errors_reported(f"step {facts.step}"):
+        with jax.transfer_guard("allow"), self._errors_reported(f"step {facts.step} or the one before"):
             self._manager.save(facts.step, args=args, force=True)
         faults.point("saving")
         self.newest = facts.step
@@ -284,7 +282,7 @@ class Checkpoints:
             yield
         except (OSError, ValueError) as error:  # tensorstore raises ValueError for a full disk
             reason = str(error).partition("\n")[0][:200]
-            hint = "those before it are whole; free the disk, and continue with --resume"
+            hint = "older ones are whole; free the disk, and continue with --resume"
             raise CheckpointError(f"{self._folder}: {what} cannot be written: {reason}; {hint}") from None
 
 

@@ -32,8 +32,7 @@ def matmul_gflops(mesh: Mesh) -> float:
         return jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5
 
     x_NMM = jax.jit(make, out_shardings=NamedSharding(mesh, P(mesh.axis_names)))(jax.random.key(0))
-    flops = _MULTIPLICATIONS * mesh.size * 2 * x_NMM.shape[-1] ** 3
-    return flops / best_s(lambda: _chain(x_NMM, x_NMM.sharding)) / 1e9
+    return _MULTIPLICATIONS * mesh.size * 2 * size**3 / best_s(lambda: _chain(x_NMM, x_NMM.sharding)) / 1e9
 
 
 def matmul_gflops_again(mesh: Mesh, log: runlog.RunLog) -> float:

@@ -210,7 +210,7 @@ def resume(
     if not checkpoints.steps:
         if earlier := _latest(out, but=place.run_id):
             log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
-        return state, place, 0.0
+        return state, place, lost_s(out, 0) if earlier else 0.0
     state, old = checkpoints.restore(
         ready.program, place.config_sha256, say=lambda text: log.emit(runlog.Warning(text))
     )
@@ -220,13 +220,14 @@ def resume(
 
 
 def lost_s(record: Path, step: int) -> float:
-    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`."""
+    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; 0: since their start."""
     lost_ns = 0
     for path in record.glob("runs/*/metrics.jsonl"):
         lines = list(runlog.read(path))
         saved = (runlog.Checkpoint, runlog.Resume)
-        since = [x.t_mono_ns for x in lines if isinstance(x.event, saved) and x.event.step == step]
-        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
+        since = [x for x in lines if isinstance(x.event, saved) and x.event.step == step]
+        since = since or lines[: int(step == 0)]
+        lost_ns += lines[-1].t_mono_ns - since[-1].t_mono_ns if since else 0
     return lost_ns / 1e9
 
 

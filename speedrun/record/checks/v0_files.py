@@ -97,8 +97,9 @@ def _config(record: Record) -> Iterator[str]:
             yield f"{run.folder}: ran {run.start.recipe} {run.start.recipe_revision}, its config says {stated}"
         if run.start.config_sha256 != layout.config_sha256(config):
             yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
-    if len({layout.config_sha256(run.start.config) for run in record.runs}) > 1:
-        yield "the runs have different configs"
+    settings = [{"config": run.start.config, "overrides": run.start.overrides} for run in record.runs]
+    if len({*map(layout.config_sha256, settings)}) > 1:
+        yield "the runs have different configs or overrides"
 
 
 @check(

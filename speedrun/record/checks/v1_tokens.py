@@ -116,6 +116,8 @@ def _token_count(run: Run, _record: Record) -> Iterator[str]:
     num_read += sum(map(_num_inputs, shards))
     if num_read != seen:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
+    if seen != (total := run.of(runlog.Plan)[0].total_tokens):
+        yield f"its plan says {total:,} tokens, {seen:,} were trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
         yield "the cursor moved back to an earlier shard"
 

@@ -1,4 +1,4 @@
-"""V201 to V209: the train time is consistent and possible."""
+"""V201 to V210: the train time is consistent and possible."""
 
 import re
 from collections.abc import Iterator
@@ -53,21 +53,65 @@ def _monotonic(run: Run, _record: Record) -> Iterator[str]:
     hint="leave timing to the harness; a recipe neither reads nor stops the clock",
 )
 def _clock_total(run: Run, _record: Record) -> Iterator[str]:
+    yield from _drift(run)
+    total_s = run.train_time_s
+    if run.end.train_time_s != total_s:
+        yield f"run_end says {run.end.train_time_s:.3f} s, clock_stop {total_s:.3f} s"
+
+
+def _drift(run: Run) -> Iterator[str]:
+    """Yield the first event whose train time is not that of its stamp."""
     running_ns, since_ns = round(run.origin.train_time_s * 1e9), 0
     for line in run.lines:
         match line.event:
-            case runlog.ClockStart() | runlog.ClockResume():
+            case runlog.ClockStart():
                 since_ns = line.t_mono_ns
+                continue
+            case runlog.ClockResume(train_time_s=stated_s):
+                since_ns = line.t_mono_ns
+            case runlog.Step(train_time_s=stated_s):
+                pass
             case runlog.ClockPause(train_time_s=stated_s) | runlog.ClockStop(train_time_s=stated_s):
-                running_ns += line.t_mono_ns - since_ns
-                if abs(stated_s - running_ns / 1e9) > _SLACK_S:
-                    yield f"line {line.i + 1} says {stated_s:.3f} s, the stamps {running_ns / 1e9:.3f} s"
-    total_s = run.train_time_s
-    last_s = run.steps[-1].train_time_s if run.steps else run.origin.train_time_s
-    if abs(last_s - total_s) > _SLACK_S:
-        yield f"the last step ends at {last_s:.3f} s, the clock stops at {total_s:.3f} s"
-    if run.end.train_time_s != total_s:
-        yield f"run_end says {run.end.train_time_s:.3f} s, clock_stop {total_s:.3f} s"
+                running_ns, since_ns = running_ns + line.t_mono_ns - since_ns, line.t_mono_ns
+            case _:
+                continue
+        stamped_s = (running_ns + line.t_mono_ns - since_ns) / 1e9
+        if abs(stated_s - stamped_s) > _SLACK_S:
+            yield f"line {line.i + 1} says {stated_s:.3f} s, the stamps {stamped_s:.3f} s"
+            return
+
+
+@check_run(
+    "V210 a resumed run goes on where the other one was",
+    why="its time, tokens and state begin with those of the other run, which it could state otherwise",
+    hint="keep the log of the run that it resumes, as the harness wrote it",
+)
+def _goes_on(run: Run, record: Record) -> Iterator[str]:
+    origin = run.origin
+    if not run.resumed:
+        return
+    if origin.step == 0:
+        if (origin.tokens_seen, origin.cursor) != (0, (0, 0)):
+            yield f"begins at step 0 with {origin.tokens_seen:,} tokens, at {origin.cursor}"
+        return
+    other = next((one for one in record.runs if one.folder == origin.run_id), None)
+    if other is None:
+        yield f"resumes {origin.run_id}, whose log is not here"
+        return
+    yield from (f"{other.folder}: {problem}" for problem in _drift(other))
+    places = {other.origin.step: other.origin} | {step.step + 1: step for step in other.steps}
+    if not (fleets := other.of(runlog.Islands)) and origin.step not in places:
+        yield f"resumes {other.folder} after step {origin.step}, which it did not log"
+    elif at := places.get(origin.step):  # a driver of islands may be killed before it logs a round's steps
+        if (origin.tokens_seen, origin.cursor) != (at.tokens_seen, at.cursor):
+            yield f"begins at {origin.cursor} after {origin.tokens_seen:,} tokens, {other.folder} was elsewhere"
+        # Islands keep their time before they log a round.
+        since = at if not fleets else places.get(origin.step - fleets[0].every, other.origin)
+        if origin.train_time_s < since.train_time_s:
+            yield f"begins at {origin.train_time_s:.3f} s, {other.folder} was at {since.train_time_s:.3f} s"
+    kept = [event.state_hash for event in other.of(runlog.Checkpoint) if event.step == origin.step]
+    if kept and origin.state_hash not in kept:
+        yield f"begins with state {origin.state_hash}, {other.folder} kept {kept[0]}"
 
 
 @check_run(
