@@ -26,11 +26,12 @@ from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.output import reported
 from speedrun.base.tail import Tail
-from speedrun.base.wholefile import make_folder
+from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.board import leaks
 from speedrun.board.submission import require_outside
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
+from speedrun.record.validate import examine
 
 _LEAVE_S = 10.0  #: between the end of the run and the kill of the child
 _POLL_S = 1.0  #: between two reads of the logs
@@ -193,11 +194,14 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
     leaks.refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
     require_outside(record.root, out)
+    if form == "mlperf" and examine(record).exit_code:
+        raise UsageError(f"{record.root} is refused; 'speedrun validate {record.root}' says what to do first")
     if form == "csv":
         files = _csv(record)
     else:
         files = {f"{run.folder}.txt": _TEXTS[form](record, run).encode() for run in record.runs}
-    make_folder(out, files)
+    with lock_record(out):
+        make_folder(out, files)
     return [out / name for name in files]
 
 

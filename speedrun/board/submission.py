@@ -75,8 +75,9 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
 
 
 def require_outside(record: Path, out: Path) -> None:
-    """Raise UsageError if the output folder is inside the record."""
-    if out.resolve().is_relative_to(record.resolve()):
+    """Raise UsageError if the output folder is inside the record, or its checkpoints."""
+    inside, record = out.resolve().parts, record.resolve()
+    if any(inside[: len(one.parts)] == one.parts for one in (record, Path(f"{record}.checkpoints"))):
         raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
 
 

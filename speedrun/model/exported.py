@@ -15,7 +15,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
-from speedrun.base.wholefile import make_folder
+from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.board.leaks import refuse_secrets
 from speedrun.data import vocabulary
 from speedrun.data.shards import data_folder, sha256
@@ -180,7 +180,8 @@ def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list
         raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
     texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
     refuse_secrets(texts, "remove it from the record's title or the settings")
-    make_folder(out, files)
+    with lock_record(out):
+        make_folder(out, files)
     return [out / name for name in files]
 
 

@@ -19,7 +19,7 @@ import safetensors.numpy
 from speedrun.base.canonical import replayed
 from speedrun.base.errors import DataError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import make_folder
+from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.model.decode import lengths
 from speedrun.model.incremental import DecodingKernels
 from speedrun.model.page_program import Constants, program
@@ -53,7 +53,8 @@ def write(trained: Trained, out: Path) -> list[Path]:
         described = described_tokenizer(words.encoder.name, words.encoder.raw, words.tokens)
         files["tokenizer.json"] = msgspec.json.encode(described)
     written = site({name: files})
-    make_folder(out, written)
+    with lock_record(out):
+        make_folder(out, written)
     return [out / path for path in written]
 
 
