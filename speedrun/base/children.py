@@ -24,6 +24,7 @@ from speedrun.base import signals
 from speedrun.base.console import clean
 from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, translate_os_errors
 from speedrun.base.exit_codes import meaning
+from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.base.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
@@ -99,9 +100,12 @@ def shell_code(code: int) -> int:
 
 def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
     """Return the error of a run that failed, with the command to resume; `data` if it is not the track's."""
-    resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
+    own = os.environ.get(RECIPES_VARIABLE, "")
+    resume = ["env", f"{RECIPES_VARIABLE}={own}"] * bool(own) + ["speedrun", command, "--resume", str(out)]
+    resume += [] if data is None else ["--data", str(data)]
     ended = f"ended with {meaning(code)}" if code else "left no result, although its process succeeded"
-    return SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}", shell_code(code))
+    how = "mend that, then resume with" if code == UsageError.exit_code else "resume with"
+    return SpeedrunError(f"a run {ended}; {how}: {shlex.join(resume)}", shell_code(code))
 
 
 @contextmanager

@@ -34,10 +34,15 @@ def resolve(choice: str) -> str:
     with translate_read_errors(path, advice, kind=UsageError):
         check_path(f"{RECIPES}/{path.name}")
         read_regular(path, _MOST_BYTES).decode()
-    others = [folder for folder in sourcefile.recipe_folders() if folder != path.parent]
-    os.environ[RECIPES_VARIABLE] = os.pathsep.join(map(str, [path.parent, *others]))
-    _forget_outdated()
+    look_in(path.parent)
     return path.stem
+
+
+def look_in(*folders: Path) -> None:
+    """Look for recipes in these folders first, also in child processes."""
+    both = dict.fromkeys([*folders, *sourcefile.recipe_folders()])
+    os.environ[RECIPES_VARIABLE] = os.pathsep.join(map(str, both))
+    _forget_outdated()
 
 
 def _forget_outdated() -> None:

@@ -15,8 +15,10 @@ import numpy as np
 
 from speedrun import recipes
 from speedrun.base import mesh as meshes
+from speedrun.base import sourcefile
 from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
+from speedrun.base.recipe_files import look_in
 from speedrun.base.track import Track
 from speedrun.base.wholefile import read_regular
 from speedrun.data import tokenizer, vocabulary
@@ -151,6 +153,7 @@ def load(
     if not steps:
         raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
     kept = _unsealed(folder / checkpoint.RUN, Resumable)
+    look_in(*sourcefile.recipe_folders(), *map(Path, kept.recipe_folders))
     track = tracks.load(kept.config.track)
     chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
     meshes.prepare(track.rules.platform)

@@ -14,6 +14,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base import processes, provenance, runlog
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
+from speedrun.base.sourcefile import recipe_folders
 from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.science.params import SHARDS
@@ -29,6 +30,7 @@ class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: RunConfig
     recipe: layout.Recipe
     num_devices: int
+    recipe_folders: tuple[str, ...] = ()  #: of recipes outside the package
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Ready:
         """Return `Resumable` as JSON. A resumed run keeps its number of replicas."""
         recipe = layout.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
-        return msgspec.json.encode(Resumable(config, recipe, self.program.num_devices), enc_hook=str)
+        kept = Resumable(config, recipe, self.program.num_devices, tuple(map(str, recipe_folders())))
+        return msgspec.json.encode(kept, enc_hook=str)
 
 
 def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:

@@ -7,6 +7,7 @@ import msgspec
 
 from speedrun.base import processes
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
+from speedrun.base.recipe_files import look_in
 from speedrun.record import layout
 from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
@@ -33,6 +34,7 @@ def resumed(out: Path) -> RunConfig:
         raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
     with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
         kept = read_sealed(path, Resumable)
-    if processes.is_first():
+    look_in(*map(Path, kept.recipe_folders))
+    if processes.is_first() and out.exists():
         repair(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
