@@ -500,6 +500,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
         edit_log=change(runlog.DataReady, train_shards=["t_train_2.bin"]))),
     ("V103", "trained on it", made(shards=(ONE, shard("t_val_0.bin", 0, 400)))),
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
+    ("V104", "a shard again", logged(change(runlog.Step, at=8, cursor=lambda step: (0, step.cursor[1])))),
     ("V104", "a plan of less", logged(change(runlog.Plan, total_tokens=10))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
     ("V104", "cursor was edited", logged(change(runlog.Step, at=4, cursor=(0, 600)))),

@@ -19,18 +19,21 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
+from speedrun.base.sourcefile import RECIPES_VARIABLE, recipe_folders
 from speedrun.base.wholefile import lock_record
 from speedrun.board.plots import plot
 from speedrun.data.stream import Cursor
+from speedrun.model import weights
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
 from speedrun.science.step import TrainState
-from speedrun.train import loop, request, run
+from speedrun.train import loop, request, resume_settings, run
 from speedrun.train.checkpoint import Facts, described, folder_of, named, opened
+from speedrun.train.preflight import Resumable, prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, seal, unseal
+from speedrun.train.request import RunConfig, decoded, read_sealed, seal, unseal
 
 NUM_STEPS = 12
 
@@ -141,6 +144,25 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(trained, tmp_pat
             run.train(msgspec.structs.replace(trained, out=out, resume=True))
         assert (out / "source.txt").read_bytes() == (trained.out / "source.txt").read_bytes()
         (out / "source.txt").unlink()
+    shutil.rmtree(out)
+    assert resume_settings.resumed(out).resume, "the command finds it, too"
+
+
+def test_a_recipe_of_ones_own_is_found_when_its_run_is_resumed_or_its_weights_are_read(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
+    out = copied(trained, tmp_path)
+    shutil.rmtree(out)
+    run_json = folder_of(out) / "run.json"
+    kept = msgspec.structs.replace(read_sealed(run_json, Resumable), recipe_folders=("/of/mine",))
+    run_json.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(kept, enc_hook=str))))
+    for read in (weights.load, resume_settings.resumed):
+        monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
+        read(out)
+        assert set(recipe_folders()) == {tmp_path, Path("/of/mine")}
+    ready = prepare(msgspec.structs.replace(trained, out=tmp_path / "new"))
+    assert decoded(ready.resumable, Resumable).recipe_folders == tuple(map(str, recipe_folders()))
 
 
 @pytest.mark.usefixtures("untrained")

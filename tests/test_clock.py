@@ -3,8 +3,10 @@
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,11 @@ from small_run import SMALL, events, log_of
 
 from speedrun.base import clock, runlog
 from speedrun.base.clock import Phases
+from speedrun.data.stream import Prefetch
 from speedrun.record.about import assemble
 from speedrun.record.validate import validate
+from speedrun.train import health
+from speedrun.train.loop import Training
 from speedrun.train.request import RunConfig
 from speedrun.train.run import train
 from speedrun.train.warmup import lost_s
@@ -94,6 +99,39 @@ def test_the_phases_of_a_run_add_up_and_are_what_was_measured(record):
     in_clock_s = phases_s["step"] + phases_s["data"]
     assert in_clock_s >= end.data_wait_s
     assert in_clock_s + phases_s["checkpoint"] >= end.train_time_s >= end.data_wait_s + sum(kept[:2])
+
+
+def test_before_the_clock_starts_pauses_and_stops_devices_are_done_and_nothing_is_read(tmp_path, smoke_data):
+    """Else work would be done while no time counts."""
+    told = list[str]()
+
+    def telling(holder: type, name: str) -> None:
+        real = getattr(holder, name)
+
+        def tell(self, *args, **named):
+            told.append(type(args[0]).__name__ if name == "emit" else name)
+            return real(self, *args, **named)
+
+        patch.setattr(holder, name, tell)
+
+    with pytest.MonkeyPatch.context() as patch:
+        telling(Training, "_sync")
+        telling(Prefetch, "drain")
+        telling(runlog.RunLog, "emit")
+        train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    clocked = [one for one in told if one in ("_sync", "drain") or one.startswith("Clock")]
+    pause = ["drain", "_sync", "ClockPause"]
+    after = clocked[clocked.index("ClockPause") + 1 :]
+    assert clocked[:5] == ["_sync", "ClockStart", *pause]
+    assert after == [*(["_sync"] if "_sync" in after[:1] else []), "ClockResume", "_sync", "ClockStop"]
+
+
+@given(st.lists(st.floats(0.001, 9), min_size=health._TRIALS, max_size=health._TRIALS))
+def test_a_benchmark_is_its_fastest_trial(times_s):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "Stopwatch", lambda: SimpleNamespace(seconds=times_s[next(count)]))
+        count = iter(range(len(times_s)))
+        assert health.best_s(lambda: jnp.zeros(())) == min(times_s)
 
 
 def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):

@@ -154,6 +154,12 @@ def test_the_folder_is_named_after_the_record(record, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("folder", ["record", "record.checkpoints"])
+def test_a_record_and_its_checkpoints_hold_nothing_else(record, tmp_path, folder):
+    with pytest.raises(UsageError, match="is inside the record"):
+        export(record, "csv", record.root.with_name(folder) / "50")
+
+
 def test_an_mlperf_log_says_whether_the_target_was_reached_and_goes_by_one_clock(record, tmp_path):
     def facts(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
@@ -174,3 +180,6 @@ def test_an_mlperf_log_says_whether_the_target_was_reached_and_goes_by_one_clock
     )
     missed, _ = export(hard, "mlperf", tmp_path / "missed")
     assert facts(missed)[-1]["metadata"]["status"] == "aborted"
+    (record.root / "source.txt").write_text("")
+    with pytest.raises(UsageError, match="is refused"):
+        export(load(record.root), "mlperf", tmp_path / "refused")

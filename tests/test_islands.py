@@ -332,6 +332,25 @@ def test_a_round_without_a_quorum_changes_nothing_and_gives_its_tokens_again():
     assert found.round.num_bytes == 4 * sum(x.nbytes for x in WEIGHTS.values())
 
 
+def test_the_mean_does_not_depend_on_who_answers_first_and_bytes_are_those_of_orders_and_answers():
+    """Of these three numbers, the sum depends on their order."""
+    far = {"a": 1e17, "b": -1e17, "c": 1.0}
+
+    def digest_of(*order: str) -> str:
+        fleet, engine = scripted("a", "b", "c", most_change=1e30)
+        made = {name: {key: np.full_like(x, far[name]) for key, x in WEIGHTS.items()} for name in order}
+        given = [
+            lambda one=one: answer_to(engine.orders[one], one, made[one], digest=digest(made[one]))
+            for one in order
+        ]
+        return played(fleet, engine, *given).round.digest
+
+    assert digest_of("a", "b", "c") == digest_of("c", "b", "a") == digest_of("a", "c", "b")
+    fleet, engine = scripted("a", "b")
+    found = played(fleet, engine, lambda: answer_to(engine.orders["a"], "a"))
+    assert found.round.num_bytes == 3 * sum(x.nbytes for x in WEIGHTS.values())
+
+
 def test_leases_are_disjoint_and_cover_the_stream_in_order():
     fleet, engine = scripted("a", "b", "c")
     seen = []
@@ -505,12 +524,15 @@ class Killed(BaseException):
     """As a process dies: nothing runs after it that would not run in another process."""
 
 
-def test_a_driver_that_dies_between_snapshot_and_log_goes_on(island, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("point", "nth"), [("snapshot", 2), ("round", 3)], ids=["before its log", "after it"]
+)
+def test_a_driver_that_dies_after_a_snapshot_logs_each_round_once(island, tmp_path, monkeypatch, point, nth):
     out, reached = tmp_path / "out", list[str]()
 
     def dies(name: str) -> None:
         reached.append(name)
-        if reached.count("snapshot") == 2:
+        if reached.count(point) == nth:
             raise Killed
 
     with monkeypatch.context() as patched:
