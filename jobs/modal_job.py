@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import modal  # pyright: ignore[reportMissingImports]
 
@@ -42,12 +43,15 @@ image = (
 )
 def job(options: str = OPTIONS) -> None:
     """Run a batch as `scripts/run_track.sh` does, and keep its folder, also if it failed."""
+    if "--out" in options:
+        raise SystemExit("got --out; the record is in runs/, which is kept; leave it out")
     # Without --foreground timeout signals a run twice.
     script = f"scripts/run_track.sh {TRACK} {NUM_GPUS} {options}"
     argv = shlex.split(f"timeout --foreground --preserve-status --kill-after=120 {LIMIT_S} {script}")
     code = subprocess.run(argv, cwd=HOME, check=False).returncode
     if (HOME / "runs").exists():
-        shutil.copytree(HOME / "runs", RECORDS / time.strftime("%Y%m%d-%H%M%S"))
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"  # jobs may end in one second
+        shutil.copytree(HOME / "runs", RECORDS / name, symlinks=True)
     volume.commit()
     if code:
         raise SystemExit(code)
