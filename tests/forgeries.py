@@ -47,14 +47,11 @@ def left_off(log: Moments) -> Moments:
     return [*log[:fifth], kept]
 
 
-LEFT = Spec(attempt="b", edit_log=left_off)
-
-
 def went_on(log: Moments) -> Moments:
     start, fifth = place_of(log, runlog.ClockStart), place_of(log, runlog.ClockPause, 1)
     fourth = log[place_of(log, runlog.Step, 3)].event
     assert isinstance(fourth, runlog.Step)
-    resume = runlog.Resume(LEFT.run_id, 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
+    resume = runlog.Resume("tiny-1-0000", 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
     begun = log[fifth]._replace(event=log[start].event, mono_ns=log[fifth].mono_ns - 500)
     left = [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
     rest = data(shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400))
@@ -329,11 +326,12 @@ def data(*ranges: ShardRange, val: ShardRange | None = None, ids: str = "a" * 64
     return DataRead(shards=ranges, val_shard=val or SCORED, val_sha256=ids)
 
 
-def resumed(edit: Edit = list, left: Edit = list) -> Build:
-    """A run that was killed, and one that resumes it."""
-    first = Spec(attempt=LEFT.attempt, edit_log=both(left_off, left))
-    last = Spec(edit_log=both(went_on, lambda log: later(log, 60.0), edit))
-    return with_runs([first, last], seeds=(2,), declared=(1, 2))
+def resumed(edit: Edit = list, left: Edit = list, seed: int = 1) -> Build:
+    """A batch with a run that was killed, one that resumes it, and a whole one."""
+    first = Spec(seed=seed, attempt="b", edit_log=both(left_off, left))
+    moved = both(went_on, change(runlog.Resume, run_id=first.run_id), lambda log: later(log, 60.0))
+    last = Spec(seed=seed, edit_log=both(moved, edit))
+    return with_runs([first, last], seeds=(seed + 1,), declared=(seed, seed + 1))
 
 
 def beside(**other) -> Build:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forgeries import RECIPE, broken_off, other_config, went_on, with_file
+from forgeries import RECIPE, broken_off, other_config, resumed, with_file
 from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, edit_track, forge, shard
 from typed import invoke
@@ -44,7 +44,7 @@ def records(forged, monkeypatch) -> Path:
     forge(home / "single", seeds=(7,), step_s=(0.01,) * 10)
     edited = forge(home / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "source.txt"
     edited.write_text(edited.read_text().replace("SIZE = 1", "SIZE = 2"))
-    forge(home / "doubtful", seeds=(10, 11), edit_log=went_on)
+    resumed(seed=10)(home / "doubtful")
     alone(home / "broke", Spec(edit_log=broken_off))
     return folder
 

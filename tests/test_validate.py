@@ -215,7 +215,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     assert "loss.png" not in readme
     result = invoke("validate", folder, "-v")
     assert result.exit_code == 1
-    assert "failed   V301  a run finished\n" in result.output
+    assert "failed   V301  rule: a run finished\n" in result.output
     assert " 0 of 1 runs finished\n" in result.output
     assert "skipped  V202" in result.output, "nothing was asked of the clock of a run without an end"
     assert result.output.splitlines()[-1].startswith("refused: ")

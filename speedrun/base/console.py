@@ -153,7 +153,8 @@ class TextLog:
             f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
             f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
         )
-        return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
+        one_of = {(call.split()[0], form): call for call, form in plan.kernels.items()}
+        return [sizes, *(f"kern  {call} | {form}" for (_, form), call in one_of.items())]
 
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"

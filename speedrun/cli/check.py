@@ -92,7 +92,7 @@ def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
     for result in report.shown(verbose=verbose):
         status = click.style(f"{result.status:<8}", fg=_COLOURS[result.status])
         fix = [f"fix: {result.check.hint}"] if result.status in ("failed", "warning") else []
-        lines = [f"{status} {result.check.id}  {result.check.title}", *result.messages, *fix]
+        lines = [f"{status} {result.check.id}  rule: {result.check.title}", *result.messages, *fix]
         yield f"\n{' ' * 15}".join(lines)
     yield report.verdict + ("" if verbose else " (-v shows all)")
 

@@ -265,7 +265,7 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key and equals and value):
-            raise UsageError(f"--set {text!r}; need key=value, for example --set optimizer.muon_lr=0.05")
+            raise UsageError(f"--set {text!r}; need key=value, for example --set optimizer.muon_lr=0.04")
         if key in settings:
             raise UsageError(f"--set {key} was given twice; keep one")
         settings[key] = value

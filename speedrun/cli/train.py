@@ -98,7 +98,7 @@ class Extras(NamedTuple):
 
 @cli.command(
     "speedrun run --track smoke-cpu",
-    "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
+    "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.04",
     "speedrun run --track webmini --data DIR --checkpoint-every 50",
     "speedrun run --resume runs/2026-11-21-webmini-1",
 )

@@ -73,7 +73,7 @@ def open_shard(path: Path, *, vocab_size: int) -> Shard:
         raise DataError(f"{found}; a header alone has {HEADER_BYTES:,}; {redo}")
     magic, version, count = (int(x) for x in np.frombuffer(header, "<i4", 3))
     if magic != MAGIC:
-        raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; remove the file")
+        raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; choose another file")
     if version != VERSION:
         raise DataError(f"{path}: version {version}; need version {VERSION}; make it again")
     if count < 1:

@@ -22,7 +22,7 @@ from speedrun.data.shards import data_folder, sha256
 from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, own_recipe, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
-from speedrun.record.about import sources
+from speedrun.record.about import SHIPPED, sources
 from speedrun.record.logged_run import loss_of
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
@@ -34,8 +34,8 @@ _TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences"
 
 _LOAD = """\
 ```sh
-speedrun sample {name}
-speedrun eval {name}
+speedrun sample {name}{recipe}
+speedrun eval {name}{recipe}
 ```
 
 `model.safetensors` has the parameters by name. The `settings` in `model.json` name the functions of speedrun {version}
@@ -125,7 +125,8 @@ def write(trained: Trained, out: Path) -> list[Path]:
         tokenizer_sha256=next(map(layout.sha256, spoken.values()), ""),
         version=metadata.version("speedrun"),
     )
-    about = card(trained, "speedrun", _LOAD.format(name=out.name, version=facts.version))
+    own = "" if recipe.name in SHIPPED else f" --recipe path/to/{recipe.name}.py"
+    about = card(trained, "speedrun", _LOAD.format(name=out.name, recipe=own, version=facts.version))
     files = {WEIGHTS: raw, FACTS: records.encode(facts), "README.md": about.encode(), **spoken}
     return save_folder(trained, out, files)
 
