@@ -35,7 +35,7 @@ from speedrun.data import shards, stream
 from speedrun.record.archive import Archive, Lowered, pack
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS, Examined, tolerance
 from speedrun.record.examine import sandbox
-from speedrun.record.examine.causality import Known, apart, places
+from speedrun.record.examine.causality import Known, Text, apart, changed, places
 from speedrun.record.examine.examiner import _error, _Examiner, examine
 from speedrun.record.examine.replay import Options, _owners, chosen, drawn, examined, relowered, stretches
 from speedrun.record.examine.rerun import Facts, Rerun, _bring, _without_text
@@ -501,6 +501,34 @@ def test_all_calls_look_like_those_of_scoring():
     distinct = [len(np.unique(x_KD, axis=0)) / CHUNK for x_KD in seen["rows"]]
     assert {share > 0.9 for share in distinct} == {True, False}
     assert sum(share < 0.1 for share in distinct) == sum(share < 0.9 for share in distinct)
+
+
+def test_each_kind_of_another_end_is_tried():
+    """In each way a leak may need: in one token, in a document more or less, in all that follows."""
+    draw, length, at = np.random.default_rng(0), 40, 20
+    rows_RT = draw.integers(1, 50, (8, length))
+    rows_RT[:, 5::9] = 0
+    ids_T, text = rows_RT[0], Text(rows_RT, 50, 0)
+    tried: dict[str, int] = {}
+    for _ in range(300):
+        new_T = changed(ids_T, at, text, draw)
+        assert (new_T[:at] == ids_T[:at]).all()
+        assert new_T[at] != ids_T[at]
+        differ_T = new_T[at + 1 :] != ids_T[at + 1 :]
+        kinds = {
+            "one token": not differ_T.any(),
+            "after a separator": new_T[at] == 0 and (new_T[at + 1 :] == ids_T[at:-1]).all(),
+            "no separators": differ_T.any() and (differ_T == (ids_T[at + 1 :] == 0)).all(),
+            "another sequence": any((new_T[at:] == row_T[at:]).all() for row_T in rows_RT[1:]),
+            "more separators": any(
+                ((new_T == row_T) | (new_T == 0))[at:].all() and (new_T != row_T)[at + 1 :].any()
+                for row_T in rows_RT[1:]
+            ),
+        }
+        for kind in (name for name, holds in kinds.items() if holds):
+            tried[kind] = tried.get(kind, 0) + 1
+    assert tried.keys() == kinds.keys(), tried
+    assert min(tried.values()) > 10, tried
 
 
 def test_every_residue_of_a_position_has_its_turn():
