@@ -20,6 +20,7 @@ from typed import as_words, invoke, speedrun
 
 from speedrun.base import children, runlog, track
 from speedrun.base.errors import UsageError
+from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.data import generated
 from speedrun.lab.several_runs import num_runs
 from speedrun.record import batch
@@ -267,14 +268,13 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     made, ran = [], []
     monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
     begun(folder, lost(1, 3.25))
-    for code in (0, 5):
+    own = "mend that, then resume with: env SPEEDRUN_RECIPES=/mine speedrun batch --resume"
+    for code, folders, said in ((0, "", "resume with: speedrun batch --resume"), (2, "/mine", own)):
+        monkeypatch.setenv(RECIPES_VARIABLE, folders)
         trained = lambda *_, code=code, **__: (ran.append(len(made)) or code, "")  # noqa: E731
         monkeypatch.setattr(local_processes, "trained", trained)
         result = resumed(folder)
-        assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (
-            code or 1,
-            True,
-        )
+        assert (result.exit_code, said in result.stderr) == (code or 1, True), result.stderr
     assert (made, ran) == (2 * [("forged", None)], [1, 2])
     write_run(folder, lost(2, 3.24))
     assert resumed(folder).exit_code == 0
