@@ -18,6 +18,7 @@ from speedrun.base.exit_codes import EXIT_CODES
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import train
 from speedrun.cli.options import command as cli_command
+from speedrun.science.kernels.choose import ATTENTION
 
 RECORD = "records/smoke-cpu/2026-11-25-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
@@ -39,6 +40,7 @@ def test_help_is_fast_and_imports_nothing_heavy():
 
 
 def test_help_says_what_there_is():
+    assert all(form in invoke("run", "--help").output for form in ATTENTION)
     shown = invoke("--help").output
     for name in cli.COMMANDS:
         assert f"\n  {name} " in shown
@@ -75,6 +77,7 @@ def test_every_help_has_an_example(names):
         ("--nothing", "choose one of: --debug, --help, --version"),
         ("run --seed x", "'speedrun run --help' shows what is needed"),
         ("plan --device-kind h1000", "unknown device kind 'h1000'; did you mean 'h100'?"),
+        ("plan --device-kind v100", "unknown device kind 'v100'; choose one of"),
         ("plan --device-kind rtx4090", "unknown device kind 'rtx4090'; did you mean '4090'?"),
         ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
         ("plan --arithmetic --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),

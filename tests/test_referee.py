@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -509,7 +510,7 @@ def test_each_kind_of_another_end_is_tried():
     rows_RT = draw.integers(1, 50, (8, length))
     rows_RT[:, 5::9] = 0
     ids_T, text = rows_RT[0], Text(rows_RT, 50, 0)
-    tried: dict[str, int] = {}
+    tried = Counter[str]()
     for _ in range(300):
         new_T = changed(ids_T, at, text, draw)
         assert (new_T[:at] == ids_T[:at]).all()
@@ -525,10 +526,8 @@ def test_each_kind_of_another_end_is_tried():
                 for row_T in rows_RT[1:]
             ),
         }
-        for kind in (name for name, holds in kinds.items() if holds):
-            tried[kind] = tried.get(kind, 0) + 1
-    assert tried.keys() == kinds.keys(), tried
-    assert min(tried.values()) > 10, tried
+        tried.update(name for name, holds in kinds.items() if holds)
+    assert len([number for number in tried.values() if number > 10]) == 5, tried
 
 
 def test_every_residue_of_a_position_has_its_turn():

@@ -112,7 +112,7 @@ _CUDNN = (9, 10, 2)
 def load(kind: str) -> Device:
     """Return the device of a name in `DEVICES`, or raise UsageError."""
     if kind not in DEVICES:
-        raise unknown("device kind", kind, DEVICES, least=0.7)  # 5090 is no misspelled 4090
+        raise unknown("device kind", kind, DEVICES, least=0.8)  # v100 is no misspelled h100
     return DEVICES[kind]
 
 

@@ -81,9 +81,9 @@ def translate_read_errors(
 
 
 def unknown(kind: str, got: str, known: Iterable[str], *, least: float = 0.5) -> UsageError:
-    """Return the error for an unknown name: those that end in `.got`, else the nearest if alike; all of a few."""
+    """Return the error for an unknown name: those that end alike, else the nearest if alike; all of a few."""
     known = sorted(known)
-    near = [name for name in known if name.endswith(f".{got}")]
+    near = [name for name in known if name.endswith(f".{got}") or got.endswith(name)]
     near = near or difflib.get_close_matches(got, known, n=1, cutoff=least)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     hint += f"choose one of: {', '.join(known)}" if not near or len(known) < 9 else ""

@@ -176,10 +176,10 @@ Natural = Annotated[int, Integer(0)]
 Seed = Annotated[int, Integer(0, 2**31 - 1)]
 Amount = Annotated[float, Number(0)]
 Folder = Annotated[Path, click.Path(path_type=Path, file_okay=False)]
-Track = Annotated[str, "--track NAME", "Rules of the run."]
+Track = Annotated[str, "--track NAME", "Rules of the run; 'speedrun data list' has all tracks."]
 Recipe = Annotated[str, click.types.FuncParamType(resolve), "--recipe NAME|FILE"]
 Settings = Annotated[tuple[str, ...], "--set KEY=VALUE", "Change a setting of the recipe."]
-Attention = Annotated[str, "--attention FORM", "Attention kernels."]
+Attention = Annotated[str, "--attention FORM", "Attention kernels: auto, banded, definition or triton."]
 FirstStep = Annotated[Natural, "--first-step I", "First step of the schedule."]
 Data = Annotated[
     Path | None, "--data DIR", "Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data."

@@ -166,7 +166,7 @@ class Size(NamedTuple):
         expect: Expected mean loss; declares enough runs to prove it 9 of 10 times.
     """
 
-    runs: Annotated[int | None, cli.Integer(2), "Number of runs."] = None
+    runs: Annotated[int | None, cli.Integer(2), "Number of runs, unless --expect gives it."] = None
     then: Annotated[int | None, cli.Integer(3), "Total number, if the first look proves nothing."] = None
     expect: Annotated[cli.Amount | None, "--expect LOSS"] = None
 
@@ -259,7 +259,7 @@ def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
 
 def _standing(rules: tracks.Rules, summary: Summary) -> str:
     if not rules.ranked:
-        return "shown, not ranked"
+        return "shown; this track does not rank"
     if summary.test is None or summary.num_finished < rules.min_runs:
         return f"{summary.num_finished} run{'s' * (summary.num_finished > 1)}; a rank takes a batch of {rules.min_runs}"
     return "qualified" if summary.test.passed else "not proven"
