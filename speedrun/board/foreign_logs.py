@@ -73,11 +73,6 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
     problems: tuple[Problem, ...] = ()
 
 
-def can_identify(points: Sequence[Point]) -> bool:
-    """Return whether equal validations prove a copy; a single loss without a time may be equal by chance."""
-    return len(points) > 1 or any(point.train_time_s is not None for point in points)
-
-
 class Reading(NamedTuple):
     """A validation as a line of a log states it."""
 
@@ -129,14 +124,8 @@ def _points(run: Sequence[Reading], problems: list[Problem]) -> tuple[Point, ...
 def _runs_of(readings: Iterable[Reading], problems: list[Problem]) -> Iterator[ContextRun]:
     """Yield runs in order; the second run of a log is called `name#2`."""
     for name, log in groupby(readings, lambda reading: reading.name):
-        seen: dict[tuple[Point, ...], int] = {}
         for number, run in enumerate(_split(log), 1):
             points = _points(run, problems)
-            if can_identify(points) and points in seen:
-                said = f"run {number} of {name} repeats run {seen[points]}; left out"
-                problems.append(_problem(run[0].line, said))
-                continue
-            seen[points] = number
             shown = clean(name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
             planned = [one.num_steps for one in run if one.num_steps is not None]
             num_steps, last = planned[-1] if planned else None, points[-1]

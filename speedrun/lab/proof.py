@@ -9,7 +9,7 @@ from statistics import fmean, stdev, variance
 import msgspec
 
 from speedrun.base.errors import UsageError
-from speedrun.board.foreign_logs import ContextRun, can_identify
+from speedrun.board.foreign_logs import ContextRun
 from speedrun.record import statistics
 from speedrun.record.batch import standing
 from speedrun.record.reader import load_result
@@ -105,7 +105,9 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
     """Return the runs with a final loss, without copies of a log."""
     found, seen = [], set()
     for run in runs:
-        if run.final_loss is None or (can_identify(run.validations) and run.validations in seen):
+        # A single loss without a time may be equal by chance.
+        is_telling = len(run.validations) > 1 or run.train_time_s is not None
+        if run.final_loss is None or (is_telling and run.validations in seen):
             continue
         seen.add(run.validations)
         found.append(run)
