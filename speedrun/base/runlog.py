@@ -5,6 +5,7 @@ previous line; zeros in the first) and one event. Losses are nats per token.
 """
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,7 +277,7 @@ class RunLog:
 
     def __init__(self, path: Path | None, reader: Reader | None = None) -> None:
         """Create `path`; None writes nothing, in all processes of a run but the first."""
-        self._path, self._reader = path, reader
+        self._path, self._reader = path, reader or (lambda _: None)
         with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
@@ -303,12 +304,13 @@ class RunLog:
             with translate_os_errors(self._path):
                 self._file.writelines(raw for _, raw in held)
                 self._file.flush()
+                if isinstance(event, Checkpoint):  # which may outlive this machine
+                    os.fsync(self._file.fileno())
             try:
                 for line, _ in held:
-                    if self._reader is not None:
-                        self._reader(line)
+                    self._reader(line)
             except OSError:
-                self._reader = None
+                self._reader = lambda _: None
 
     def __enter__(self) -> Self:
         return self

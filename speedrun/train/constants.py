@@ -52,8 +52,7 @@ class RecipeConstants:
         for name, x in given.items():
             if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
                 what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
-                need = "need NumPy numbers of 32 bits or less"
-                raise UsageError(f"its constants give {name!r} as {what}; {need}")
+                raise UsageError(f"its constants give {name!r} as {what}; need NumPy's, of 32 bits or less")
         if (size := sum(x.nbytes for x in given.values())) > MOST_BYTES:
             raise UsageError(f"its constants have {size:,} bytes; need {MOST_BYTES:,} or less")
         return {name: x.copy() for name, x in given.items()}

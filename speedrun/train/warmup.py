@@ -225,8 +225,7 @@ def lost_s(record: Path, step: int) -> float:
     for path in record.glob("runs/*/metrics.jsonl"):
         lines = list(runlog.read(path))
         saved = (runlog.Checkpoint, runlog.Resume)
-        since = [x for x in lines if isinstance(x.event, saved) and x.event.step == step]
-        since = since or lines[: int(step == 0)]
+        since = [x for x in lines if isinstance(x.event, saved) and x.event.step == step] or lines[: not step]
         lost_ns += lines[-1].t_mono_ns - since[-1].t_mono_ns if since else 0
     return lost_ns / 1e9
 

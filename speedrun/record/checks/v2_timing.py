@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from speedrun.base import runlog
-from speedrun.record.checks.table import check_run
+from speedrun.record.checks.table import check, check_run
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 
@@ -49,7 +49,7 @@ def _monotonic(run: Run, _record: Record) -> Iterator[str]:
 
 @check_run(
     "V202 steps, clock events and stamps give one train time",
-    why="the train time is recorded in three ways, and an edit must change all of them",
+    why="the train time is stated and stamped, and an edit must change both",
     hint="leave timing to the harness; a recipe neither reads nor stops the clock",
 )
 def _clock_total(run: Run, _record: Record) -> Iterator[str]:
@@ -81,34 +81,44 @@ def _drift(run: Run) -> Iterator[str]:
             return
 
 
-@check_run(
+@check(
     "V210 a resumed run goes on where the other one was",
     why="its time, tokens and state begin with those of the other run, which it could state otherwise",
     hint="keep the log of the run that it resumes, as the harness wrote it",
 )
-def _goes_on(run: Run, record: Record) -> Iterator[str]:
+def _goes_on(record: Record) -> Iterator[str]:
+    """Also of runs that broke off: they are a part of the chain."""
+    by_name = {run.folder: run for run in record.runs}
+    for run in record.runs:
+        if run.resumed:
+            yield from (f"{run.folder}: {one}" for one in _jumps(run, by_name.get(run.origin.run_id)))
+
+
+def _jumps(run: Run, other: Run | None) -> Iterator[str]:
+    """Yield where a resumed run does not begin where the other one was."""
     origin = run.origin
-    if not run.resumed:
-        return
-    if origin.step == 0:
-        if (origin.tokens_seen, origin.cursor) != (0, (0, 0)):
+    if origin.step == 0:  # or from given weights
+        if (origin.train_time_s, origin.tokens_seen, origin.cursor) != (0, 0, (0, 0)):
             yield f"begins at step 0 with {origin.tokens_seen:,} tokens, at {origin.cursor}"
         return
-    other = next((one for one in record.runs if one.folder == origin.run_id), None)
-    if other is None:
-        yield f"resumes {origin.run_id}, whose log is not here"
+    if other is None or other.start.seed != run.start.seed:
+        yield f"resumes {origin.run_id}, of which there is no log with its seed"
         return
     yield from (f"{other.folder}: {problem}" for problem in _drift(other))
-    places = {other.origin.step: other.origin} | {step.step + 1: step for step in other.steps}
-    if not (fleets := other.of(runlog.Islands)) and origin.step not in places:
+    # Without its own origin: who saved a state has trained, so no chain of runs ends where it began.
+    places: dict[int, runlog.Step | runlog.Resume] = {step.step + 1: step for step in other.steps}
+    at = since = places.get(origin.step)
+    for fleet in run.of(runlog.Islands):
+        # A driver keeps time and tokens before it logs a round, and may be killed between.
+        before = (origin.step - 1) // fleet.every * fleet.every
+        since = places.get(before, other.origin if other.origin.step == before else None)
+    if since is None:
         yield f"resumes {other.folder} after step {origin.step}, which it did not log"
-    elif at := places.get(origin.step):  # a driver of islands may be killed before it logs a round's steps
-        if (origin.tokens_seen, origin.cursor) != (at.tokens_seen, at.cursor):
-            yield f"begins at {origin.cursor} after {origin.tokens_seen:,} tokens, {other.folder} was elsewhere"
-        # Islands keep their time before they log a round.
-        since = at if not fleets else places.get(origin.step - fleets[0].every, other.origin)
-        if origin.train_time_s < since.train_time_s:
-            yield f"begins at {origin.train_time_s:.3f} s, {other.folder} was at {since.train_time_s:.3f} s"
+        return
+    if at and (origin.tokens_seen, origin.cursor) != (at.tokens_seen, at.cursor):
+        yield f"begins at {origin.cursor} after {origin.tokens_seen:,} tokens, {other.folder} was elsewhere"
+    if origin.train_time_s < since.train_time_s or origin.tokens_seen < since.tokens_seen:
+        yield f"begins at {origin.train_time_s:.3f} s, {other.folder} was at {since.train_time_s:.3f} s"
     kept = [event.state_hash for event in other.of(runlog.Checkpoint) if event.step == origin.step]
     if kept and origin.state_hash not in kept:
         yield f"begins with state {origin.state_hash}, {other.folder} kept {kept[0]}"
