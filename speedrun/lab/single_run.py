@@ -12,7 +12,7 @@ from typing import NamedTuple
 from speedrun.base import processes
 from speedrun.base import track as tracks
 from speedrun.base.console import Printer
-from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
 from speedrun.board import ghost as ghosts
 from speedrun.board.exports import relayed
 from speedrun.board.plots import plot
@@ -112,9 +112,9 @@ def run(
             if not is_done:
                 extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
                 config = _trained(config, extras, train)
-    except BaseException:
+    except BaseException as error:
         if is_ours and processes.is_first():
-            _assemble_broken(config)
+            _assemble_broken(config, resumes=not isinstance(error, NonFiniteError | UsageError))
         raise
     if not processes.is_first():
         return None
@@ -148,13 +148,13 @@ def _title(config: RunConfig) -> str:
     return f"{config.recipe or rules.recipe} on {rules.id}"
 
 
-def _assemble_broken(config: RunConfig) -> None:
+def _assemble_broken(config: RunConfig, *, resumes: bool) -> None:
     if not any(map(ended, config.out.glob("runs/*"))):
         return
     try:
         assemble(config.out, default_title=_title(config))
         _say(f"record  {config.out} says where the run broke off")
-        if weights.steps_in(folder_of(config.out)):
+        if resumes and weights.steps_in(folder_of(config.out)):
             _say(f"resume  speedrun run --resume {shlex.quote(str(config.out))}")
     except SpeedrunError as error:  # the error that broke the run matters more
         _say(f"warning: the record of the broken run is incomplete: {error}")

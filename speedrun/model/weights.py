@@ -15,10 +15,8 @@ import numpy as np
 
 from speedrun import recipes
 from speedrun.base import mesh as meshes
-from speedrun.base import sourcefile
 from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
-from speedrun.base.recipe_files import look_in
 from speedrun.base.track import Track
 from speedrun.base.wholefile import read_regular
 from speedrun.data import tokenizer, vocabulary
@@ -31,6 +29,7 @@ from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
 from speedrun.train.program import Program
 from speedrun.train.request import read_sealed
+from speedrun.train.resume_settings import find_recipe
 
 WEIGHTS = "model.safetensors"
 #: Dtypes of trained parameters, with their names in a header.
@@ -155,7 +154,8 @@ def load(
             raise UsageError(f"{run} is no run, and no folder of weights; name one, as in runs/first")
         raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
     kept = _unsealed(folder / checkpoint.RUN, Resumable)
-    look_in(*sourcefile.recipe_folders(), *map(Path, kept.recipe_folders))
+    if recipe is None:
+        find_recipe(kept, folder.with_name(folder.name.removesuffix(".checkpoints")))
     track = tracks.load(kept.config.track)
     chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
     meshes.prepare(track.rules.platform)

@@ -34,7 +34,16 @@ def resumed(out: Path) -> RunConfig:
         raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
     with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
         kept = read_sealed(path, Resumable)
-    look_in(*map(Path, kept.recipe_folders))
+    find_recipe(kept, out)
     if processes.is_first() and out.exists():
         repair(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
+
+
+def find_recipe(kept: Resumable, record: Path) -> None:
+    """Look for a recipe where the run found it, but not beside its files, which may be a stranger's."""
+    theirs = record.resolve(), checkpoint.folder_of(record)
+    folders = [Path(folder) for folder in kept.recipe_folders]
+    own = [one for one in folders if one.is_absolute() and not any(map(one.resolve().is_relative_to, theirs))]
+    if own:
+        look_in(*own)
