@@ -1,7 +1,4 @@
-"""What the site changes in pages: where links lead, links on pictures, and the order of what a search finds.
-
-A folder's link leads to its README, a source file's to the repository or, without a URL, to a copy.
-"""
+"""Links of the site: a folder's to its README, and a source file's to the repository or, without a URL, to a copy."""
 
 import re
 from posixpath import dirname, join, normpath
@@ -22,7 +19,7 @@ def on_page_markdown(markdown, page, config, files):
             file.inclusion = InclusionLevel.NOT_IN_NAV
         return link[0]
 
-    if re.search("LOG|/api/(?!package)", page.file.src_uri):  # they have every word
+    if re.search("LOG|/api/(?!package)", page.file.src_uri):  # logs and the API have every word
         page.meta["search"] = {"boost": 0.1}
     markdown = re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", target, markdown)
     return re.sub(r"^!\[[^]]*\]\(([^)]+)\)$", r"[\g<0>](\1)", markdown, flags=re.MULTILINE)

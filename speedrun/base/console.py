@@ -71,7 +71,7 @@ class TextLog:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._every = 1  # steps of a round, which have one time
+        self.every = 1  # steps of a round, which have one time
         self._clock_runs = False
         self._state_hash = ""
         self._step_s: list[float] = []
@@ -133,7 +133,7 @@ class TextLog:
                 inputs = [f"{name} {value}" for name, value in change.inputs.items()]
                 return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
             case runlog.Islands() as fleet:
-                self._every = fleet.every
+                self.every = fleet.every
             case runlog.Island() | runlog.Round() as one:
                 return _of_islands(one)
             case runlog.Val() as val:
@@ -163,9 +163,9 @@ class TextLog:
         """Return a line for every tenth of a run; times and rates are means since the previous line."""
         done, tenth = step.step + 1, max(1, -(-self._num_steps // 10))
         is_last = done == self._num_steps
-        if done % self._every and not is_last:
+        if done % self.every and not is_last:
             return None
-        num = (done - 1) % self._every + 1
+        num = (done - 1) % self.every + 1
         self._step_s += [(step.train_time_s - self._train_time_s) / num] * num
         self._train_time_s = step.train_time_s
         if done // tenth == (done - num) // tenth and not is_last:
@@ -241,7 +241,7 @@ class Printer:
         ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
         if shown is not None:
             self._write(shown + ghost)
-        elif is_step and self._is_live:
+        elif is_step and self._is_live and (step.step + 1) % self._text.every == 0:
             self._show(step, ghost)
 
     def say(self, text: str) -> None:

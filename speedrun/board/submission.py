@@ -76,8 +76,8 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
 
 def require_outside(record: Path, out: Path) -> None:
     """Raise UsageError if the output folder is inside the record, or its checkpoints."""
-    inside, record = out.resolve().parts, record.resolve()
-    if any(inside[: len(one.parts)] == one.parts for one in (record, Path(f"{record}.checkpoints"))):
+    held = [Path(f"{record.resolve()}{end}") for end in ("", ".checkpoints", ".islands")]
+    if any(map(out.resolve().is_relative_to, held)):
         raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
 
 

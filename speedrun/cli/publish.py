@@ -108,12 +108,10 @@ def _line(finding: Leak) -> str:
 
 
 _Records = Annotated[Path, "--records DIR", "Folder of <track>/<record>/."]
-_HEAD = """\
-# The board, or leaderboard
-
-± gives the 95 % interval of a mean. What others published or claim is in italics: unranked, not verified by us.
-
-"""
+_HEAD = (
+    "# The board, or leaderboard\n\n± gives the 95 % interval of a mean. What others published or claim is in italics: "
+    "unranked, not verified by us.\n\n"
+)
 
 
 @click.group(epilog=cli.epilog("speedrun leaderboard build", "speedrun leaderboard check"))
