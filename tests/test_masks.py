@@ -88,7 +88,7 @@ def test_a_track_without_a_tokenizer_has_no_mask(recipe):
 
 
 def test_an_unknown_derivation_is_refused(recipe):
-    with pytest.raises(UsageError, match="its constants give 'x' as str; need NumPy numbers"):
+    with pytest.raises(UsageError, match="its constants give 'x' as str; need NumPy's"):
         Program(
             replace(recipe, constants=lambda *_: {"x": "a table of text"}), meshes.make_mesh(1)
         ).constants.arrays()
