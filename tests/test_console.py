@@ -2,6 +2,7 @@ import io
 import re
 from itertools import pairwise
 
+import forgeries
 import pytest
 from record_forge import Spec, chain, change, moments
 
@@ -67,6 +68,20 @@ def test_steps_of_a_round_have_its_time_and_one_line():
         ("10", "12.00", "2000.0", "0s"),
     ]
     assert "p50 1000.0 ms" in render(chain(log))
+
+
+@pytest.mark.usefixtures("forged")
+def test_the_wall_of_a_resumed_run_has_its_own_training_only():
+    log = forgeries.went_on(moments(Spec()))
+    (start,) = (moment.event for moment in log if isinstance(moment.event, runlog.Resume))
+    parts = re.search(
+        r"train (\S+) s \| cold wall (\S+) s \(compile (\S+), warm-up (\S+), val (\S+), other (\S+)\)",
+        render(chain(log)),
+    )
+    assert parts
+    train_s, wall_s, *rest_s = map(float, parts.groups())
+    assert start.train_time_s == pytest.approx(0.4)
+    assert sum(rest_s) == pytest.approx(wall_s - (train_s - start.train_time_s), abs=0.2)
 
 
 def test_rates_are_means_since_the_line_before(spec_lines):

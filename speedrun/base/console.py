@@ -76,6 +76,7 @@ class TextLog:
         self._state_hash = ""
         self._step_s: list[float] = []
         self._train_time_s = 0.0
+        self._earlier_s = 0.0  # train time of the run that this one resumes
         self._shown = (0, 0.0, 0)  # steps done, train time and tokens at the last step line
 
     def __call__(self, line: Line) -> str | None:
@@ -115,7 +116,7 @@ class TextLog:
                 how = "restored" if warm.state_hash == self._state_hash else "NOT restored"
                 return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | state {warm.state_hash[:8]} {how}"
             case runlog.Resume() as old:
-                self._train_time_s = old.train_time_s
+                self._train_time_s = self._earlier_s = old.train_time_s
                 self._shown = (old.step, old.train_time_s, old.tokens_seen)
                 return f"{self._at(old.step)}  resumes {old.run_id}, state {old.state_hash[:8]}"
             case runlog.Checkpoint() as kept:
@@ -182,10 +183,11 @@ class TextLog:
 
     def _result(self, end: runlog.RunEnd) -> list[str]:
         val = "none" if end.val_loss is None else f"{end.val_loss:.4f}"
-        other_s = end.cold_wall_s - end.train_time_s - end.compile_s - end.warmup_s - end.val_s
         p50_ms, p95_ms, max_ms = quantiles_ms(self._step_s)
         wait = end.data_wait_s / max(1e-9, end.train_time_s)
-        parts_s = {"compile": end.compile_s, "warm-up": end.warmup_s, "val": end.val_s, "other": other_s}
+        parts_s = {"compile": end.compile_s, "warm-up": end.warmup_s, "val": end.val_s}
+        own_s = end.train_time_s - self._earlier_s
+        parts_s["other"] = end.cold_wall_s - own_s - sum(parts_s.values())
         lines = [
             f"result  {end.status} | val {val} | train {end.train_time_s:.2f} s | "
             f"cold wall {end.cold_wall_s:.1f} s ({_seconds(parts_s)})",
