@@ -28,7 +28,7 @@ def resolve(choice: str) -> str:
         raise UsageError(f"{path}: cannot be imported by this name; rename it to letters, digits and _")
     if os.pathsep in str(path.parent):
         raise UsageError(f"{path}: its folder has a {os.pathsep!r} in its name; move or rename it")
-    if (ROOT / RECIPES / path.name).exists():
+    if is_shipped(path.stem):
         raise UsageError(f"{path}: recipe {path.stem} ships with this package; rename file and recipe")
     advice = "need a Python file in UTF-8 that defines RECIPE, so that a record can carry it"
     with translate_read_errors(path, advice, kind=UsageError):
@@ -36,6 +36,13 @@ def resolve(choice: str) -> str:
         read_regular(path, _MOST_BYTES).decode()
     look_in(path.parent)
     return path.stem
+
+
+def is_shipped(name: str) -> bool:
+    """Return whether a recipe comes with this package."""
+    return name in {
+        path.stem for path in (ROOT / RECIPES).glob("*.py")
+    }  # no path is made of a stranger's name
 
 
 def look_in(*folders: Path) -> None:

@@ -125,7 +125,7 @@ def _mlperf(record: Record, run: Run) -> str:
     }
     log = partial(_mllog, run.lines[0])
     said = [log(run.lines[0], key, value) for key, value in facts.items()]
-    is_good = run.finished and record.track and run.val_loss <= record.track.target.loss
+    is_good = run.finished and run.val_loss <= record.rules.target.loss
     about = {"samples_count": 0, "status": "success" if is_good else "aborted"}
     for line in run.lines:
         if isinstance(line.event, runlog.Step):

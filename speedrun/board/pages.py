@@ -90,7 +90,6 @@ def filled(page: str, figures: Mapping[str, str]) -> str:
     """Return a page with these figures between their marks; raise UsageError for a mark of another figure."""
     if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
         raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
-    for mark in _MARK.finditer(page):
-        if mark[2] not in figures:
-            raise unknown("figure", mark[2], figures)
+    for name in {mark[2] for mark in _MARK.finditer(page)} - figures.keys():
+        raise unknown("figure", name, figures)
     return _MARK.sub(lambda mark: f"{mark[1]}{figures[mark[2]]}{mark[4]}", page)

@@ -94,7 +94,7 @@ def submit(
         *found,
         f"archive {ready.archive}  {ready.archive_bytes:,} bytes, sha256 {ready.archive_sha256}{done}",
         f"text    {ready.text_path}{done}",
-        "\nTo send it, type in the root of a checkout:\n",
+        f"\nTo send it, type in the root of a checkout{', after it is written' * dry_run}:\n",
         *(f"    {line}" for line in ready.commands),
         "\nOr open the pull request in a browser with that text. Then tick the promises that you make.",
     ]

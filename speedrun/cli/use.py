@@ -55,11 +55,7 @@ def watch(
         used = url.rstrip("/").rpartition(":")[2]
         lines = [
             clean(f"watch   {shlex.join(map(str, folders))}"),
-            *(
-                clean(f"waits   for {folder}, which is not there")
-                for folder in folders
-                if not folder.exists()
-            ),
+            *(clean(f"waits   for {one}, which is not there") for one in folders if not one.exists()),
             f"page    {url}   Ctrl-C ends it",
             f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open it there",
         ]

@@ -15,6 +15,7 @@ from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
+from speedrun.base.recipe_files import is_shipped
 from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.board.leaks import refuse_secrets
 from speedrun.data import vocabulary
@@ -22,7 +23,7 @@ from speedrun.data.shards import data_folder, sha256
 from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, own_recipe, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
-from speedrun.record.about import SHIPPED, sources
+from speedrun.record.about import sources
 from speedrun.record.logged_run import loss_of
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
@@ -125,7 +126,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
         tokenizer_sha256=next(map(layout.sha256, spoken.values()), ""),
         version=metadata.version("speedrun"),
     )
-    own = "" if recipe.name in SHIPPED else f" --recipe path/to/{recipe.name}.py"
+    own = "" if is_shipped(recipe.name) else f" --recipe path/to/{recipe.name}.py"
     about = card(trained, "speedrun", _LOAD.format(name=out.name, recipe=own, version=facts.version))
     files = {WEIGHTS: raw, FACTS: records.encode(facts), "README.md": about.encode(), **spoken}
     return save_folder(trained, out, files)

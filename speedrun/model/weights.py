@@ -150,7 +150,7 @@ def load(
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
     steps = steps_in(folder)
     if not steps:
-        if not (run / "runs").is_dir():
+        if not folder.exists() and not (run / "runs").is_dir():
             raise UsageError(f"{run} is no run, and no folder of weights; name one, as in runs/first")
         raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
     kept = _unsealed(folder / checkpoint.RUN, Resumable)

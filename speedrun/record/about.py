@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from speedrun.base import console, track
 from speedrun.base.errors import UsageError
+from speedrun.base.recipe_files import is_shipped
 from speedrun.base.wholefile import lock_record, write_whole
 from speedrun.record.batch import standing
 from speedrun.record.layout import ABOUT, Strict
@@ -17,8 +18,6 @@ from speedrun.record.logged_run import Run
 from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, encode, load
 from speedrun.record.statistics import MeanTest
 
-#: Recipes of this package.
-SHIPPED = {path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.py")}
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 
 
@@ -112,7 +111,7 @@ def assemble(
 def reproduce_command(run: Run) -> str:
     """Return the command line that repeats this run."""
     name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
-    recipe = run.start.recipe if run.start.recipe in SHIPPED else f"path/to/{run.start.recipe}.py"
+    recipe = run.start.recipe if is_shipped(run.start.recipe) else f"path/to/{run.start.recipe}.py"
     command = ["speedrun", "run", "--track", name, "--recipe", recipe, "--seed", str(run.start.seed)]
     known = track.load(name) if name in track.names() else None
     # A run that was killed before its preflight has no devices.

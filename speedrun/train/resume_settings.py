@@ -45,5 +45,4 @@ def find_recipe(kept: Resumable, record: Path) -> None:
     theirs = record.resolve(), checkpoint.folder_of(record)
     folders = [Path(folder) for folder in kept.recipe_folders]
     own = [one for one in folders if one.is_absolute() and not any(map(one.resolve().is_relative_to, theirs))]
-    if own:
-        look_in(*own)
+    look_in(*own)

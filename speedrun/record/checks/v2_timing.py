@@ -87,9 +87,8 @@ def _drift(run: Run) -> Iterator[str]:
     hint="keep the log of the run that it resumes, as the harness wrote it",
 )
 def _goes_on(record: Record) -> Iterator[str]:
-    """Also of runs that broke off: they are a part of the chain."""
     by_name = {run.folder: run for run in record.runs}
-    for run in record.runs:
+    for run in record.runs:  # also those that broke off, which are a part of the chain
         if run.resumed:
             yield from (f"{run.folder}: {one}" for one in _jumps(run, by_name.get(run.origin.run_id)))
 
