@@ -155,7 +155,9 @@ def test_a_recipe_of_ones_own_is_found_when_its_run_is_resumed_or_its_weights_ar
     out = copied(trained, tmp_path)
     shutil.rmtree(out)
     run_json = folder_of(out) / "run.json"
-    kept = msgspec.structs.replace(read_sealed(run_json, Resumable), recipe_folders=("/of/mine",))
+    kept = msgspec.structs.replace(
+        read_sealed(run_json, Resumable), recipe_folders=("/of/mine", "here", str(out), f"{folder_of(out)}/1")
+    )
     run_json.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(kept, enc_hook=str))))
     for read in (weights.load, resume_settings.resumed):
         monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
