@@ -25,6 +25,9 @@ from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targe
 from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
 from speedrun.science.models import record89_model as record89
+from speedrun.science.optim import anvil
+from speedrun.science.optim.normuon_and_adam import polar_express
+from speedrun.science.optim.orthogonal import orthogonalize
 
 PLATFORM, CAPABILITY = meshes.accelerator(meshes.make_mesh(1))
 ON_GPU = PLATFORM == "gpu"
@@ -222,3 +225,37 @@ def test_a_kernel_agrees_with_its_definition(name):
     assert len(cases) >= 2
     for case, fast, definition, args, most in cases:
         assert not wrong(fast, definition, args, most), case
+
+
+#: Of records 21 (and Muon of the ladder), 89 and 92.
+ORTHOGONAL = {"muon": partial(orthogonalize, steps=5), "polar": polar_express, "anvil": anvil.orthogonal}
+
+
+def hard_matrices(m: int, n: int) -> np.ndarray:
+    """Of rank one, exactly and nearly. Some have equal entries, whose roundings add up."""
+    rng = np.random.default_rng(m + n)
+    kinds: list[Callable[[int], np.ndarray]] = [
+        np.ones,
+        lambda k: rng.choice([-1.0, 1.0], k),
+        lambda k: rng.choice(rng.uniform(0.5, 2, 3), k),
+        lambda k: rng.normal(size=k),
+        lambda k: rng.normal(size=k) * (rng.random(k) < 0.2),
+    ]
+    exact = np.stack([np.outer(u(m), v(n)) for u, v in product(kinds, kinds) for _ in range(4)])
+    exact /= np.linalg.norm(exact, axis=(1, 2), keepdims=True)
+    noisy = exact[-8:] + np.geomspace(1e-4, 0.1, 8)[:, None, None] * rng.normal(size=(8, m, n)) / np.sqrt(
+        m * n
+    )
+    return np.concatenate([exact, noisy, 1e4 * exact, 1e38 * exact[-1:], 1e-38 * exact[-1:], 0 * exact[-1:]])
+
+
+@pytest.mark.parametrize("name", ORTHOGONAL)
+@pytest.mark.parametrize("shape", [(256, 768), (768, 768), (768, 2816)])
+def test_no_orthogonalisation_explodes_in_16_bits(name, shape):
+    """As the first gradients of a run nearly are: all tokens agree on one direction."""
+    iterate = jax.jit(partial(ORTHOGONAL[name], dtype="bfloat16"))
+    g_Kmn = jnp.asarray(hard_matrices(*(side if ON_GPU else side // 16 for side in shape)), jnp.float32)
+    found = np.asarray(iterate(g_Kmn), np.float32)
+    assert np.isfinite(found).all()
+    assert np.linalg.norm(found, 2, axis=(1, 2)).max() < 1.25
+    assert not found[-1].any()

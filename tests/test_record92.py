@@ -1,5 +1,6 @@
 """Record 92 as it is run: its sibling, and what it refuses. tests/test_golden92.py has the rest."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from speedrun import recipes
-from speedrun.base import mesh
+from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 from speedrun.data import synthetic
@@ -20,8 +21,8 @@ from speedrun.science.optim.averages import Average, averages
 from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Layout, ParamSpec, count, zeros
 from speedrun.science.rows import Rows, most_rows, moved
-from speedrun.train import checkpoint, contract, footprint
-from speedrun.train.program import Program
+from speedrun.train import checkpoint, contract, footprint, warmup
+from speedrun.train.program import Program, StepShape
 
 RECORD = recipes.load("record92")
 SMOKE = RECORD.override({"size": "smoke"})
@@ -44,6 +45,19 @@ def test_the_rows_of_a_sequence_fit_between_eight_devices(num_tokens):
     )
     found = np.unique(ngram_rows(jnp.asarray(ids, jnp.int32)[None], sizes.ngram_rows))
     assert np.bincount(found // each).max() < most_rows(2 * num_tokens, each, 8)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_bench_and_warm_up_draw_ids_with_which_sampled_columns_have_room_for_all_targets(stage):
+    sizes, one = RECORD.config, RECORD.stages[stage]
+    room = min(RECORD.inputs_at(step)["columns"] for step in RECORD.steps_of(stage))
+    ids = synthetic.imitated(
+        one.seq_len, vocab_size=sizes.vocab_size, document_token=sizes.document_token, seed=0
+    )
+    assert len(np.unique(ids)) < room
+    ready: Any = SimpleNamespace(track=track.load("main-8xh100"), program=Program(SMOKE, mesh.make_mesh(8)))
+    _, targets_BT = warmup._random_ids(ready, StepShape(8, 256, ()))
+    assert len(np.unique(targets_BT)) < 20
 
 
 def test_an_update_has_room_for_the_batches_since_the_last_one():

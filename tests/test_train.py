@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+import optax
 import pytest
 from small_run import SMALL, events, log_of
 from test_processes import ends, started
@@ -153,7 +154,38 @@ def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
     assert set(files) == {f"speedrun/{name}" for name in texts if name != "unused.py"}
 
 
-def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_path, smoke_data, monkeypatch):
+@dataclasses.dataclass(frozen=True)
+class Spoilt:
+    """An optimiser whose fourth update of the embedding has a NaN."""
+
+    inner: Any
+
+    def transform(self, layout):
+        good = self.inner.transform(layout)
+
+        def update(grads, state, params, **more):
+            updates, inner = good.update(grads, state[0], params, **more)
+            embed = updates["embed"].at[0, 0].add(jnp.where(state[1] == 3, jnp.nan, 0))
+            return {**updates, "embed": embed}, (inner, state[1] + 1)
+
+        return optax.GradientTransformationExtraArgs(lambda params: (good.init(params), 0), update)
+
+
+def test_a_bad_update_ends_the_run_at_its_own_step_and_is_named(tmp_path, smoke_data, monkeypatch):
+    recipe, out = recipes.load("smoke").override(SMALL), tmp_path / "out"
+    spoilt = dataclasses.replace(recipe, optimizer=Spoilt(recipe.optimizer), if_nan="ask its author")
+    monkeypatch.setattr(recipes, "load", lambda name: spoilt)
+    result = invoke("run", "--data", smoke_data, "--out", out, *as_words(SMALL))
+    assert result.exit_code == NonFiniteError.exit_code == 5
+    said = (
+        r"step 3: loss is 5.\d*; first non-finite update: embed; lower the learning rate, or ask its author"
+    )
+    assert re.search(said, result.stderr)
+    assert events(out)[-1].status == "non-finite"
+    assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
+
+
+def test_a_bad_gradient_ends_the_warm_up_before_the_clock_and_is_named(tmp_path, smoke_data, monkeypatch):
     recipe, out = recipes.load("smoke").override(SMALL), tmp_path / "out"
 
     def forward(p, *args):
@@ -161,11 +193,11 @@ def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_pat
         return recipe.forward(p, *args) + nothing
 
     monkeypatch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
-    result = invoke("run", "--data", smoke_data, "--out", out, *as_words(SMALL))
-    assert result.exit_code == NonFiniteError.exit_code == 5
-    assert re.search(r"step 0: loss is 5.5\d*; first non-finite gradient: block.0.qkv", result.stderr)
-    assert events(out)[-1].status == "non-finite"
-    assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
+    with pytest.raises(
+        NonFiniteError, match=r"warm-up of 8x64.*: loss is .*; first .* gradient: block.0.qkv"
+    ):
+        train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
+    assert (events(out)[-1].status, events(out, runlog.ClockStart)) == ("non-finite", [])
 
 
 def test_the_loop_refuses_a_transfer_that_nobody_asked_for(tmp_path, smoke_data, monkeypatch):

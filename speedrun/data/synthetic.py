@@ -143,7 +143,9 @@ def write(track: Track, folder: Path) -> Manifest:
 
 #: Tokens of a document of FineWeb, counted by modded-nanogpt's authors in ten shards; lengths are log-normal.
 MEDIAN, MEAN = 403, 690
-_ZIPF_OFFSET = 2.7  #: the weight of the id of rank r is 1 / (r + offset)
+#: The weight of the id of rank r is (r + offset)^-exponent. Text repeats the ids of its document; with this exponent,
+#: independent ids have as few distinct ones, within 7 % for 2,048 to 98,304 tokens of web text.
+_ZIPF_OFFSET, _ZIPF_EXPONENT = 2.7, 1.15
 
 
 def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
@@ -159,7 +161,7 @@ def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
 def imitated(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) -> np.ndarray:
     """Return documents with independent ids from a Zipf distribution below `vocab_size`: i32 [num_tokens]."""
     rng = np.random.default_rng(seed)
-    weights = np.cumsum(1 / (np.arange(vocab_size - 1) + _ZIPF_OFFSET))
+    weights = np.cumsum((np.arange(vocab_size - 1) + _ZIPF_OFFSET) ** -_ZIPF_EXPONENT)
     ids = np.searchsorted(weights, rng.random(num_tokens) * weights[-1], side="right").astype(np.int32)
     ids += ids >= document_token
     lengths = document_lengths(num_tokens, seed)

@@ -30,7 +30,7 @@ from speedrun.science.recipe import Recipe, settings
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.footprint import flops_per_token
-from speedrun.train.program import Program
+from speedrun.train.program import Program, finite_loss
 
 
 class StepTimings(msgspec.Struct, frozen=True):
@@ -82,9 +82,8 @@ def step(
 
     def fetch(metrics: Any) -> None:
         """Fetch a loss while the device runs the next step, as the loop does."""
-        loss, _ = jax.device_get((metrics.loss, metrics.bad))
+        losses.append(finite_loss(program, metrics, f"step {len(losses)} from step {first_step}"))
         arrivals_ms.append(watch.seconds * 1e3)
-        losses.append(float(loss))
 
     shapes = repeat(batch[0].shape, num_steps)
     imitated = nullcontext(repeat(_imitated(program, first_step)))

@@ -212,4 +212,5 @@ RECIPE = Recipe(
     eval_seq_len=262_144,
     compute_dtype="bfloat16",
     constants=constants,
+    if_nan="give each sequence as many columns as it has distinct targets (schedule.phases.N.columns)",
 )

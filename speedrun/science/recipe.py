@@ -118,6 +118,7 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     carry: Callable[[ConfigT], Params] = no_carry  #: config -> initial `Batch.carry` for one sequence
     #: Inputs that are the same at every step.
     constants: Callable[[ConfigT, Vocabulary], Constants] = no_constants
+    if_nan: str = ""  #: what else to do about a loss that is no number, besides a lower learning rate
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -175,7 +176,7 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         return _rebuilt(self, new)
 
 
-IDENTITY = ("name", "summary", "parent", "revision")
+IDENTITY = ("name", "summary", "parent", "revision", "if_nan")
 
 
 def settings(node: Any, above: str = "") -> dict[str, Any]:

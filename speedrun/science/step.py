@@ -55,7 +55,7 @@ class StepMetrics(NamedTuple):
 
     loss: jax.Array  #: f32[], mean nats per token before the update
     bad: jax.Array  #: f32 [devices], numbers of flags in `nonfinite`
-    nonfinite: dict[str, jax.Array]  #: by packed name: flags for non-finite gradients
+    nonfinite: dict[str, Params]  #: of "gradient" and "update", by packed name: flags for what is not finite
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Step:
 
     def train_function(self, static: Static) -> Callable[..., tuple[TrainState, StepMetrics]]:
         """Return the function (state, tokens_BT, targets_BT, schedule) -> (state, metrics), `static` compiled in."""
-        batch = P(self.mesh.axis_names)
-        out = self.specs, StepMetrics(P(), batch, self.layout.specs)  # pyright: ignore[reportArgumentType]
+        batch, flags = P(self.mesh.axis_names), dict.fromkeys(("gradient", "update"), self.layout.specs)
+        out = self.specs, StepMetrics(P(), batch, flags)  # pyright: ignore[reportArgumentType]
         step, takes = partial(self._train_step, static), (self.specs, batch, batch, P())
         return jax.shard_map(step, mesh=self.mesh, in_specs=takes, out_specs=out)
 
@@ -121,11 +121,15 @@ class Step:
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
         new = jax.tree.map(rows.moved, state.params, updates)
-        flags = {k: self.layout.flags(k, ~jnp.isfinite(getattr(g, "values_ND", g))) for k, g in grads.items()}
+        flags = {"gradient": self._flags(grads), "update": self._flags(updates)}
         # Do not sum over devices: no computation is left to overlap the sum.
-        bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
+        bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in jax.tree.leaves(flags))
         metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), jnp.stack([bad]), flags)
         return TrainState(state.step + 1, new, opt_state, loss.carry), metrics
+
+    def _flags(self, packed: Any) -> Params:
+        """Return flags for values that are not finite, by packed name."""
+        return {k: self.layout.flags(k, ~jnp.isfinite(getattr(x, "values_ND", x))) for k, x in packed.items()}
 
     def loss_and_grads(self, packed: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
         """Return the loss of this device's sequences and its packed shard of the mean gradient over all devices."""

@@ -22,7 +22,7 @@ from speedrun.science.step import StepMetrics, TrainState
 from speedrun.train import health
 from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.preflight import Ready
-from speedrun.train.program import evaluate
+from speedrun.train.program import evaluate, finite_loss, if_nan
 from speedrun.train.warmup import Executables, Untimed, compilations, set_up
 
 
@@ -182,22 +182,12 @@ class Training:
         if self.pending is None:
             return
         (step, metrics, cursor), self.pending = self.pending, None
-        loss, flags = jax.device_get((metrics.loss, metrics.bad))
-        loss = float(loss)
+        loss = finite_loss(self.ready.program, metrics, f"step {step}")
         planned = self.executables.planned[step]
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
-        if np.any(flags) or not np.isfinite(loss):
-            leaf = self.ready.program.layout.first_flagged(meshes.fetch(metrics.nonfinite))
-            found = f"step {step}: loss is {loss}; first non-finite gradient: {leaf}"
-            raise NonFiniteError(f"{found}; {self._advice()}")
         place = batch_tokens, self.place.tokens_seen, cursor
         self.log.emit(runlog.Step(step, self.clock.seconds, loss, *place, inputs=planned.inputs))
-
-    def _advice(self) -> str:
-        reads = ", ".join(self.ready.program.layout.reads)
-        rows = f", or spread the ids that are read of {reads} evenly over it" if reads else ""
-        return f"lower the learning rate{rows}"
 
     def _validate_in_pause(self, step: int) -> None:
         with self.clock.paused(self._sync):
@@ -217,7 +207,7 @@ class Training:
             if (after := state_hash(state)) != before:
                 raise SpeedrunError(f"{where}: the state was {before} before and is {after} now")
             if not np.isfinite(val.loss):
-                raise NonFiniteError(f"{where}: loss is {val.loss}; {self._advice()}")
+                raise NonFiniteError(f"{where}: loss is {val.loss}; {if_nan(ready.program)}")
             is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
             self.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
             self.val_loss = val.loss

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import faults, runlog, signals
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.mesh import DATA
 from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
@@ -31,7 +31,7 @@ from speedrun.science.inputs import Inputs, Static
 from speedrun.science.kernels.choose import HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Forward, Recipe, Vocabulary
-from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
+from speedrun.science.step import COMPILER_OPTIONS, Step, StepMetrics, TrainState
 from speedrun.train.constants import RecipeConstants
 
 #: Custom calls that a program may contain: kernels of Pallas.
@@ -291,6 +291,26 @@ def evaluate(
         poll()
     step = int(jax.device_get(state.step))
     return runlog.Val(step, total / tokens, tokens, total.hex(), watch.seconds, tuple(sequences))
+
+
+def finite_loss(program: Program, metrics: StepMetrics, where: str) -> float:
+    """Return the loss of a step; raise NonFiniteError unless it, all gradients and all updates are finite.
+
+    All processes must call it. `metrics.bad` must be replicated (`mesh.whole`).
+    """
+    loss, bad = jax.device_get((metrics.loss, metrics.bad))
+    if np.isfinite(loss) and not np.any(bad):
+        return float(loss)
+    flagged = {what: program.layout.first_flagged(x) for what, x in meshes.fetch(metrics.nonfinite).items()}
+    first = [f"; first non-finite {what}: {leaf}" for what, leaf in flagged.items() if leaf][:1]
+    raise NonFiniteError(f"{where}: loss is {loss}{''.join(first)}; {if_nan(program)}")
+
+
+def if_nan(program: Program) -> str:
+    """Return what to do about a number that is not finite."""
+    reads = ", ".join(program.layout.reads)
+    rows = [f"spread the ids that are read of {reads} evenly over it"] if reads else []
+    return ", or ".join(filter(None, ["lower the learning rate", *rows, program.recipe.if_nan]))
 
 
 def recomputed(forward: Forward) -> Forward:

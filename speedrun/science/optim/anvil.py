@@ -35,9 +35,14 @@ COEFFICIENTS = (
 
 
 def orthogonal(g_Kmn: jax.Array, *, dtype: Dtype) -> jax.Array:
-    """Move the singular values of each matrix (m <= n) close to one, in `dtype`. Zero stays zero."""
-    x = g_Kmn.astype(dtype)
-    return quintics(x / (1.05 * jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-6), COEFFICIENTS)
+    """Move the singular values of each matrix (m <= n) close to one, in `dtype`. Zero stays zero.
+
+    The iteration explodes from a singular value of 1.00007 / 1.05 on. A matrix of rank one has 1 / 1.05, and rounding
+    adds to it: so norm and quotient are float32, and the norm has room for two `eps` (docs/LOG.md, 2026-11-28).
+    """
+    x, safety = g_Kmn.astype(dtype), 1 + 2 * float(jnp.finfo(dtype).eps)
+    norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
+    return quintics((x / (1.05 * safety * norm + 1e-6)).astype(dtype), COEFFICIENTS)
 
 
 class AnvilState(NamedTuple):
