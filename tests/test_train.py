@@ -163,12 +163,13 @@ class Spoilt:
     def transform(self, layout):
         good = self.inner.transform(layout)
 
-        def update(grads, state, params, **more):
-            updates, inner = good.update(grads, state[0], params, **more)
+        def update(updates, state, params=None, **more):
+            updates, inner = good.update(updates, state[0], params, **more)
             embed = updates["embed"].at[0, 0].add(jnp.where(state[1] == 3, jnp.nan, 0))
             return {**updates, "embed": embed}, (inner, state[1] + 1)
 
-        return optax.GradientTransformationExtraArgs(lambda params: (good.init(params), 0), update)
+        init: Any = lambda params: (good.init(params), 0)  # noqa: E731
+        return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_bad_update_ends_the_run_at_its_own_step_and_is_named(tmp_path, smoke_data, monkeypatch):

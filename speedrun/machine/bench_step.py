@@ -30,7 +30,7 @@ from speedrun.science.recipe import Recipe, settings
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.footprint import flops_per_token
-from speedrun.train.program import Program, finite_loss
+from speedrun.train.program import Program, finite_step
 
 
 class StepTimings(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ def step(
 
     def fetch(metrics: Any) -> None:
         """Fetch a loss while the device runs the next step, as the loop does."""
-        losses.append(finite_loss(program, metrics, f"step {len(losses)} from step {first_step}"))
+        losses.append(finite_step(program, metrics, f"step {len(losses)} from step {first_step}"))
         arrivals_ms.append(watch.seconds * 1e3)
 
     shapes = repeat(batch[0].shape, num_steps)

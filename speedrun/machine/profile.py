@@ -17,7 +17,7 @@ from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import lowered_step
 from speedrun.plan import cost, hlo
 from speedrun.plan.shares import Kind
-from speedrun.train.program import Program, finite_loss
+from speedrun.train.program import Program, finite_step
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
 
@@ -110,7 +110,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     train_step = program.compiled(lowered, xla_gpu_enable_command_buffer="")
     for _ in range(2):
         state, metrics = train_step(state, *batch, schedule)
-        finite_loss(program, metrics, f"step {first_step}")
+        finite_step(program, metrics, f"step {first_step}")
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it takes longer than the steps
     with jax.profiler.trace(folder, profiler_options=options):

@@ -231,11 +231,12 @@ class Layout:
         named = zip(self.vectors[vector], specs, ends, strict=True)
         return {name: values[end - spec.size : end].reshape(spec.shape) for name, spec, end in named}
 
-    def flags(self, name: str, bad: jax.Array) -> jax.Array:
-        """Reduce the flags of a packed array: per matrix of a bank, per device of a table, per entry of a vector."""
-        if name in self.vectors:
-            return bad
-        return jnp.any(bad, axis=(1, 2)) if name in self.banks else jnp.any(bad)[None]
+    def flags(self, packed: Mapping[str, Any]) -> Params:
+        """Flag what is not finite, per matrix of a bank, per device of a table or its `Rows`, per entry of a vector."""
+        bad = {name: ~jnp.isfinite(getattr(x, "values_ND", x)) for name, x in packed.items()}
+        for name in bad.keys() - self.vectors.keys():
+            bad[name] = jnp.any(bad[name], axis=(1, 2)) if name in self.banks else jnp.any(bad[name])[None]
+        return bad
 
     def first_flagged(self, flags: Mapping[str, Any]) -> str | None:
         """Return the first parameter in the table with a flag, given host arrays by packed name."""

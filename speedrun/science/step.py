@@ -121,15 +121,11 @@ class Step:
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
         new = jax.tree.map(rows.moved, state.params, updates)
-        flags = {"gradient": self._flags(grads), "update": self._flags(updates)}
+        flags = {"gradient": self.layout.flags(grads), "update": self.layout.flags(updates)}
         # Do not sum over devices: no computation is left to overlap the sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in jax.tree.leaves(flags))
         metrics = StepMetrics(jax.lax.pmean(loss.nll, self.mesh.axis_names), jnp.stack([bad]), flags)
         return TrainState(state.step + 1, new, opt_state, loss.carry), metrics
-
-    def _flags(self, packed: Any) -> Params:
-        """Return flags for values that are not finite, by packed name."""
-        return {k: self.layout.flags(k, ~jnp.isfinite(getattr(x, "values_ND", x))) for k, x in packed.items()}
 
     def loss_and_grads(self, packed: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
         """Return the loss of this device's sequences and its packed shard of the mean gradient over all devices."""

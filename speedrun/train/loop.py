@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from msgspec.structs import replace
 
 from speedrun.base import faults, processes, runlog, signals
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Clock, Phases, Stopwatch, cold_wall_s
-from speedrun.base.errors import NonFiniteError, SpeedrunError, Terminated
+from speedrun.base.errors import SpeedrunError, Terminated
 from speedrun.data import stream
 from speedrun.record import layout
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.train import health
 from speedrun.train.checkpoint import Checkpoints, Facts, described, state_hash
 from speedrun.train.preflight import Ready
-from speedrun.train.program import evaluate, finite_loss, if_nan
+from speedrun.train.program import evaluate, finite, finite_step
 from speedrun.train.warmup import Executables, Untimed, compilations, set_up
 
 
@@ -182,7 +181,7 @@ class Training:
         if self.pending is None:
             return
         (step, metrics, cursor), self.pending = self.pending, None
-        loss = finite_loss(self.ready.program, metrics, f"step {step}")
+        loss = finite_step(self.ready.program, metrics, f"step {step}")
         planned = self.executables.planned[step]
         batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
         self.place = replace(self.place, tokens_seen=self.place.tokens_seen + batch_tokens)
@@ -206,8 +205,7 @@ class Training:
             self.val_s, where = self.val_s + val.seconds, f"validation at step {val.step}"
             if (after := state_hash(state)) != before:
                 raise SpeedrunError(f"{where}: the state was {before} before and is {after} now")
-            if not np.isfinite(val.loss):
-                raise NonFiniteError(f"{where}: loss is {val.loss}; {if_nan(ready.program)}")
+            finite(ready.program, val.loss, where)
             is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
             self.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
             self.val_loss = val.loss

@@ -293,24 +293,27 @@ def evaluate(
     return runlog.Val(step, total / tokens, tokens, total.hex(), watch.seconds, tuple(sequences))
 
 
-def finite_loss(program: Program, metrics: StepMetrics, where: str) -> float:
-    """Return the loss of a step; raise NonFiniteError unless it, all gradients and all updates are finite.
+def finite_step(program: Program, metrics: StepMetrics, where: str) -> float:
+    """Fetch the loss of a step; raise NonFiniteError unless gradients and updates are finite, too.
 
     All processes must call it. `metrics.bad` must be replicated (`mesh.whole`).
     """
     loss, bad = jax.device_get((metrics.loss, metrics.bad))
-    if np.isfinite(loss) and not np.any(bad):
+    flags = meshes.fetch(metrics.nonfinite).items() if np.any(bad) else ()
+    leaves = [(what, program.layout.first_flagged(found)) for what, found in flags]
+    return finite(
+        program, loss, where, *(f"; first non-finite {what}: {leaf}" for what, leaf in leaves if leaf)
+    )
+
+
+def finite(program: Program, loss: float, where: str, *more: str) -> float:
+    """Return the loss; raise NonFiniteError, with what to do, if it is not finite or there is `more`."""
+    if np.isfinite(loss) and not more:
         return float(loss)
-    flagged = {what: program.layout.first_flagged(x) for what, x in meshes.fetch(metrics.nonfinite).items()}
-    first = [f"; first non-finite {what}: {leaf}" for what, leaf in flagged.items() if leaf][:1]
-    raise NonFiniteError(f"{where}: loss is {loss}{''.join(first)}; {if_nan(program)}")
-
-
-def if_nan(program: Program) -> str:
-    """Return what to do about a number that is not finite."""
     reads = ", ".join(program.layout.reads)
     rows = [f"spread the ids that are read of {reads} evenly over it"] if reads else []
-    return ", or ".join(filter(None, ["lower the learning rate", *rows, program.recipe.if_nan]))
+    advice = ", or ".join(filter(None, ["lower the learning rate", *rows, program.recipe.if_nan]))
+    raise NonFiniteError(f"{where}: loss is {loss}{''.join(more[:1])}; {advice}")
 
 
 def recomputed(forward: Forward) -> Forward:

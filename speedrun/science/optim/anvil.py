@@ -35,11 +35,8 @@ COEFFICIENTS = (
 
 
 def orthogonal(g_Kmn: jax.Array, *, dtype: Dtype) -> jax.Array:
-    """Move the singular values of each matrix (m <= n) close to one, in `dtype`. Zero stays zero.
-
-    The iteration explodes from a singular value of 1.00007 / 1.05 on. A matrix of rank one has 1 / 1.05, and rounding
-    adds to it: so norm and quotient are float32, and the norm has room for two `eps` (docs/LOG.md, 2026-11-28).
-    """
+    """Move the singular values of each matrix (m <= n) close to one, in `dtype`. Zero stays zero."""
+    # From 1.00007 / 1.05 on they explode. Rank one has 1 / 1.05, and rounding adds up to two eps (LOG, 2026-11-28).
     x, safety = g_Kmn.astype(dtype), 1 + 2 * float(jnp.finfo(dtype).eps)
     norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
     return quintics((x / (1.05 * safety * norm + 1e-6)).astype(dtype), COEFFICIENTS)
@@ -106,7 +103,7 @@ class AnvilAndAdam:
 
     anvil_lr: Rate
     anvil_decay: Rate
-    anvil_betas: tuple[Momentum, Momentum]
+    anvil_betas: tuple[Momentum, Momentum]  #: of the slow mean, and of the second moment
     polar_dtype: Dtype  #: of the iteration that makes matrices orthogonal
     rate_of: Callable[[Member], float]  #: factor of `anvil_lr`
     adam_lr: Rate
