@@ -37,6 +37,9 @@ fetch() {
 each() {
   local step=(--recipe record21 --devices 1) one=(--microbatches 1 --set stages.0.num_sequences=1) steps=60
   local heads=(--tokens 49152 --heads 6 --dim 128) head=(--tokens 49152 --dim 768) text form w blocks
+  local anvil=(bench step --recipe record92 --devices 1 --microbatches 1 --steps 18 --first-step 802) columns=24576 i
+  local small=(--set config.ngram_rows=65536) large=(--set config.ngram_rows=10575360)
+  for i in 0 1 2 3 4; do anvil+=(--set "stages.$i.num_sequences=1"); done
   local -A first=([w1]=0 [w7]=787 [w14]=1769)
   text=("${step[@]}" "${one[@]}" --set eval_seq_len=16384)
   if [[ -n $rehearse ]]; then
@@ -45,6 +48,7 @@ each() {
     first=([w1]=0 [w7]=100 [w14]=279)
     text=(--recipe webmini --devices 1 "${one[@]}" --set config.model_dim=32 --set config.num_heads=2
       --set config.head_dim=16 --set config.mlp_dim=64)
+    anvil=(bench step --recipe record92 --devices 1 --steps 3 --first-step 80 --set size=smoke) large=() columns=200
   fi
   for form in triton banded; do for w in w1 w7 w14; do
     "$1" "step-$form-$w" 300 bench step "${step[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
@@ -58,6 +62,13 @@ each() {
     "$1" "profile-$w" 300 profile "${step[@]}" "${one[@]}" --first-step "${first[$w]}" --steps 2 --top 40 \
       --out "$out/profile-$w"
   done
+  # Record 92 on one batch, with one change at a time: a part ends at the first number that is not finite, and names it.
+  "$1" anvil 300 "${anvil[@]}" "${small[@]}"
+  "$1" anvil-polar 300 "${anvil[@]}" "${small[@]}" --set optimizer.polar_dtype=float32
+  "$1" anvil-banded 300 "${anvil[@]}" "${small[@]}" --attention banded
+  "$1" anvil-columns 300 "${anvil[@]}" "${small[@]}" --set "schedule.phases.2.columns=($columns,)"
+  "$1" anvil-mlp 300 "${anvil[@]}" "${small[@]}" --set config.mlp_dtype=bfloat16
+  "$1" anvil-table 300 "${anvil[@]}" ${large[@]+"${large[@]}"}
   "$1" doctor 120 doctor
   "$1" head 120 bench head "${head[@]}"
   for blocks in 1 2 4 7 10 14; do

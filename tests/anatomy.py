@@ -1,5 +1,6 @@
 """Count what a compiled program holds, moves and sends."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -8,9 +9,12 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
+from deviceless import CUBLAS_GEMMS, compile_for_target, ended, schedule_of
 
-from speedrun.plan import hlo
-from speedrun.plan.deviceless import CUBLAS_GEMMS, Collective, compile_for_target, ended, schedule_of
+from speedrun.base import accelerators, mesh
+from speedrun.plan import cost, fusion, hlo
+from speedrun.plan.cost import Collective, Line
+from speedrun.plan.traced import step_jaxpr
 from speedrun.train.program import Program
 
 #: How XLA writes the groups of a collective: see `groups`.
@@ -59,6 +63,20 @@ class Anatomy(msgspec.Struct, frozen=True):
 def dissect(compiled: jax.stages.Compiled) -> Anatomy:
     """Read a compiled program."""
     return read(compiled.as_text() or "", compiled.memory_analysis())
+
+
+def prices(compiled: jax.stages.Compiled, program: Program, step: int) -> tuple[tuple[Line, ...], float]:
+    """Return the kernels of a step as compiled, by kind, and the time of those that a plan counts over theirs."""
+    device = accelerators.load("h100")
+    simulated = dataclasses.replace(program, mesh=mesh.make_mesh(program.num_devices))
+    counted, _ = fusion.count(step_jaxpr(simulated, step, device))
+    attention_flops = sum(work.flops for work in counted if work.kind == "attention")
+    priced = cost.priced(hlo.parse(compiled.as_text() or ""), attention_flops)
+    lines = cost.table([work.repeated(step.times) for step, work in priced if work], device)
+    planned_s, compiled_s = (
+        sum(one.seconds for one in each) for each in (cost.table(counted, device), lines)
+    )
+    return lines, planned_s / compiled_s
 
 
 def read(text: str, memory: Any = None) -> Anatomy:

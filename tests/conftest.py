@@ -33,6 +33,7 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
+import deviceless
 import filelock
 import jax
 import pytest
@@ -42,7 +43,6 @@ from small_run import SMALL
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.data import shards, synthetic
-from speedrun.plan import deviceless
 from speedrun.record.about import assemble
 from speedrun.science.models import record21_model as record21
 from speedrun.science.recipe import Recipe, Stage

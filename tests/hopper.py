@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import deviceless
 import jax
 import numpy as np
 import pytest
 
 from speedrun.base.mesh import DATA
-from speedrun.plan import deviceless
 
 needs_compiler = pytest.mark.usefixtures("h100")
 #: What conftest.py switches off. Worth its compile time from the third step on.
@@ -68,7 +68,7 @@ def opcodes(code: str, folder: Path) -> list[list[str]]:
     if not (roots := [place for place in places if (place / "bin" / "nvdisasm").exists()]):
         pytest.skip("no nvdisasm here; scripts/install.sh compile brings it")
     dumps = {"MOSAIC_GPU_DUMP_TO": str(folder), "CUDA_ROOT": str(roots[0]), "MOSAIC_GPU_DUMP_SASS": "1"}
-    dumps |= {"MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu"}
+    dumps |= {"MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent)}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **dumps}, check=True, timeout=600)
     reports = [path.read_text() for path in folder.glob("*.ptxas")]
     assert reports

@@ -1,17 +1,18 @@
 """The reader of compiled programs, on hand-written text and on programs for absent GPUs."""
 
 import anatomy
+import deviceless
 import jax
 import jax.numpy as jnp
 import pytest
+from deviceless import compile_for_target
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.base import accelerators
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
-from speedrun.plan import deviceless, hlo
-from speedrun.plan.deviceless import compile_for_target
+from speedrun.plan import hlo
 
 HEADER = "HloModule test, is_scheduled=true\n"
 

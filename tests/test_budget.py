@@ -1,4 +1,4 @@
-"""What a batch will take: from records where there are some, else from the plan's arithmetic."""
+"""What a batch will take: from records where there are some, else from the plan."""
 
 import functools
 import json
@@ -59,9 +59,9 @@ def test_records_count_on_as_many_devices_only(tmp_path):
         plan = planning.plan(recipe, "h100", num_devices, 8)
         return budget(rules, recipe, 2, tmp_path / "records", plan, dollars=None).basis
 
-    assert (basis(8), basis(4)) == ("records", "arithmetic")
+    assert (basis(8), basis(4)) == ("records", "plan")
     log.write_text(re.sub(r'"tokens_seen":\d+', '"tokens_seen":0', log.read_text()))
-    assert basis(8) == "arithmetic", "nothing was trained"
+    assert basis(8) == "plan", "nothing was trained"
 
 
 def test_nobody_knows_what_was_never_run(tmp_path):
@@ -73,13 +73,13 @@ def test_nobody_knows_what_was_never_run(tmp_path):
 def test_a_plan_gives_steps_validations_and_a_guess():
     """1,770 steps, a validation of 10,485,760 tokens before every 125th and at the end, each forward only."""
     rules, recipe = track.load("main-8xh100"), recipes.load("record21")
-    plan = planning.plan(recipe, "h100", 1, 8, "arithmetic")  # as the next test, since it takes long
+    plan = planning.plan(recipe, "h100", 1, 8)  # as the next test, since it takes long
     found: Any = budget(rules, recipe, 4, RECORDS, plan, dollars=2.5)
     num_vals = len(range(0, 1770, 125)) + 1
     vals_s = plan.total_s * num_vals * 10_485_760 / 3 / (1770 * 393_216)
     assert found.run_s == pytest.approx(plan.total_s + vals_s + budgets.UNTIMED_S)
     assert found.dollars == pytest.approx(4 * found.run_s * 2.5 / 3600)
-    assert (found.basis, found.fetch_bytes) == ("arithmetic", 10 * 200_001_024)
+    assert (found.basis, found.fetch_bytes) == ("plan", 10 * 200_001_024)
     disk, batch = budgets.lines(found, 0.3)
     assert disk == "data   2.00 GB to fetch | 4.00 GB of disk"
     assert batch.endswith(f"${found.dollars:,.2f} at $2.50 per GPU and hour, without fetching")
@@ -88,7 +88,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
 
 def test_the_track_says_recipe_devices_and_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = json.loads(invoke("plan", "--track", "single-gpu", "--arithmetic", "--json").stdout)
+    found = json.loads(invoke("plan", "--track", "single-gpu", "--json").stdout)
     batch = found["batch"]
     assert (found["recipe"], found["num_devices"], batch["num_runs"]) == ("record21", 1, 3)
     assert batch["total_s"] == pytest.approx(3 * batch["run_s"])

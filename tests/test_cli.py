@@ -80,8 +80,8 @@ def test_every_help_has_an_example(names):
         ("plan --device-kind v100", "unknown device kind 'v100'; choose one of"),
         ("plan --device-kind rtx4090", "unknown device kind 'rtx4090'; did you mean '4090'?"),
         ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
-        ("plan --arithmetic --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
-        ("plan --arithmetic --devices 3", "got 3 devices for a replica, need a divisor of 8"),
+        ("plan --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
+        ("plan --devices 3", "got 3 devices for a replica, need a divisor of 8"),
     ],
 )
 def test_a_wrong_word_ends_with_what_to_type(words, suggestion):

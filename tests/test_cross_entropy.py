@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deviceless import compile_for_target
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.plan import cost
-from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.choose import HeadCall, choose_head
@@ -262,7 +262,7 @@ def test_hopper_has_them_and_others_are_told_why_not():
 DUMP = """
 import jax, jax.numpy as jnp
 from speedrun.base import mesh
-from speedrun.plan import deviceless
+import deviceless
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.cross_entropy import Cap
 mesh.prepare("cpu")

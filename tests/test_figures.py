@@ -86,9 +86,9 @@ def test_a_malformed_file_is_refused_and_none_states_nothing(tmp_path, text):
 @pytest.mark.parametrize(
     "row", CONTEXT.predicted, ids=lambda row: f"{row.recipe}-{row.num_devices}x{row.kind}"
 )
-def test_a_prediction_is_what_plan_says_of_the_compiled_program(row):
+def test_a_prediction_is_what_plan_says(row):
     recipe = recipes.load(row.recipe)
-    found = planning.plan(recipe, row.kind, row.num_devices, 8, "compiled program")
+    found = planning.plan(recipe, row.kind, row.num_devices, 8)
     total_s, mfu = found.total_s, found.stages[0].mfu
     now = (total_s, 1e3 * total_s / recipe.num_steps, found.memory_bytes / 1e9, mfu)
     assert found.fits

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anatomy
+import deviceless
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,7 +16,6 @@ from test_h100_program import check_traffic, flops, names, parsed
 
 from speedrun import recipes
 from speedrun.base import mesh, track
-from speedrun.plan import deviceless
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout
@@ -133,7 +133,8 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     of = {group: sum(s.size for s in TABLE.values() if s.group == group) for group in ("matrix", "head")}
     mlp = sum(spec.size for name, spec in TABLE.items() if name.endswith((".up", ".down")))
     products = flops(compiled)
-    assert products["fp8"] == (6 * of["head"] + 2 * mlp) * num_tokens
+    assert anatomy.prices(compiled, program, step)[1] == pytest.approx(1, abs=0.06)
+    assert products["f8e4m3fn"] + products["f8e5m2"] == (6 * of["head"] + 2 * mlp) * num_tokens
     # Composed heads: scores and values of two tiles of keys, forward and twice backward.
     composed = 3 * 2 * 2 * RECORD.config.model_dim * 2 * BLOCK
     assert products["bf16"] == pytest.approx((6 * of["matrix"] - 2 * mlp + composed) * num_tokens, rel=0.01)

@@ -1,12 +1,12 @@
 """The programs that eight H100 would run for record 92 with its whole table, compiled here without one."""
 
 import anatomy
+import deviceless
 import pytest
 from test_h100_program import names
 
 from speedrun import recipes
 from speedrun.base import mesh, track
-from speedrun.plan import deviceless
 from speedrun.train import checkpoint, footprint
 from speedrun.train.program import Program
 
@@ -46,6 +46,8 @@ def test_a_step_updates_its_part_of_the_table_in_place(program, has_event):
     assert 0.85 < sent < 1.2, names(found)
     assert found.sent_bytes("all-gather") < 1e9, names(found)
     assert found.unknown_loops == 0
+    # With a sampled loss, ANVIL, and rows that travel.
+    assert anatomy.prices(compiled, program, STEP + has_event)[1] == pytest.approx(1, abs=0.08)
 
 
 @pytest.mark.compile

@@ -95,7 +95,7 @@ DUMP = """
 import jax, jax.numpy as jnp
 from functools import partial
 from speedrun.base import mesh
-from speedrun.plan import deviceless
+import deviceless
 from speedrun.science.kernels import mlp_mosaic
 mesh.prepare("cpu")
 placing = jax.sharding.NamedSharding(deviceless.target_mesh("h100", 1), jax.sharding.PartitionSpec())

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from deviceless import compile_for_target
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA, make_mesh
-from speedrun.plan.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy as head
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import Kernels

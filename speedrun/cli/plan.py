@@ -49,7 +49,7 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
 
 @cli.command(
     "speedrun plan --recipe record21 --device-kind h100 --devices 8",
-    "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
+    "speedrun plan --recipe webmini --device-kind a100",
     "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     "speedrun plan --check records/webmini/2026-11-26-first-gpu",
 )
@@ -63,7 +63,6 @@ def plan(
     devices: Annotated[cli.Count | None, "Devices of a machine. Default: the track's, or 8."] = None,
     microbatches: Annotated[cli.Count, "Parts of a node's batch."] = 8,
     settings: cli.Settings = (),
-    compiled: Annotated[bool | None, "--compile/--arithmetic"] = None,
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
     check: Annotated[tuple[Path, ...], "--check RECORD"] = (),
 ) -> cli.Answer:
@@ -72,7 +71,6 @@ def plan(
     Exits with 1 if it does not fit into memory, with advice.
 
     Options:
-        compiled: Analyse the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.
         check: Instead, compare the steps of a record from a GPU with the plan of its recipe.
     """
     if check:
@@ -82,24 +80,18 @@ def plan(
     on_gpu = rules is None or rules.rules.platform == "gpu"
     if runs is not None and rules is None:
         raise UsageError(f"--runs {runs} needs a track; add --track NAME")
-    if not on_gpu and (devices or compiled):
-        option = "--devices" if devices else "--compile"
-        raise UsageError(f"{option}: {track} needs no GPU; leave it out, or leave out --track")
+    if not on_gpu and devices:
+        raise UsageError(f"--devices: {track} needs no GPU; leave it out, or leave out --track")
     overrides = cli.parse_settings(settings)
     from speedrun import recipes
     from speedrun.lab import budget as budgets
-    from speedrun.plan import deviceless
     from speedrun.plan import estimate as planning
 
     chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
     error, facts, lines, planned = None, {}, [], None
     if on_gpu:
-        missing = deviceless.missing_wheels() if compiled is None else []
-        if missing:
-            say(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic")
-        basis = "arithmetic" if missing or compiled is False else "compiled program"
         num_devices = devices or (rules.rules.num_devices if rules else 8)
-        planned = planning.plan(chosen, kind, num_devices, microbatches, basis, say)
+        planned = planning.plan(chosen, kind, num_devices, microbatches, say)
         error = planning.refusal(chosen, planned)
         facts, lines = planned.facts(dollars), planned.lines(dollars)
     if rules is not None:

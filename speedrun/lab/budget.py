@@ -1,6 +1,6 @@
 """Estimates the time, money, disk and network of a batch.
 
-The time comes from records of the same recipe on the same devices, otherwise from the plan's arithmetic.
+The time comes from records of the same recipe on the same devices, otherwise from the plan.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ UNTIMED_S = 120.0
 #: Cost of a forward pass relative to a training step of the same tokens.
 _FORWARD = 1 / 3
 
-Basis = Literal["records", "arithmetic", "unknown"]
+Basis = Literal["records", "plan", "unknown"]
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ def budget(
     if run_s is None and plan is not None:
         num_vals = 1 + sum(track.validates_at(step) for step in range(recipe.num_steps))
         share = _FORWARD * num_vals * track.data.val_tokens / recipe.total_tokens
-        run_s, train_s, basis = plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "arithmetic"
+        run_s, train_s, basis = plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "plan"
     num_devices = 0 if plan is None else plan.num_devices
     total_s = None if run_s is None else num_runs * run_s
     return Budget(
@@ -89,7 +89,7 @@ def _of_records(
 
 
 def lines(budget: Budget, error: float) -> list[str]:
-    """Return the budget as text, with the relative error of the arithmetic."""
+    """Return the budget as text, with the relative error of the plan."""
     data = f"{quantity(budget.fetch_bytes, 'B')} to fetch" if budget.fetch_bytes else "nothing to fetch"
     disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
     runs = f"batch  {budget.num_runs} runs"
@@ -97,7 +97,7 @@ def lines(budget: Budget, error: float) -> list[str]:
         return [disk, f"{runs} | their time is unknown: there is no record of this recipe here, and no plan"]
     basis = {
         "records": "from the records here",
-        "arithmetic": f"+-{error:.0%} by arithmetic; {UNTIMED_S:.0f} s of each run are a guess",
+        "plan": f"+-{error:.0%}; {UNTIMED_S:.0f} s of each run are a guess",
     }[budget.basis]
     runs += f" of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
     runs += f" | about {duration(budget.total_s)} in all, {basis}"

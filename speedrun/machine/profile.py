@@ -15,8 +15,9 @@ from speedrun.base import accelerators
 from speedrun.base.accelerators import Device
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import lowered_step
-from speedrun.plan import cost, hlo
+from speedrun.plan import cost, fusion, hlo
 from speedrun.plan.shares import Kind
+from speedrun.plan.traced import step_jaxpr
 from speedrun.train.program import Program, finite_step
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
@@ -120,7 +121,8 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     schedule = hlo.parse(train_step.as_text())
     found = _read(folder, schedule, num_steps)
     if device := accelerators.named(program.mesh.devices.flat[0].device_kind):
-        works = cost.priced(schedule, cost.attention_at(program, first_step))
+        stated, _ = fusion.count(step_jaxpr(program, first_step, device))
+        works = cost.priced(schedule, sum(work.flops for work in stated if work.kind == "attention"))
         found = found._replace(kinds=compared(found.rows, works, device))
     return found
 

@@ -9,7 +9,6 @@ from speedrun import recipes
 from speedrun.base import accelerators
 from speedrun.base.errors import UsageError
 from speedrun.plan import cost
-from speedrun.plan.deviceless import missing_wheels
 from speedrun.plan.estimate import plan
 from speedrun.record.reader import load_result
 
@@ -47,8 +46,7 @@ def check(path: Path) -> list[StageCheck]:
     recipe = recipes.load(start.recipe).override(start.overrides)
     if (recipe.revision, recipe.num_steps) != (start.recipe_revision, start.num_steps):
         raise UsageError(f"{path}: {start.recipe} was another then; check out the commit of the record")
-    basis = "arithmetic" if missing_wheels() else "compiled program"
-    planned = plan(recipe, kinds[name], num_devices, start.config.get("microbatches", 8), basis)
+    planned = plan(recipe, kinds[name], num_devices, start.config.get("microbatches", 8))
     found = []
     for index, expected in enumerate(planned.stages):
         steps = recipe.steps_of(index)

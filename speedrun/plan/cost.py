@@ -1,4 +1,4 @@
-"""The cost model of a step on a device, for `speedrun plan`: compiled and by arithmetic.
+"""The cost model of a step on a device, for `speedrun plan` and `speedrun profile`.
 
 A kernel takes the time of its tightest bound, after a fixed start:
 
@@ -8,47 +8,36 @@ Each rate is the vendor's, times a share that programs reach (`shares`).
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import msgspec
-import numpy as np
 
 from speedrun.base.accelerators import Device
-from speedrun.data.synthetic import document_lengths
 from speedrun.plan import hlo
 from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Unit, errors
-from speedrun.science.inputs import Static
-from speedrun.science.kernels import attention_triton
-from speedrun.science.kernels.attention import sight
-from speedrun.science.kernels.choose import Kernels
-from speedrun.science.params import Params
-from speedrun.science.recipe import Batch, Stage
-from speedrun.train.program import Program
+from speedrun.plan.traced import HEAD_SLOTS
 
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
-#: FLOPs of attention in a step of one device, for the tiles that its kernels visit: forward and backward.
-Attention = np.ndarray
 
 _LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
 
 #: SASS instructions per element, by opcode, from XLA's loss head of record 21 on sm_90a: 41 per logit in its sum and 63
 #: in its gradient; this table gave 38 and 65. XLA's tanh is a rational function with a division.
-_INSTRUCTIONS = {"tanh": 22, "exponential": 8, "divide": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "power": 30}
-_INSTRUCTIONS |= {"logistic": 12, "sine": 20, "cosine": 20, "erf": 20, "remainder": 12, "clamp": 2}
-_INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "reshape"), 0)
-_INSTRUCTIONS |= dict.fromkeys(("tuple", "get-tuple-element"), 0)
-#: Issue slots of a logit in each pass of `cross_entropy_mosaic`: tanh and exp2 take eight each, as an H100 has one
-#: special-function unit for eight lanes. With these two, 8 instructions are in the sum and 11 or 14 in the gradient.
-HEAD_SLOTS = 16
+INSTRUCTIONS = {"tanh": 22, "exponential": 8, "divide": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "power": 30}
+INSTRUCTIONS |= {"logistic": 12, "sine": 20, "cosine": 20, "erf": 20, "remainder": 12, "clamp": 2}
+#: The same by the names of JAX.
+INSTRUCTIONS |= {"exp": 8, "exp2": 8, "div": 8, "pow": 30, "sin": 20, "cos": 20, "rem": 12}
+INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "reshape"), 0)
+INSTRUCTIONS |= dict.fromkeys(("tuple", "get-tuple-element", "broadcast_in_dim", "squeeze", "transpose"), 0)
+#: Seconds to start a collective, and per step of a ring. From NCCL's tuning (`src/graph/tuning.cc`: baseLat and hwLat,
+#: with the protocol Simple), fitted to machines of NVIDIA.
+_RING_START_S, _RING_STEP_S = 8.4e-6, 3.4e-6
+#: Sides of a tile of a product, and the least depth of a part of its sum.
+_TILE, _DEPTH = 128, 2048
 #: Instructions to read or write an element: address, access, conversion.
-_ACCESS = 3
+ACCESS = 3
 
 
 class Work(NamedTuple):
@@ -60,6 +49,13 @@ class Work(NamedTuple):
     instructions: float = 0.0  #: summed over threads
     num_bytes: float = 0.0  #: to and from memory
     starts: float = 1.0
+    tiles: float = math.inf  #: of a product; too few leave multiprocessors idle
+
+    def repeated(self, times: int) -> "Work":
+        """Return the work of so many such kernels."""
+        flops, instructions = times * self.flops, times * self.instructions
+        more = {"num_bytes": times * self.num_bytes, "starts": times * self.starts}
+        return self._replace(flops=flops, instructions=instructions, **more)
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -75,121 +71,49 @@ class Line(msgspec.Struct, frozen=True):
     error: float  #: of `seconds`, relative
 
 
-def mean_attention(program: Program, stage: Stage) -> Attention:
-    """Return the FLOPs of attention in a step of one device, in the mean over the windows of a stage.
+class Collective(msgspec.Struct, frozen=True):
+    """One collective of a step."""
 
-    The model is traced with kernels that only record their calls. Tiles are those of the Triton kernels, counted on
-    documents with the lengths of FineWeb's.
-    """
-    windows = _inputs(program, stage).items()
-    parts = [_attention(program, stage, static) * (steps / stage.num_steps) for static, steps in windows]
-    return np.sum(parts, axis=0)
+    kind: str  #: such as "all-gather"
+    num_bytes: int  #: of whole arrays: the result of an all-gather, the operand of a reduce-scatter
+    times: int  #: per call of the program
 
 
-def attention_at(program: Program, step: int) -> Attention:
-    """Return the FLOPs of attention in one step of one device."""
-    stage = program.recipe.stages[program.recipe.stage_of(step)]
-    return _attention(program, stage, program.step.plan.static_at(step, integers=True))
+def sent_bytes(sent: Sequence[Collective], kind: str) -> int:
+    """Return the bytes of all collectives of a kind, summed over their runs."""
+    return sum(one.num_bytes * one.times for one in sent if one.kind == kind)
 
 
-def _attention(program: Program, stage: Stage, static: Static) -> Attention:
-    sequences = stage.num_sequences / program.num_devices
-    return np.reshape(_calls(program, stage, static), (-1, 2)).sum(axis=0) * sequences
+def transfer_s(one: Collective, num_devices: int, device: Device) -> float:
+    """Predict one collective over all devices: start, latency of the steps of a ring, bytes over links."""
+    ring_s = _rounds(one) * (num_devices - 1) * _RING_STEP_S
+    ring_s += _ring_bytes(one, num_devices) / one.times / (REACHES["links"] * device.link_rate)
+    return _RING_START_S + ring_s
 
 
-def num_attention_layers(program: Program, stage: Stage) -> int:
-    """Calls of attention in one forward pass."""
-    return len(_calls(program, stage, next(iter(_inputs(program, stage)))))
+def waiting(wait_s: float, sent: Sequence[Collective], num_devices: int, device: Device) -> "Line":
+    """Return the line of a device that waits so long for its collectives."""
+    num_bytes, starts = sum(_ring_bytes(one, num_devices) for one in sent), sum(one.times for one in sent)
+    error = errors(device)["communication"]
+    return Line("communication", wait_s, "links", 0.0, 0.0, num_bytes, starts, error)
 
 
-def _inputs(program: Program, stage: Stage) -> Counter[Static]:
-    """Steps of a stage by those of their inputs that are integers, such as windows."""
-    return Counter(program.step.plan.static_at(step, integers=True) for step in steps_of(program, stage))
+def _ring_bytes(one: Collective, num_devices: int) -> int:
+    """Bytes that each of n devices sends: (n - 1) / n of the whole array, twice that for an all-reduce."""
+    return one.times * one.num_bytes * _rounds(one) * (num_devices - 1) // num_devices
 
 
-def steps_of(program: Program, stage: Stage) -> range:
-    """Steps of a stage of the program's recipe."""
-    return program.recipe.steps_of(next(i for i, one in enumerate(program.recipe.stages) if one is stage))
-
-
-def mosaic_calls(program: Program, stage: Stage, device: Device) -> set[str]:
-    """Return the operations, "head" and "mlp", for which a device gets kernels in Mosaic GPU."""
-    static = next(iter(_inputs(program, stage)))
-    found = _traced(program, stage, static, device.compute_capability).choices
-    return {
-        call.split()[0] for call, one in found.items() if one.name == "mosaic" or "mosaic's" in one.reason
-    }
-
-
-def _calls(program: Program, stage: Stage, static: Static) -> list[Attention]:
-    """Return the attention of each layer, for one sequence."""
-    return [
-        visited_pairs(stage.seq_len, blocks, block_tokens) * (2 * heads_width)
-        for blocks, block_tokens, heads_width in _traced(program, stage, static, (0, 0)).calls
-    ]
-
-
-def _traced(program: Program, stage: Stage, static: Static, capability: tuple[int, int]) -> "_Noting":
-    """Return what the loss of one sequence asks of its kernels, and their choices."""
-    noting = _Noting("gpu", "{}.{}".format(*capability))
-    recipe, table, plan = program.recipe, program.layout.table, program.step.plan
-    params = {name: jax.ShapeDtypeStruct(spec.shape, recipe.compute_dtype) for name, spec in table.items()}
-    ids_BT = jax.ShapeDtypeStruct((1, stage.seq_len), jnp.int32)
-    carry = jax.tree.map(lambda x: x[None], recipe.carry(recipe.config))
-    inputs = plan.at(steps_of(program, stage)[0], plan.schedule, static)
-    rest = inputs, recipe.config, noting, recipe.forward
-    index_B = jnp.zeros(1, jnp.int32)
-
-    def loss(params: Params, ids_BT: jax.Array) -> Any:
-        return recipe.loss(recipe.read(params, ids_BT), Batch(ids_BT, ids_BT, carry, index_B), *rest)
-
-    jax.eval_shape(loss, params, ids_BT)
-    return noting
-
-
-@dataclass(frozen=True)
-class _Noting(Kernels):
-    """Records calls instead of computing attention: window in blocks, block in tokens, width of all heads."""
-
-    calls: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def attention(
-        self, q_BTHK: jax.Array, _k: jax.Array, v_BTHK: jax.Array, _: jax.Array, /, **more: Any
-    ) -> jax.Array:
-        """Return `v_BTHK`, which has the shape of the result."""
-        blocks, width = more["window"].blocks, math.prod(q_BTHK.shape[2:])
-        assert isinstance(blocks, int)
-        self.calls.append((blocks, more["block_tokens"], width))
-        return v_BTHK
-
-
-@cache
-def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Attention:
-    """Count pairs of query and key in the tiles that attention visits, times the products for each pair.
-
-    Two products forward. Seven backward, where scores and their gradients are computed by queries and again by keys.
-    """
-    lengths = document_lengths(num_tokens, seed=0)
-    doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
-    first_BT = sight(doc_BT, window_blocks, block_tokens)
-
-    def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
-        """Count by queries, and by keys."""
-        first_N, end_M = (np.asarray(x)[0] for x in attention_triton.bounds(first_BT, tiles))
-        end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
-        first_M = np.arange(len(end_M)) * tiles.keys // tiles.queries
-        size = tiles.queries * tiles.keys
-        return size * int(np.sum(end_N - first_N)), size * int(np.sum(end_M - first_M))
-
-    (forward, _), (by_queries, _), (_, by_keys) = map(visited, attention_triton.HOPPER)
-    return np.array([2.0 * forward, 3 * by_queries + 4 * by_keys])
+def _rounds(one: Collective) -> int:
+    """How often a collective goes around the ring."""
+    return 2 if one.kind == "all-reduce" else 1
 
 
 def seconds(work: Work, device: Device) -> tuple[float, Bound]:
     """Return the time of a kernel, or of several with the same bound, and that bound."""
     lanes_rate = device.num_cores * _LANES * device.clock_ghz * 1e9
+    busy = min(1.0, work.tiles / device.num_cores)
     bounds: dict[Bound, float] = {
-        "tensor cores": work.flops / (REACHES[work.unit] * flops_rate(device, work.unit)),
+        "tensor cores": work.flops / (REACHES[work.unit] * busy * flops_rate(device, work.unit)),
         "instructions": work.instructions / (REACHES["instructions"] * lanes_rate),
         "memory": work.num_bytes / (REACHES["memory"] * device.memory_rate),
     }
@@ -198,6 +122,20 @@ def seconds(work: Work, device: Device) -> tuple[float, Bound]:
     # Each program of attention loads its own tiles before it multiplies them.
     took_s = sum(bounds.values()) if work.kind == "attention" else bounds[bound]
     return start_s + took_s, bound if took_s > start_s else "starts"
+
+
+def product(dtype: str, depth: int, dims: Sequence[int], num_bytes: float) -> Work:
+    """Return the work of a matrix product of this result, summed over `depth`, by the type of its left factor.
+
+    A multiprocessor computes a tile of the result, or of a part of a deep sum. So one 768 x 768 product of Muon reaches
+    0.2 of an H100's rate, and a stack of 24 reaches 0.7 (docs/plan.md).
+    """
+    unit: Unit = (
+        "fp8" if "f8" in dtype or "float8" in dtype else "f32" if dtype in ("f32", "float32") else "bf16"
+    )
+    sides = math.prod(-(-side // _TILE) for side in dims[-2:])
+    tiles = math.prod(dims[:-2]) * sides * max(1, depth // _DEPTH)
+    return Work(GEMMS[unit], 2.0 * depth * math.prod(dims), unit, num_bytes=num_bytes, tiles=tiles)
 
 
 def flops_rate(device: Device, unit: Unit) -> float:
@@ -242,53 +180,38 @@ def mean(each: Sequence[tuple[float, Sequence[Line]]]) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def priced(steps: Sequence[hlo.Executed], attention: Attention) -> Iterator[tuple[hlo.Executed, Work | None]]:
+def priced(
+    steps: Sequence[hlo.Executed], attention_flops: float
+) -> Iterator[tuple[hlo.Executed, Work | None]]:
     """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel.
 
     Attention is divided evenly over its kernels, which are opaque to XLA.
     """
-    calls: Counter[bool] = Counter()
+    calls = sum(step.times for step in steps if _is_opaque(step.instruction, "attention"))
     for step in steps:
-        if _is_opaque(step.instruction, "attention"):
-            calls["transpose(" in step.instruction.source] += step.times
-    flops = [flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention.tolist())]
-    for step in steps:
-        yield step, _work(step, flops)
+        yield step, _work(step, attention_flops / max(1, calls))
 
 
-def _work(step: hlo.Executed, attention_flops: Sequence[float]) -> Work | None:
+def _work(step: hlo.Executed, attention_flops: float) -> Work | None:
     one, num_bytes = step.instruction, step.traffic_bytes
     if not num_bytes or one.kind in hlo.COLLECTIVES:
         return None
     if _is_opaque(one, "attention"):
-        return Work(
-            "attention", attention_flops["transpose(" in one.source], "attention", num_bytes=num_bytes
-        )
+        return Work("attention", attention_flops, "attention", num_bytes=num_bytes)
     if _is_opaque(one, "loss_head"):
         logits = max(array.size for name in one.operands for array in step.around[name].arrays)
         return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
-    products = step.products
-    unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
-    kind = _kind(one, unit if products else None)
-    instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in step.computed.items())
-    return Work(
-        kind=kind,
-        flops=sum(product.flops for product in products),
-        unit="stacks" if (kind, unit) == ("Muon", "bf16") else unit,
-        instructions=0 if products else instructions + _ACCESS * step.accessed,
-        num_bytes=num_bytes,
-    )
-
-
-def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
-    """Classify by the scopes of `kernels.choose` and the optimiser, else by arithmetic unit."""
-    if "muon" in one.source:
-        return "Muon"
-    if "attention" in one.source:
-        return "attention"
-    if unit is not None:
-        return GEMMS[unit]
-    return "head passes" if "loss_head" in one.source else "elementwise"
+    if products := step.products:
+        largest = max(products, key=lambda p: p.flops)
+        work = product(largest.dtype, largest.depth, largest.dims, num_bytes)
+        if largest.is_mosaic:
+            unit: Unit = "mosaic fp8" if work.unit == "fp8" else "mosaic"
+            work = work._replace(kind=GEMMS[unit], unit=unit, tiles=math.inf)
+        return work._replace(flops=sum(p.flops for p in products))
+    computed = sum(INSTRUCTIONS.get(opcode, 1) * n for opcode, n in step.computed.items())
+    of_head: Kind = "head passes" if "loss_head" in one.source else "elementwise"
+    kind: Kind = "attention" if "attention" in one.source else of_head
+    return Work(kind, instructions=computed + ACCESS * step.accessed, num_bytes=num_bytes)
 
 
 def _is_opaque(one: hlo.Instruction, scope: str) -> bool:

@@ -1,42 +1,30 @@
-"""Predict memory, floors and step time of a recipe, from its compiled program or by arithmetic.
+"""Predict memory, floors and step time of a recipe from its traced step.
 
-A floor is a number of FLOPs or bytes at the vendor's rate. The step time is the cost model's (`cost`) for its kernels.
-The interval is of the rates of kernels: what it assumes of the program is not in it.
+A floor is a number of FLOPs or bytes at the vendor's rate. The step time is the cost model's (`cost`) for the kernels
+that `fusion` counts. The interval is of the rates of kernels, and of their number and bytes.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
-from speedrun.plan import cost, hlo
-from speedrun.plan.cost import Line, Work, gb, ms
-from speedrun.plan.deviceless import compiled_step, sent_bytes, target_mesh
-from speedrun.plan.schedule import replayed
-from speedrun.plan.shares import GEMMS, REACHES, Unit, errors
-from speedrun.science.params import ParamSpec, count
-from speedrun.science.recipe import Recipe, Stage, settings
+from speedrun.plan import cost, fusion
+from speedrun.plan.cost import Collective, Line, Work, gb, ms
+from speedrun.plan.traced import step_jaxpr
+from speedrun.science.params import count
+from speedrun.science.recipe import Recipe, Stage
 from speedrun.train import footprint
-from speedrun.train.checkpoint import named
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.program import Program, StepShape
 
-#: What a plan is computed from.
-Basis = Literal["arithmetic", "compiled program"]
-
-#: What only a compiler decides, fitted to record 21 compiled for an A100, and for an H100 with Mosaic's MLP: traffic of
-#: elementwise kernels relative to that of the products, and the number of such kernels per matrix.
-_BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.15, 0.75, 8
-#: Arithmetic gives 0.73 of the time of the compiled gpt2, 0.91 of record 89, and 0.98 to 1.01 of capped rungs.
-_ARITHMETIC_ERROR = 0.38
-#: Issue slots of a logit in XLA's two passes over the logits.
-_XLA_HEAD_SLOTS = 38 + 53
+#: Most steps that stand for those of one program.
+_SAMPLES = 4
+#: Of the time of a traced step, against the compiled ones of the ladder and of records 89 and 92 (docs/plan.md).
+_TRACING_ERROR = 0.06
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -65,7 +53,6 @@ class Plan(msgspec.Struct, frozen=True):
     num_devices: int
     microbatches: int
     memory: Literal["ample", "scarce"]  #: scarce: activations are recomputed
-    basis: Basis
     num_params: int
     flops_per_token: float
     state_bytes: int  #: parameters and optimiser, on one device
@@ -112,7 +99,7 @@ class Plan(msgspec.Struct, frozen=True):
         recomputed = " | memory is scarce: activations are recomputed" if self.memory == "scarce" else ""
         return [
             f"plan   {self.recipe} on {self.num_devices} x {self.device} | {self.microbatches} microbatches | "
-            f"by {'the compiled program' if self.basis == 'compiled program' else 'arithmetic'}{recomputed}",
+            f"by its trace{recomputed}",
             f"size   {self.num_params:,} parameters | {self.flops_per_token / 1e6:,.1f} MFLOP per token | "
             f"state {gb(self.state_bytes)} per device",
             *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
@@ -126,39 +113,64 @@ def plan(
     kind: str,
     num_devices: int,
     microbatches: int,
-    basis: Basis = "arithmetic",
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
 
-    `microbatches` are those of a step, over all devices; `basis` is the source of memory, traffic and communication;
-    `say` hears which program compiles.
+    `microbatches` are those of a step, over all devices; `say` hears which program is traced.
 
     Raises:
-        UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
+        UsageError: an unknown kind; a batch that does not divide.
     """
     device = accelerators.load(kind)
     mesh.prepare("cpu")
-    by_arithmetic = basis == "arithmetic"
-    devices = mesh.make_mesh(num_devices) if by_arithmetic else target_mesh(kind, num_devices)
-    program = footprint.fitted(Program(recipe, devices, microbatches), device.memory_bytes)
-    work_of = _by_arithmetic if by_arithmetic else partial(_by_compiling, say, {})
+    program = Program(recipe, mesh.make_mesh(num_devices), microbatches)
+    program = footprint.fitted(program, device.memory_bytes)
+    sampled = [_sampled(program, stage) for stage in range(len(recipe.stages))]
+    counted: dict[int, _Counted] = {}
+    for step in (steps := [step for each in sampled for step in each]):
+        if len(steps) > 1:
+            say(f"plan: traces step {step}, {len(counted) + 1} of {len(steps)}")
+        counted[step] = _Counted(*fusion.count(step_jaxpr(program, step, device)))
     return Plan(
         recipe=recipe.name,
         device=device.name,
         num_devices=num_devices,
         microbatches=microbatches,
         memory=program.memory,
-        basis=basis,
         num_params=count(program.layout.table),
         flops_per_token=flops_per_token(program.layout.table),
         state_bytes=footprint.state_bytes(program),
         memory_limit_bytes=device.memory_bytes,
         validation_bytes=footprint.validation_bytes(program),
         stages=tuple(
-            _stage(program, stage, device, work_of(program, stage, device)) for stage in recipe.stages
+            _stage(program, stage, device, [(share, counted[step]) for step, share in shares.items()])
+            for stage, shares in zip(recipe.stages, sampled, strict=True)
         ),
     )
+
+
+def _sampled(program: Program, stage: int) -> dict[int, float]:
+    """Return steps that stand for a stage, with their shares of it.
+
+    Steps of one program may differ in integers, such as windows that grow. Of many, the middles of equal parts stand
+    for all.
+    """
+    steps, shares = program.recipe.steps_of(stage), dict[int, float]()
+    of_program: dict[StepShape, list[int]] = {}
+    for step in steps:
+        of_program.setdefault(program.shape_at(step), []).append(step)
+    for same in of_program.values():
+        kinds = Counter(program.step.plan.static_at(step, integers=True) for step in same)
+        if len(kinds) <= _SAMPLES:
+            firsts = {program.step.plan.static_at(step, integers=True): step for step in reversed(same)}
+            shares |= {firsts[kind]: number / len(steps) for kind, number in kinds.items()}
+        else:
+            parts = [
+                same[len(same) * i // _SAMPLES : len(same) * (i + 1) // _SAMPLES] for i in range(_SAMPLES)
+            ]
+            shares |= {part[len(part) // 2]: len(part) / len(steps) for part in parts}
+    return shares
 
 
 def refusal(recipe: Recipe, plan: Plan) -> str | None:
@@ -189,143 +201,51 @@ def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
     ]
 
 
-def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> StagePlan:
-    sent_bytes = (found.gathered_bytes + found.scattered_bytes) * (1 - 1 / program.num_shards)
-    step_s = sum(line.seconds for line in found.lines)
-    weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
+class _Counted(NamedTuple):
+    """One program on one device."""
+
+    works: list[Work]
+    sent: list[Collective]
+
+
+def _stage(
+    program: Program, stage: Stage, device: Device, counted: list[tuple[float, _Counted]]
+) -> StagePlan:
+    """Return the mean over the steps that stand for a stage, by their shares."""
+    number, sent = program.num_devices, counted[0][1].sent
+    lines = cost.mean([(share, _lines(one, number, device)) for share, one in counted])
+    gathered, scattered = (cost.sent_bytes(sent, kind) for kind in ("all-gather", "reduce-scatter"))
+    step_s, traffic = (
+        sum(line.seconds for line in lines),
+        sum(x.num_bytes for x in lines if x.bound != "links"),
+    )
+    weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / number
     return StagePlan(
-        *(stage.num_steps, stage.batch_tokens),
-        *found[:4],  # bytes
-        compute_floor_s=sum(cost.floor_s(line, device) for line in found.lines),
-        traffic_floor_s=found.traffic_bytes / device.memory_rate,
-        communication_floor_s=sent_bytes / device.link_rate,
+        num_steps=stage.num_steps,
+        batch_tokens=stage.batch_tokens,
+        memory_bytes=footprint.step_bytes(program, stage),
+        traffic_bytes=int(traffic),
+        gathered_bytes=gathered,
+        scattered_bytes=scattered,
+        compute_floor_s=sum(cost.floor_s(line, device) for line in lines),
+        traffic_floor_s=traffic / device.memory_rate,
+        communication_floor_s=(gathered + scattered) * (1 - 1 / program.num_shards) / device.link_rate,
         mfu=weight_flops / device.bf16_flops / step_s,
         step_s=step_s,
-        lines=found.lines,
-        error=sum(line.error * line.seconds for line in found.lines) / step_s + found.error,
-    )
-
-
-class _Found(NamedTuple):
-    """One step of one device."""
-
-    memory_bytes: int
-    traffic_bytes: int
-    gathered_bytes: int
-    scattered_bytes: int
-    lines: tuple[Line, ...]  #: its time by kind
-    error: float  #: of the work itself, relative
-
-
-def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
-    """Estimate a step from the table of parameters; memory is `footprint`'s.
-
-    A product [m, n] reads or writes m + n numbers per token, three times with its gradients. Logits pass through memory
-    six times, three of them in products. Communication is taken to hide behind all computation.
-    """
-    table, size = program.layout.table.values(), footprint.itemsize(program)
-    local = program.microbatches // program.num_devices
-    tokens = stage.batch_tokens // program.microbatches
-    matrices = [spec for spec in table if spec.packed == "bank"]
-    weights, width = sum(spec.size for spec in matrices), footprint.matrix_width(program)
-    heads = [spec for spec in table if spec.group == "head"]
-    logits = tokens * sum(spec.shape[0] for spec in heads)
-    num_matrices = sum(math.prod(spec.shape[:-2]) for spec in matrices)
-    unit: Unit = "bf16" if size == 2 else "f32"
-    head_unit: Unit = unit if getattr(program.recipe.config, "head_fp8", None) is None else "fp8"
-    in_mosaic = cost.mosaic_calls(program, stage, device)
-    head_slots = 2 * cost.HEAD_SLOTS if "head" in in_mosaic else _XLA_HEAD_SLOTS
-    between = _BETWEEN_WITH_MOSAIC if "mlp" in in_mosaic else _BETWEEN
-    moved = size * tokens * width
-    flops, head_flops = 6 * tokens * weights, 6 * tokens * sum(spec.size for spec in heads)
-    works = [
-        Work(GEMMS[unit], flops, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices),
-        Work(GEMMS[head_unit], head_flops, head_unit, 0, 3 * size * logits, 3),
-        Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
-        Work("elementwise", num_bytes=between * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
-    ]
-    once = [Work("elementwise", num_bytes=3 * _moved_state_bytes(program)), *_muon(program, matrices)]
-    whole = footprint.whole_bytes(program) if program.num_devices > 1 else 0
-    sent_s = 2 * whole * (1 - 1 / program.num_shards) / (REACHES["links"] * device.link_rate)
-
-    calls = local * cost.num_attention_layers(program, stage)
-    states = calls * size * tokens * program.recipe.config.model_dim
-
-    # One kernel forward and two backward, one by queries and one by keys, on five and seven arrays each.
-    ways = zip(cost.mean_attention(program, stage).tolist(), (1, 2), (5, 14), strict=True)
-    kernels = [
-        Work("attention", flops, "attention", num_bytes=arrays * states, starts=starts * calls)
-        for flops, starts, arrays in ways
-    ]
-    lines = cost.table([*works * local, *once, *kernels], device)
-    if whole:
-        waited_s = max(0.0, sent_s - sum(line.seconds for line in lines))
-        error = errors(device)["communication"]
-        lines += (Line("communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0, error),)
-
-    return _Found(
-        memory_bytes=footprint.step_bytes(program, stage),
-        traffic_bytes=int(sum(work.num_bytes for work in (*works * local, *once))),
-        gathered_bytes=whole,
-        scattered_bytes=whole,
         lines=lines,
-        error=_ARITHMETIC_ERROR,
+        error=sum(line.error * line.seconds for line in lines) / step_s + _TRACING_ERROR,
     )
 
 
-def _moved_state_bytes(program: Program) -> int:
-    """Return `footprint.state_bytes` without tables of which the optimiser moves the rows that wait for it."""
-    state = named(program.state)
-    few = {name.rpartition(".")[2] for name in state if ".waits." in name}
-    held = [x for name, x in state.items() if name.rpartition(".")[2] in few]
-    sizes = [x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in held]
-    return footprint.state_bytes(program) - sum(sizes)
+def _lines(found: _Counted, num_devices: int, device: Device) -> tuple[Line, ...]:
+    """Return the kernels of a step by kind, and how long it waits for links.
 
-
-def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
-    """Newton-Schulz on stacks of the matrices of one device, once a step: 4 m^2 n + 2 m^3 FLOPs an iteration."""
-    known = {key.rpartition(".")[2]: value for key, value in settings(program.recipe.optimizer).items()}
-    if "muon_steps" not in known:
-        return []
-    steps, flops = known["muon_steps"], 0.0
-    for spec in matrices:
-        m, n = sorted(spec.shape[-2:])
-        flops += math.prod(spec.shape[:-2]) * steps * (4 * m * m * n + 2 * m**3)
-    unit: Unit = "stacks" if known["muon_dtype"] == "bfloat16" else "f32"
-    num_bytes = 3 * 4 * sum(spec.size for spec in matrices) / program.num_shards
-    return [Work("Muon", flops / program.num_shards, unit, 0, num_bytes, 10 * steps)]
-
-
-def _by_compiling(
-    say: Callable[[str], None],
-    done: dict[StepShape, tuple[Any, list[hlo.Executed]]],
-    program: Program,
-    stage: Stage,
-    device: Device,
-) -> _Found:
-    """Read a step from its compiled programs, as many as the stage has: the mean over its steps.
-
-    `done` has the programs of earlier stages: how XLA assigns their memory, and their schedules.
+    The first collective and the last have nothing to hide behind, the others all computation.
     """
-    steps, shape_at = cost.steps_of(program, stage), program.shape_at
-    total = len({*map(shape_at, range(program.recipe.num_steps))})
-    for step in steps:
-        if (shape := shape_at(step)) not in done:
-            if total > 1:
-                say(f"plan: compiles program {len(done) + 1} of {total}, of step {step}")
-            one = compiled_step(program, step)
-            done[shape] = one.memory_analysis(), hlo.parse(one.as_text())
-    counts = Counter(map(shape_at, steps))
-    memories, schedules = zip(*(done[shape] for shape in counts), strict=True)
-    shares = [number / len(steps) for number in counts.values()]
-    traffics = [sum(kernel.times * kernel.traffic_bytes for kernel in one) for one in schedules]
-    attention = cost.mean_attention(program, stage)
-    each = (replayed(one, attention, device, program.num_devices) for one in schedules)
-    return _Found(
-        memory_bytes=max(one.peak_memory_in_bytes for one in memories),
-        traffic_bytes=int(np.dot(shares, traffics)),
-        gathered_bytes=sent_bytes(schedules[0], "all-gather"),
-        scattered_bytes=sent_bytes(schedules[0], "reduce-scatter"),
-        lines=cost.mean(list(zip(shares, each, strict=True))),
-        error=0.0,
-    )
+    lines = cost.table(found.works, device)
+    if num_devices == 1:
+        return lines
+    each_s = [one.times * cost.transfer_s(one, num_devices, device) for one in found.sent]
+    hidden_s = sum(line.seconds for line in lines)
+    waits_s = max(sum(each_s) - hidden_s, each_s[0] + each_s[-1])
+    return (*lines, cost.waiting(waits_s, found.sent, num_devices, device))

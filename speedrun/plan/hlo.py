@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 #: Opcodes that start no kernel.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
@@ -110,10 +110,15 @@ Computation = dict[str, Instruction]
 class Product(NamedTuple):
     """A matrix product inside a kernel."""
 
-    unit: Literal[
-        "bf16", "fp8", "f32", "mosaic", "mosaic fp8"
-    ]  #: from the kernel and the type of the left factor
-    flops: float  #: two per multiply-add
+    dtype: str  #: of the left factor
+    depth: int  #: terms of each sum
+    dims: tuple[int, ...]  #: of the result
+    is_mosaic: bool  #: a kernel of `mlp_mosaic`
+
+    @property
+    def flops(self) -> float:
+        """Two per multiply-add."""
+        return 2.0 * self.depth * math.prod(self.dims)
 
 
 class Executed(NamedTuple):
@@ -254,10 +259,7 @@ def _product(one: Instruction, computation: Computation) -> Product | None:
         return None
     (left, *_) = computation[one.operands[0]].arrays
     depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", summed))
-    unit = "fp8" if left.dtype.startswith("f8") else "f32" if left.dtype == "f32" else "bf16"
-    if of_mlp:
-        unit = "mosaic fp8" if unit == "fp8" else "mosaic"
-    return Product(unit, 2.0 * depth * one.results[0].size)
+    return Product(left.dtype, depth, one.results[0].dims, bool(of_mlp))
 
 
 def _taken(source: Instruction, users: Computation) -> int:

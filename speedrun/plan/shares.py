@@ -18,15 +18,14 @@ Kind = Literal[
     "attention",
     "head passes",
     "elementwise",
-    "Muon",
     "communication",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-#: Arithmetic unit. "attention": products between exponentials; "stacks": many small ones; "mosaic": of `mlp_mosaic`.
-Unit = Literal["bf16", "fp8", "f32", "mosaic", "mosaic fp8", "attention", "stacks"]
+#: Arithmetic unit. "attention": products between exponentials; "mosaic": of `mlp_mosaic`.
+Unit = Literal["bf16", "fp8", "f32", "mosaic", "mosaic fp8", "attention"]
 Rate = Unit | Literal["instructions", "memory", "links"]
 
-#: Kinds of products that belong neither to attention nor to the optimiser.
+#: Kinds of products outside of attention.
 GEMMS: dict[Unit, Kind] = {
     "bf16": "GEMM bf16",
     "fp8": "GEMM FP8",
@@ -34,7 +33,7 @@ GEMMS: dict[Unit, Kind] = {
     "mosaic": "Mosaic bf16",
     "mosaic fp8": "Mosaic FP8",
 }
-#: Share of the vendor's rate (docs/plan.md): bf16, fp8, stacks, memory and links are fitted to traces of PyTorch on an
+#: Share of the vendor's rate (docs/plan.md): bf16, fp8, memory and links are fitted to traces of PyTorch on an
 #: H100, the others to a profile of record 21 on an H200, except FP8 in Mosaic (record 89).
 REACHES: dict[Rate, float] = {
     "bf16": 0.72,
@@ -43,7 +42,6 @@ REACHES: dict[Rate, float] = {
     "mosaic": 0.59,
     "mosaic fp8": 0.43,
     "attention": 0.42,
-    "stacks": 0.20,
     "instructions": 0.50,
     "memory": 0.85,
     "links": 0.72,
@@ -59,7 +57,6 @@ ERRORS: dict[Kind, float] = {
     "attention": 0.2,
     "head passes": 0.1,
     "elementwise": 0.15,
-    "Muon": 0.24,
     "communication": 0.06,
 }
 #: From the end of one kernel to the first work of the next: the median of these traces.

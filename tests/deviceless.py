@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import msgspec
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,6 +19,7 @@ from speedrun.base import accelerators, provenance
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import arranged, setting
 from speedrun.plan import hlo
+from speedrun.plan.cost import Collective
 from speedrun.train.program import Program
 
 Options = dict[str, bool | int | str]
@@ -89,20 +89,6 @@ def schedule_of(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the types of `Program.schedule`, whose arrays absent devices cannot hold."""
     everywhere, arrays = NamedSharding(program.mesh, P()), program.step.plan.schedule
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for k, x in arrays.items()}
-
-
-class Collective(msgspec.Struct, frozen=True):
-    """One collective of the schedule."""
-
-    kind: str  #: such as "all-gather"
-    num_bytes: int  #: of whole arrays: the result of an all-gather, the operand of a reduce-scatter
-    times: int  #: per call of the program
-
-
-def sent_bytes(schedule: Iterable[hlo.Executed], kind: str) -> int:
-    """Bytes of all collectives of a kind, summed over their runs."""
-    found = (one for step in schedule for _, one in ended(step))
-    return sum(one.num_bytes * one.times for one in found if one.kind == kind)
 
 
 def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:

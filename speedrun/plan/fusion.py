@@ -1,0 +1,325 @@
+"""Count the kernels of a traced step: products by their shapes, and the passes into which XLA fuses all else.
+
+XLA's rules are many; these few leave the bytes of passes within a fifth of those of the compiled records 21, 89 and 92
+(docs/plan.md):
+
+    a product, a kernel, a sum over more than rows, a loop, a scatter or a collective runs by itself, on stored arrays
+    all else is computed where it is read, and stored if several read it and reading what it is made of costs more
+    stored results of one size share a kernel if they share half of what they read, or one reads the other
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, product
+from speedrun.plan.shares import Kind, Unit
+
+#: Primitives that only rename an array, or change how it is read.
+_VIEWS = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "copy"}
+_SAME = {"optimization_barrier", "pvary", "pcast", "stop_gradient"}
+#: Those that read a part of their first operand.
+_PARTS = {"slice", "dynamic_slice", "gather", "split"}
+_SUMS = {
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_and",
+    "reduce_or",
+    "reduce_prod",
+    "argmax",
+    "argmin",
+}
+#: Those that write a part of their first operand, and which operand that is.
+_UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
+_PASSES = {"cumsum", "cummax", "cumprod", "cummin", "cumlogsumexp", "sort", "top_k"}
+#: Collectives, and the names that `schedule` has for them.
+COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
+COLLECTIVES |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce")
+_ALONE = {"dot_general", "pallas_call", "mpmd_map", "scan", "while", "cond"}
+_ALONE |= {*_UPDATES, *_PASSES, *COLLECTIVES}
+#: Numbers of the longest row whose sum is computed where it is read, as in a norm.
+_ROW = 8192
+#: A value with fewer numbers is not worth storing.
+_SMALL = 4096
+#: By name of a kernel of `traced`.
+_KERNELS: dict[str, tuple[Kind, Unit]] = {
+    "mlp": ("Mosaic bf16", "mosaic"),
+    "mlp fp8": ("Mosaic FP8", "mosaic fp8"),
+    "head": ("head passes", "bf16"),
+    "attention": ("attention", "attention"),
+}
+
+
+@dataclass(eq=False)
+class _Value:
+    size: int
+    itemsize: int
+    maker: "_Operation | None" = None  #: None: an input
+    users: "list[_Operation]" = field(default_factory=list)
+    is_stored: bool = False
+    depth: int = 0  #: kernels before it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def source(self) -> "_Value":
+        """What it is a view of."""
+        is_view = self.maker is not None and self.maker.name in _VIEWS and self.maker.reads
+        return self.maker.reads[0].source if self.maker and is_view and not self.is_stored else self
+
+
+@dataclass(eq=False)
+class _Operation:
+    equation: Any
+    reads: list[_Value]  #: without constants
+    writes: list[_Value] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def elements(self) -> int:
+        return max(value.size for value in (*self.writes, *(self.reads if self.name in _SUMS else ())))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it runs by itself, so that its results are stored."""
+        if self.name not in _SUMS:
+            return self.name in _ALONE
+        shape, axes = self.equation.invars[0].aval.shape, self.equation.params["axes"]
+        return tuple(axes) != (len(shape) - 1,) or shape[-1] > _ROW
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A kernel of XLA."""
+
+    elements: int
+    depth: int
+    reads: dict[_Value, int] = field(default_factory=dict)  #: bytes
+    writes: list[_Value] = field(default_factory=list)
+    operations: set[_Operation] = field(default_factory=set)
+
+    def joins(self, elements: int, reads: dict[_Value, int]) -> bool:
+        """Whether what reads these joins it."""
+        if elements != self.elements or not reads:
+            return False
+        own = [value for value in reads if value in self.writes]
+        if own:
+            summed = any(value.maker and value.maker.name in _SUMS for value in own)
+            return not summed and all(value.depth < self.depth for value in reads if value not in own)
+        shared = sum(num_bytes for value, num_bytes in reads.items() if value in self.reads)
+        return 2 * shared >= sum(reads.values()) and all(value.depth <= self.depth for value in reads)
+
+    @property
+    def work(self) -> Work:
+        """Its work. Each number is read or written by three instructions."""
+        accessed = max((value.size for value in self.reads), default=0) + sum(x.size for x in self.writes)
+        computed = sum(INSTRUCTIONS.get(one.name, 1) * one.elements for one in self.operations)
+        num_bytes = sum(self.reads.values()) + sum(value.num_bytes for value in self.writes)
+        return Work("elementwise", instructions=computed + ACCESS * accessed, num_bytes=num_bytes)
+
+
+def count(jaxpr: Jaxpr) -> tuple[list[Work], list[Collective]]:
+    """Return the kernels of a traced function, each as often as it runs, and its collectives.
+
+    Loops of unknown length count once, all branches of a conditional count.
+    """
+    works, sent = list[Work](), list[Collective]()
+    for one, times in _counted(jaxpr, 1):
+        if isinstance(one, Work):
+            works.append(one.repeated(times))
+        else:
+            sent.append(one)
+    return works, sent
+
+
+def _counted(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Work | Collective, int]]:
+    operations, results = _graph(jaxpr)
+    _store(operations, results)
+    passes: list[_Pass] = []
+    for one in operations:
+        if one.is_alone and one.name not in _SUMS:
+            for value in one.writes:
+                value.depth = 1 + max((x.source.depth for x in one.reads), default=0)
+            yield from _alone(one, times)
+        elif any(value.is_stored for value in one.writes):
+            _join(passes, one)
+    yield from ((one.work, times) for one in passes)
+
+
+def _join(passes: list[_Pass], one: _Operation) -> None:
+    """Put an operation whose result is stored, and all that is computed for it, into a kernel."""
+    reads, operations = _cone(one)
+    joined = next((each for each in passes if each.joins(one.elements, reads)), None)
+    if joined is None:
+        passes.append(joined := _Pass(one.elements, 0))
+    joined.depth = max(joined.depth, *(1 + x.depth for x in reads if x not in joined.writes), 1)
+    for value, num_bytes in reads.items():
+        if value not in joined.writes:
+            joined.reads[value] = max(joined.reads.get(value, 0), num_bytes)
+    joined.writes += [value for value in one.writes if value.is_stored]
+    joined.operations |= operations
+    for value in joined.writes:
+        value.depth = joined.depth
+
+
+def _graph(jaxpr: Jaxpr) -> tuple[list[_Operation], list[_Value]]:
+    """Return all operations that a result needs, with called functions inlined, and the results."""
+    operations: list[_Operation] = []
+
+    def value_of(aval: Any, maker: _Operation | None = None) -> _Value:
+        itemsize = (
+            np.dtype(aval.dtype).itemsize if isinstance(aval.dtype, np.dtype) else 0
+        )  # a key of random numbers
+        return _Value(aval.size, itemsize, maker, is_stored=maker is None)
+
+    def run(jaxpr: Jaxpr, known: dict[Any, _Value | None]) -> list[_Value | None]:
+        known |= {var: value_of(var.aval) for var in jaxpr.constvars}
+
+        def at(atom: Any) -> _Value | None:
+            return None if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            given = [at(atom) for atom in equation.invars]
+            if equation.primitive.name in _SAME:
+                made = given
+            elif (called := _called(equation)) is not None:
+                made = run(called, dict(zip(called.invars, given, strict=True)))
+            else:
+                one = _Operation(equation, [value for value in given if value is not None])
+                made = one.writes = [value_of(var.aval, one) for var in equation.outvars]
+                operations.append(one)
+            known |= zip(equation.outvars, made, strict=True)
+        return [at(atom) for atom in jaxpr.outvars]
+
+    found = run(jaxpr, {var: value_of(var.aval) for var in jaxpr.invars})
+    results = [value for value in found if value is not None]
+    return [*_needed(operations, results)], results
+
+
+def _called(equation: Any) -> Jaxpr | None:
+    """Return the function that an equation calls once."""
+    if equation.primitive.name in _ALONE:
+        return None
+    inner = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "call"))
+    found = next((one for one in inner if hasattr(one, "eqns") or hasattr(one, "jaxpr")), None)
+    return getattr(found, "jaxpr", found)
+
+
+def _needed(operations: Sequence[_Operation], results: Sequence[_Value]) -> Iterator[_Operation]:
+    needed = {id(value) for value in results}
+    kept: list[_Operation] = []
+    for one in reversed(operations):
+        if needed & {id(value) for value in one.writes}:
+            needed |= {id(value) for value in one.reads}
+            for value in one.reads:
+                value.users.append(one)
+            kept.append(one)
+    return reversed(kept)
+
+
+def _store(operations: Sequence[_Operation], results: Sequence[_Value]) -> None:
+    """Mark the values that exist in memory."""
+    for value in results:
+        value.source.is_stored = True
+    for one in operations:
+        if one.is_alone:
+            for value in one.writes:
+                value.is_stored = True
+        if one.name in _ALONE:
+            for value in one.reads:
+                value.source.is_stored = True
+    for one in operations:
+        if one.name in _VIEWS or any(value.is_stored for value in one.writes):
+            continue
+        for value in one.writes:
+            value.is_stored = value.size >= _SMALL and _readers(value) > 1 and _saves(value)
+
+
+def _readers(value: _Value) -> int:
+    """Count the readers of a value, through views and wider types."""
+    found = 0
+    for user in value.users:
+        through = user.name in _VIEWS or user.name == "convert_element_type"
+        through = through and all(result.itemsize >= value.itemsize for result in user.writes)
+        found += sum(map(_readers, user.writes)) if through else 1
+    return found
+
+
+def _saves(value: _Value) -> bool:
+    """Whether to store a value costs less than to compute it where it is read.
+
+    Values that become narrower are stored in the narrower type, and sums of rows belong to the pass over the row.
+    """
+    assert value.maker is not None
+    narrower = (user.writes[0].itemsize for user in value.users if user.name == "convert_element_type")
+    if any(itemsize < value.itemsize for itemsize in narrower):
+        return False
+    read = sum(_cone(value.maker)[0].values())
+    return (2 if value.itemsize <= 2 else 4) * value.num_bytes <= read <= 50 * value.num_bytes
+
+
+def _cone(root: _Operation) -> tuple[dict[_Value, int], set[_Operation]]:
+    """Return the stored values that a result is computed from, with the bytes that are read, and all operations."""
+    reads: dict[_Value, int] = {}
+    operations, seen = {root}, set[tuple[_Value, int]]()
+
+    def most_of(one: _Operation, place: int, most: int) -> int:
+        taken = sum(value.size for value in one.writes)
+        return min(most, taken) if one.name in _PARTS and place == 0 else most
+
+    waiting = [(value, most_of(root, place, 2**62)) for place, value in enumerate(root.reads)]
+    while waiting:
+        value, most = waiting.pop()
+        if value.is_stored:
+            reads[value] = max(reads.get(value, 0), min(most, value.size) * value.itemsize)
+        elif (value, most) not in seen and value.maker is not None:
+            seen.add((value, most))
+            operations.add(value.maker)
+            inputs = enumerate(value.maker.reads)
+            waiting += [(each, most_of(value.maker, place, most)) for place, each in inputs]
+    return reads, operations
+
+
+def _alone(one: _Operation, times: int) -> Iterator[tuple[Work | Collective, int]]:
+    """Yield the work of an operation that runs by itself."""
+    name, params = one.name, one.equation.params
+    read = sum(value.num_bytes for value in {x.source for x in one.reads})
+    written = sum(value.num_bytes for value in one.writes)
+    if name == "dot_general":
+        left, right = (atom.aval for atom in one.equation.invars)
+        depth = math.prod(left.shape[axis] for axis in params["dimension_numbers"][0][0])
+        num_bytes = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize + written
+        yield product(str(left.dtype), depth, one.equation.outvars[0].aval.shape, num_bytes), times
+    elif name in COLLECTIVES:
+        yield Collective(COLLECTIVES[name], max(read, written), times), 1
+    elif name in ("scan", "while", "cond"):
+        bodies = params.get("branches") or [params.get("jaxpr") or params["body_jaxpr"]]
+        for body in bodies:
+            yield from _counted(body.jaxpr, times * params.get("length", 1))
+    elif name in _UPDATES:
+        update = _atom_bytes(one.equation.invars[_UPDATES[name]])
+        yield Work("elementwise", num_bytes=2 * update), times
+    else:
+        yield _of_kernel(one, read + written), times
+
+
+def _atom_bytes(atom: Any) -> int:
+    return atom.aval.size * atom.aval.dtype.itemsize
+
+
+def _of_kernel(one: _Operation, num_bytes: int) -> Work:
+    """Return the work of a Pallas kernel, by its own `cost_estimate`, or of a pass."""
+    cost, name = (one.equation.params.get(key) for key in ("cost_estimate", "name"))
+    kind, unit = _KERNELS.get(name, ("elementwise", "bf16"))
+    flops, slots = (cost.flops, cost.transcendentals) if cost else (0, 0)
+    return Work(kind, flops, unit, slots, num_bytes)

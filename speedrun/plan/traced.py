@@ -1,0 +1,196 @@
+"""Trace a training step for a GPU that is not here, with kernels that state their work instead of computing.
+
+The trace has all that a step computes: model, loss, gradients, optimiser, and what it sends. `fusion` counts it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.extend.core import Jaxpr
+
+from speedrun.base.accelerators import Device
+from speedrun.data.synthetic import document_lengths
+from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, mlp
+from speedrun.science.kernels.attention import Window, sight
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.cross_entropy import Losses, Targets, as_cap
+from speedrun.science.kernels.qk_norm import Angles
+from speedrun.train.program import Program
+
+#: Issue slots of a logit in each pass of `cross_entropy_mosaic`: tanh and exp2 take eight each, as an H100 has one
+#: special-function unit for eight lanes. With these two, 8 instructions are in the sum and 11 or 14 in the gradient.
+HEAD_SLOTS = 16
+Struct = jax.ShapeDtypeStruct
+
+
+def kernel(name: str, results: Sequence[Any], *operands: jax.Array, flops: int = 0, slots: int = 0) -> Any:
+    """Stand for a kernel that reads the operands and writes results like these: an equation without a body.
+
+    `slots` are its instructions, where they count.
+    """
+    axes = max((jax.typeof(x).manual_axis_type for x in operands), key=lambda axes: len(axes.varying))
+    out = tuple(Struct(x.shape, x.dtype, manual_axis_type=axes) for x in results)
+    cost = pl.CostEstimate(flops=flops, transcendentals=slots, bytes_accessed=0)
+    return pl.pallas_call(lambda *_: None, out, name=name, cost_estimate=cost)(*operands)
+
+
+def step_jaxpr(program: Program, step: int, device: Device) -> Jaxpr:
+    """Return a step of one device, traced for a GPU of this kind, with its integer inputs compiled in."""
+    capability = "{}.{}".format(*device.compute_capability)
+    kernels = Stated("gpu", capability, head_tokens=program.kernels.head_tokens)
+    own = replace(program.step, kernels=kernels)
+    run = own.train_function(own.plan.static_at(step, integers=True))
+    traced = jax.make_jaxpr(run)(program.state, *program.ids(program.shape_at(step)), own.plan.schedule)
+    (shard_map,) = (one for one in traced.jaxpr.eqns if one.primitive.name == "shard_map")
+    return shard_map.params["jaxpr"]
+
+
+@cache
+def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tuple[int, int, int]:
+    """Count pairs of query and key in the tiles that attention's kernels visit: forward, by queries, by keys.
+
+    Tiles are those of Triton on Hopper; documents have the lengths of FineWeb's.
+    """
+    lengths = document_lengths(num_tokens, seed=0)
+    doc_BT = np.repeat(np.arange(len(lengths)), lengths)[None]
+
+    def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
+        """Count by queries, and by keys."""
+        with jax.ensure_compile_time_eval():  # also while a step is traced
+            first_BT = sight(jnp.asarray(doc_BT), window_blocks, block_tokens)
+            first_N, end_M = (np.asarray(x)[0] for x in attention_triton.bounds(first_BT, tiles))
+        end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
+        first_M = np.arange(len(end_M)) * tiles.keys // tiles.queries
+        size = tiles.queries * tiles.keys
+        return size * int(np.sum(end_N - first_N)), size * int(np.sum(end_M - first_M))
+
+    (forward, _), (by_queries, _), (_, by_keys) = map(visited, attention_triton.HOPPER)
+    return forward, by_queries, by_keys
+
+
+class Stated(Kernels):
+    """Operations whose fast forms state their work. Attention is always that of Triton."""
+
+    def attention(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        _: jax.Array,
+        /,
+        *,
+        window: Window,
+        block_tokens: int,
+        angles: Angles | None = None,
+        **__: Any,
+    ) -> jax.Array:
+        """Visit the tiles of FineWeb's documents."""
+        blocks = window.blocks if isinstance(window.blocks, int) else window.most
+        rows, num_tokens, heads, width = q_BTHK.shape
+        each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, block_tokens))
+        return _attention(_Attended(*each, norms=int(angles is not None)), q_BTHK, k_BTHK, v_BTHK)
+
+    def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
+        """Read and write each number once, where the kernel can run."""
+        call = choose.QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
+        if (choice := choose.qk_norm_form(call)).name == "triton":
+            return _normed(q_BTHK), _normed(k_BTHK)
+        return choice.function(q_BTHK, k_BTHK, angles)
+
+    def mlp(
+        self, x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: mlp.Factors = "float32"
+    ) -> jax.Array:
+        """Multiply and square in one kernel, where it can run."""
+        here = x_D.dtype, self.platform, self.compute_capability
+        call = choose.MlpCall(x_D.size // x_D.shape[-1], x_D.shape[-1], len(up_FD), *here)
+        if (choice := choose.mlp_form(call)).name == "mosaic":
+            return _mlp(factors, x_D.reshape(-1, x_D.shape[-1]), up_FD, down_DF).reshape(x_D.shape)
+        return choice.function(x_D, up_FD, down_DF, factors=factors)
+
+    def weighted_cross_entropy(
+        self, x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Any, fp8: Any
+    ) -> Losses:
+        """Take the chosen form; Mosaic's passes state their work."""
+        here = x_ND.dtype, self.platform, self.compute_capability
+        call = choose.HeadCall(len(x_ND), len(head_VD), *here, fp8, as_cap(cap), self.head_tokens)
+        form: Any = choose.choose_head(call).function
+        if getattr(form, "keywords", {}).get("passes", cross_entropy_gpu.PASSES) != cross_entropy_gpu.PASSES:
+            form = partial(form, passes=cross_entropy_gpu.Passes(_sum_exp, _softmax_gradient))
+        return form(x_ND, head_VD, targets, cap=as_cap(cap))
+
+
+def _sum_exp(z_NV: jax.Array, *_: Any) -> jax.Array:
+    return kernel("head", [Struct(z_NV.shape[:1], jnp.float32)], z_NV, slots=HEAD_SLOTS * z_NV.size)[0]
+
+
+def _softmax_gradient(z_NV: jax.Array, factor_N: jax.Array, _: Any, __: Any, dtype: Any) -> Any:
+    shapes = [z_NV.shape, z_NV.shape[::-1]][: 2 if jnp.dtype(dtype).itemsize == 1 else 1]
+    results = [Struct(shape, dtype) for shape in shapes]
+    return kernel("head", results, z_NV, factor_N, slots=HEAD_SLOTS * z_NV.size)
+
+
+def _stated(forward: Callable[..., Any], backward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Return the first result of `forward`, differentiated by `backward`."""
+    call = jax.custom_vjp(lambda *args: forward(*args)[0], **settings)
+    call.defvjp(forward, backward)
+    return call
+
+
+class _Attended(NamedTuple):
+    """FLOPs of one product over the pairs that each kernel visits."""
+
+    forward: int
+    by_queries: int
+    by_keys: int
+    norms: int  #: 1 if QK-norm is inside
+
+
+def _attention_forward(work: _Attended, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    """Two products."""
+    rows = Struct(q.shape[:-1], jnp.float32)
+    if work.norms:
+        k, _ = kernel("attention", [k, rows], k)
+    o, lse, *normed = kernel("attention", [v, rows, *[q] * work.norms], q, k, v, flops=2 * work.forward)
+    return o, (*(normed or [q]), k, v, o, lse)
+
+
+def _attention_backward(work: _Attended, saved: tuple[jax.Array, ...], do: jax.Array) -> Any:
+    """Seven products: scores and their gradients are computed by queries, and again by keys."""
+    q, k, v, o, lse = saved
+    dq, delta = kernel("attention", [q, lse], q, k, v, o, do, lse, flops=3 * work.by_queries)
+    return dq, *kernel("attention", [k, v], q, k, v, do, lse, delta, flops=4 * work.by_keys)
+
+
+def _mlp_forward(factors: mlp.Factors, x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> Any:
+    h_NF, flops = Struct((len(x_ND), len(up_FD)), x_ND.dtype), 2 * x_ND.size * len(up_FD)
+    if jnp.finfo(factors).bits > 8:
+        (h_NF,) = kernel("mlp", [h_NF], x_ND, up_FD, flops=flops)
+        return h_NF @ down_DF.T, (x_ND, up_FD, down_DF, h_NF)
+    bound, most_h = mlp.bounds(x_ND, up_FD)
+    (x8_ND, _), (up8_FD, _) = mlp.rounded(x_ND, bound, factors), mlp.rounded_weights(up_FD, factors)
+    (down8_DF, _), scale = mlp.rounded_weights(down_DF, factors), mlp.scale_of(most_h, factors)
+    h_NF, h8_NF = kernel("mlp fp8", [h_NF, Struct(h_NF.shape, factors)], x8_ND, up8_FD, flops=flops)
+    y_ND = jnp.einsum("nf,df->nd", h8_NF, down8_DF, preferred_element_type=x_ND.dtype)
+    return (y_ND.astype(jnp.float32) * scale).astype(x_ND.dtype), (x_ND, up_FD, down_DF, h_NF)
+
+
+def _mlp_backward(_: mlp.Factors, saved: tuple[jax.Array, ...], dy_ND: jax.Array) -> Any:
+    x_ND, up_FD, down_DF, h_NF = saved
+    (dz_NF,) = kernel("mlp", [h_NF], dy_ND, down_DF, h_NF, flops=2 * dy_ND.size * len(up_FD))
+    return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
+
+
+def _norm_forward(x_BTHK: jax.Array) -> Any:
+    y_BTHK, r_BTH = kernel("norm", [x_BTHK, Struct(x_BTHK.shape[:-1], jnp.float32)], x_BTHK)
+    return y_BTHK, (y_BTHK, r_BTH)
+
+
+_attention = _stated(_attention_forward, _attention_backward, nondiff_argnums=(0,))
+_mlp = _stated(_mlp_forward, _mlp_backward, nondiff_argnums=(0,))
+_normed = _stated(_norm_forward, lambda saved, dy: tuple(kernel("norm", [dy], dy, *saved)))
