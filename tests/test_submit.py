@@ -177,19 +177,22 @@ def test_the_printed_commands_run_and_put_the_record_in_place(record, monkeypatc
         program(Path("bin") / name, logs)
     env = {**os.environ, "PATH": f"{Path.cwd() / 'bin'}:{os.environ['PATH']}"}
     script = "\n".join(ready["commands"])
+    text, record = f" {out.absolute() / NAME}.pull-request.md", record.absolute()
+    other = forge(Path("runs/second").absolute(), step_s=(0.2,) * 10)
+    Path("checkout").mkdir()
+    monkeypatch.chdir("checkout")
     subprocess.run(["bash", "-eu", "-c", script], check=True, env=env)
     assert not Path("broken").exists()
     place = Path("records/forged") / NAME
     assert ready["place"] == str(place)
     assert files(place) == files(record)
     typed = Path("said").read_text().split("\n")
-    assert f" {out / NAME}.pull-request.md" in typed
+    assert text in typed
     assert typed.count(f" {ready['title']}") == 2, "of the commit and of the pull request"
     assert typed.index(" commit") < typed.index(" push") < typed.index(" pr")
 
     again = json.loads(submit(place, "--dry-run", "--json").stdout)["commands"]
     assert not [line for line in again if line.startswith(("mkdir", "tar"))], "it is there already"
-    other = forge(Path("runs/second"), step_s=(0.2,) * 10)
     refused = submit(other)
     assert (refused.exit_code, "choose another --name" in said(refused)) == (2, True)
     assert submit(other, "--name", "second").exit_code == 0

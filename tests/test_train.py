@@ -163,10 +163,11 @@ class Spoilt:
     def transform(self, layout):
         good = self.inner.transform(layout)
 
-        def update(updates, state, params=None, **more):
-            updates, inner = good.update(updates, state[0], params, **more)
-            embed = updates["embed"].at[0, 0].add(jnp.where(state[1] == 3, jnp.nan, 0))
-            return {**updates, "embed": embed}, (inner, state[1] + 1)
+        def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+            moves: Any
+            moves, inner = good.update(updates, state[0], params, **more)
+            embed = moves["embed"].at[0, 0].add(jnp.where(state[1] == 3, jnp.nan, 0))
+            return {**moves, "embed": embed}, (inner, state[1] + 1)
 
         made: Any = optax.GradientTransformationExtraArgs
         return made(lambda params: (good.init(params), 0), update)
