@@ -195,7 +195,10 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
 def _commands(root: Path, place: PurePosixPath, archive: Path, title: str, text: Path) -> tuple[str, ...]:
     """Return the commands to type in any checkout. They copy the archive, which was scanned."""
     branch = f"record/{place.parent.name}/{place.name}"
-    copy = [f"mkdir -p {place.parent}", shlex.join(["tar", "-xzf", str(archive.resolve()), "-C", str(place.parent)])]
+    copy = [
+        f"mkdir -p {place.parent}",
+        shlex.join(["tar", "-xzf", str(archive.resolve()), "-C", str(place.parent)]),
+    ]
     if Path(place).exists():
         if not Path(place).samefile(root):
             raise UsageError(f"{place} already exists and is not {root}; choose another --name")

@@ -9,7 +9,7 @@ Run: speedrun run --track docs-cpu
 from dataclasses import replace
 
 from speedrun.recipes import smoke
-from speedrun.science.recipe import Stage
+from speedrun.science.recipe import Expected, Stage
 
 RECIPE = replace(
     smoke.RECIPE,
@@ -20,4 +20,5 @@ RECIPE = replace(
     schedule=replace(smoke.RECIPE.schedule, final_window=8.0),
     stages=(Stage(num_steps=160, num_sequences=8, seq_len=512),),
     eval_seq_len=512,
+    expected=Expected("docs", "docs-cpu", 4.47, None, 2, "two seeds on 2026-11-21"),
 )

@@ -29,7 +29,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.optim.groups import by_group, in_float32, scale_by_input
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.params import Init, Layout, Params, ParamSpec, Table, constant, gaussian, zeros
-from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage
+from speedrun.science.recipe import Batch, Expected, Forward, Loss, Recipe, Stage
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  #: (q_BTHK, k_BTHK, v_BTHK) -> o_BTHK
 
@@ -259,4 +259,5 @@ RECIPE = Recipe(
     eval_sequences=512,
     eval_seq_len=1024,
     compute_dtype="bfloat16",
+    expected=Expected("gpt2", "main-8xh100", 3.2722, None, 1, "modded-nanogpt, log of 2024-10-13"),
 )

@@ -24,7 +24,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.mlp import mlp as squared_relu_mlp
 from speedrun.science.optim.orthogonal import shape_factor
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, normal, zeros
-from speedrun.science.recipe import Batch, Forward, Loss, Stage
+from speedrun.science.recipe import Batch, Expected, Forward, Loss, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +100,5 @@ RECIPE = replace(
     optimizer=replace(PARENT.optimizer, muon_lr=0.02, embed_lr=0.3, head_lr=0.002, factor_of=shape_factor),
     schedule=replace(PARENT.schedule, cooldown_fraction=1308 / 4578),
     stages=(Stage(num_steps=4578, num_sequences=512, seq_len=1024),),
+    expected=Expected("modern", "main-8xh100", 3.2762, None, 1, "modded-nanogpt, record 8"),
 )

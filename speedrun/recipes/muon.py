@@ -25,7 +25,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.params import Member, Params, ParamSpec, Table, uniform_within_fan_in
-from speedrun.science.recipe import Stage
+from speedrun.science.recipe import Expected, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +135,5 @@ RECIPE = replace(
     ),
     schedule=Schedule(cooldown_fraction=1800 / 6200, momentum_start=0.95, momentum_end=0.95),
     stages=(Stage(num_steps=6200, num_sequences=512, seq_len=1024),),
+    expected=Expected("muon", "main-8xh100", 3.2785, None, 1, "modded-nanogpt, record 4"),
 )

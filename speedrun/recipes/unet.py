@@ -19,7 +19,7 @@ from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Params, ParamSpec, Table, constant
-from speedrun.science.recipe import Stage
+from speedrun.science.recipe import Expected, Stage
 
 
 def table(cfg: shortcuts.Config) -> Table:
@@ -62,4 +62,5 @@ RECIPE = replace(
     optimizer=replace(PARENT.optimizer, muon_lr=0.04, embed_lr=0.6, head_lr=0.008, scalar_lr=0.04),
     schedule=SCHEDULE,
     stages=(Stage(num_steps=3000, num_sequences=512, seq_len=1024),),
+    expected=Expected("unet", "main-8xh100", 3.2753, None, 1, "modded-nanogpt, record 11"),
 )

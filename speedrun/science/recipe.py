@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import optax
 
 from speedrun.base import limits, sizes
 from speedrun.base.errors import UsageError, unknown
-from speedrun.base.limits import Count, Natural, Steps
+from speedrun.base.limits import Count, Natural, Positive, Steps
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Layout, Params, Table
@@ -68,6 +68,18 @@ class Loss(NamedTuple):
     carry: Params = no_carry(None)  #: [B, ...], for the next step
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The loss that runs of a recipe are expected to reach, from earlier ones."""
+
+    recipe: str  #: its name; one that is derived from it has another
+    track: str  #: whose data they validated on
+    loss: Positive  #: mean of their final losses
+    sd: Positive | None  #: None for one run
+    num_runs: Count
+    source: str  #: whose runs they were
+
+
 class OptimizerLike(Protocol):
     """The optimiser of a recipe."""
 
@@ -118,7 +130,10 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     carry: Callable[[ConfigT], Params] = no_carry  #: config -> initial `Batch.carry` for one sequence
     #: Inputs that are the same at every step.
     constants: Callable[[ConfigT, Vocabulary], Constants] = no_constants
-    if_nan: str = ""  #: what else to do about a loss that is no number, besides a lower learning rate
+    #: Said about the recipe, and no part of it: the result that is expected without overrides; what else to do about a
+    #: loss that is no number, besides a lower learning rate.
+    expected: Expected | None = field(default=None, repr=False, compare=False)
+    if_nan: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -166,17 +181,18 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         known, new = settings(self), {}
         if "size" in changes:
             rest = {key: value for key, value in changes.items() if key != "size"}
-            return _rebuilt(self, sizes.settings_at(str(changes["size"]), known, rest)).override(rest)
+            smaller = _rebuilt(self, sizes.settings_at(str(changes["size"]), known, rest))
+            return dataclasses.replace(smaller, expected=None).override(rest)
         for key, value in changes.items():
             if key in IDENTITY:
                 raise UsageError(f"setting {key!r} identifies the recipe; to change it, write a recipe file")
             if key not in known:
                 raise unknown("setting", key, {*known, "size"} - {*IDENTITY})
             new[key] = _literal(known[key], key, str(value))
-        return _rebuilt(self, new)
+        return dataclasses.replace(_rebuilt(self, new), expected=None) if new else self
 
 
-IDENTITY = ("name", "summary", "parent", "revision", "if_nan")
+IDENTITY = ("name", "summary", "parent", "revision")
 
 
 def settings(node: Any, above: str = "") -> dict[str, Any]:
@@ -194,14 +210,14 @@ def _parts(node: Any) -> dict[str, Any]:
     if isinstance(node, tuple) and any(map(dataclasses.is_dataclass, node)):
         return {str(i): part for i, part in enumerate(node)}
     if dataclasses.is_dataclass(node):
-        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.repr}
     return {}
 
 
 def describe(value: Any) -> Any:
     """Return a recipe or a part of it as JSON; functions become their dotted names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {name: describe(part) for name, part in _parts(value).items()}
         return {"kind": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if type(value) is tuple:
         return [describe(v) for v in value]  # pyright: ignore[reportGeneralTypeIssues]

@@ -119,6 +119,7 @@ class Step:
         index_B = num_sequences * jax.lax.axis_index(self.mesh.axis_names) + jnp.arange(num_sequences)
         batch = Batch(tokens_BT, targets_BT, state.carry, index_B)
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
+        updates: Any
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
         new = jax.tree.map(rows.moved, state.params, updates)
         flags = {"gradient": self.layout.flags(grads), "update": self.layout.flags(updates)}
