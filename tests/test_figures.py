@@ -1,11 +1,9 @@
 """Pages and pictures state the figures of records/context.toml, and a malformed file is refused."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
+import pictures
 import pytest
 from test_leaderboard import CONTEXT as RESULT
 
@@ -18,24 +16,13 @@ from speedrun.plan import estimate as planning
 ROOT = Path(__file__).parent.parent
 
 
-def script(name: str) -> Any:
-    """A script of the repository, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pictures = script("pictures")
 CONTEXT = read_context(ROOT / "records")
 
 
 def test_pages_and_pictures_are_those_of_the_file() -> None:
     """The board itself is compared by `leaderboard check` (tests/test_validate.py)."""
     stale = [path.name for path, content in pictures.outputs().items() if path.read_bytes() != content]
-    assert not stale, "python scripts/pictures.py"
+    assert not stale, "python tests/pictures.py"
 
 
 def test_no_line_begins_with_a_figure():

@@ -1,17 +1,10 @@
-#!/usr/bin/env python3
 """Writes the figures of records/context.toml into README.md and docs/*.md, and draws docs/ladder.svg and history.svg.
 
-    python scripts/pictures.py
+    python tests/pictures.py
 
 A page has a figure between two marks: `<!-- figure: published 89 minutes -->1.23<!-- end -->`. Our own records come
 from records/leaderboard.json, so run `speedrun leaderboard build` first.
 """
-
-import sys
-
-if {"-h", "--help"} & {*sys.argv[1:]}:  # before anything is installed
-    print(__doc__.strip())
-    sys.exit()
 
 from collections.abc import Sequence
 from datetime import date
@@ -188,10 +181,10 @@ def _draw_history(
         axes.plot(day, claim.minutes, "o", color=VAL, markerfacecolor=PAPER, markersize=4, zorder=3)
     if claims:
         best = min(claims, key=lambda one: one.minutes)
-        place = date2num(date.fromisoformat(best.date)), best.minutes
+        place = float(date2num(date.fromisoformat(best.date))), best.minutes
         drawing.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (-6, -3), ha="right", **plain)
     for row in ours:
-        day, time_min = date2num(row.moment), (row.train_time_s or 0.0) / 60
+        day, time_min = float(date2num(row.moment)), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
         drawing.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
     since = (("small and hollow: claimed since, not verified", VAL),) if claims else ()
@@ -209,4 +202,3 @@ def _draw_history(
 if __name__ == "__main__":
     for path, content in outputs().items():
         write_whole(path, content)
-        print(path)
