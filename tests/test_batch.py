@@ -1,6 +1,5 @@
 """A batch: seeds, looks, killed runs, and the command from the declaration to the card."""
 
-import fcntl
 import json
 import math
 import os
@@ -21,7 +20,9 @@ from typed import as_words, invoke, speedrun
 from speedrun.base import children, runlog, track
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
+from speedrun.base.wholefile import lock_record
 from speedrun.data import generated
+from speedrun.lab import several_runs
 from speedrun.lab.several_runs import num_runs
 from speedrun.record import batch
 from speedrun.record.about import assemble
@@ -186,10 +187,9 @@ def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
 
 def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
     forge(folder)
-    with (folder / "batch.json").open("rb+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with lock_record(folder, several_runs.RUNNING):
         result = resumed(folder)
-    assert (result.exit_code, "is being run by another process" in result.stderr) == (2, True)
+    assert (result.exit_code, "another program writes into it" in result.stderr) == (2, True)
     (folder / "batch.json").write_text("{}")
     result = resumed(folder)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
@@ -228,6 +228,18 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
         timer.start()
     with child:
         assert children.wait_for(child) == code
+
+
+def test_a_child_ends_with_its_parent():
+    """Its standard input ends when a parent is killed, however that happens."""
+    program = (
+        "from speedrun.base import signals; signals.end_with_parent(); signals.threading.Event().wait(60)"
+    )
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(30) == -signal.SIGTERM
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second():

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -387,16 +386,12 @@ def test_bits_per_byte(tmp_path):
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 
-@pytest.mark.parametrize("look", [1, 2])
-def test_a_lock_whose_holder_just_left_is_taken(tmp_path, monkeypatch, look):
-    """Its file goes at any look at it."""
-    path, looks, stat = tmp_path / LOCK, itertools.count(1), Path.stat
-
-    def looked(self: Path, **more: Any) -> os.stat_result:
-        if self == path and next(looks) == look:
-            path.unlink()
-        return stat(self, **more)
-
-    monkeypatch.setattr(Path, "stat", looked)
-    with lock_folder(tmp_path):
-        assert os.path.exists(path)
+def test_a_lock_whose_holder_just_left_is_taken(tmp_path):
+    """It removes its file, for which another one waits."""
+    first = lock_folder(tmp_path)
+    (holder := threading.Thread(target=first.__enter__)).start()
+    holder.join()
+    with lock_folder(tmp_path, lambda _: threading.Timer(0.1, first.__exit__, (None, None, None)).start()):
+        assert os.path.exists(tmp_path / LOCK)
+        with pytest.raises(UsageError), lock_folder(tmp_path, refuse=UsageError):
+            pass

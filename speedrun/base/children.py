@@ -5,7 +5,6 @@ ends, and any failure of it is one warning.
 """
 
 import contextlib
-import fcntl
 import os
 import shlex
 import signal
@@ -22,7 +21,7 @@ import msgspec
 
 from speedrun.base import signals
 from speedrun.base.console import clean
-from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, translate_os_errors
+from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.base.exit_codes import meaning
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.base.wholefile import write_whole
@@ -45,12 +44,12 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def started(module: str, request: msgspec.Struct, **more: Any) -> Iterator[Popen[Any]]:
-    """Start a module of this package on a JSON file with `request`; pass `more` to `Popen`."""
+def started(module: str, request: msgspec.Struct, *words: str, **more: Any) -> Iterator[Popen[Any]]:
+    """Start a module of this package on a JSON file with `request`, and `words`; pass `more` to `Popen`."""
     with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
         path = Path(scratch, "request.json")
         write_whole(path, msgspec.json.encode(request, enc_hook=str))
-        yield Popen([sys.executable, "-m", module, str(path)], process_group=0, **more)
+        yield Popen([sys.executable, "-m", module, str(path), *words], process_group=0, **more)
 
 
 def run_module(module: str, request: msgspec.Struct) -> int:
@@ -106,19 +105,6 @@ def run_error(code: int, command: str, out: Path, data: Path | None) -> Speedrun
     ended = f"ended with {meaning(code)}" if code else "left no result, although its process succeeded"
     how = "mend that, then resume with" if code == UsageError.exit_code else "resume with"
     return SpeedrunError(f"a run {ended}; {how}: {shlex.join(resume)}", shell_code(code))
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[int]:
-    """Lock an existing file; yield its descriptor. A child that inherits it keeps the lock if its parent is killed."""
-    with translate_os_errors(path):
-        file = path.open("rb+")  # network disks lock only files that are open for writing
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{path.parent} is being run by another process; wait for it to end") from None
-        yield file.fileno()
 
 
 def samples_of(record: Path) -> Path:

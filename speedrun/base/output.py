@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from speedrun.base import signals
 from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.base.sourcefile import IMPORTED
 
@@ -122,11 +123,12 @@ def _shown(file: str, number: int) -> str:
 
 
 def own_process() -> None:
-    """Prepare a process of ours: its standard streams never fail, and no recipe ends it as if it had succeeded."""
+    """Prepare a process of ours: its streams never fail, SIGHUP stops it, and no recipe fakes its success."""
     sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
     sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
     # Leftovers of a failed write of orbax complain when they are collected, sometimes after our error.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    signals.hang_up_as_term()
     end, process = os._exit, os.getpid()
 
     def guarded(code: int) -> NoReturn:

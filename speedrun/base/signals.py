@@ -1,7 +1,9 @@
 """Handlers of SIGINT and SIGTERM that let a run write the end of its log."""
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from typing import Any
 from speedrun.base.errors import Terminated
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+ATTENDED = "attended"  #: word for a child process that is to end with its parent
 
 
 def stop(number: int, _frame: object) -> None:
@@ -66,6 +69,28 @@ class Deferred:
         """Raise Terminated if a signal was received."""
         if self._got is not None:
             raise _terminated(self._got)
+
+
+def end_with_parent() -> None:
+    """Stop this process, as by SIGTERM, when its standard input ends: a killed parent has left it alone."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def hang_up_as_term() -> None:
+    """Take the first SIGHUP, of a lost terminal, for SIGTERM: kernel and shell each send one. `nohup` ignores it."""
+
+    def hung_up(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, hung_up)
 
 
 @contextmanager

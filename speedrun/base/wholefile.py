@@ -4,7 +4,6 @@ A killed process leaves `NAME.partial`, which the next writer of that name overw
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -91,10 +90,10 @@ def lock_folder(
     return _locked(folder / LOCK, folder, say, refuse)
 
 
-def lock_record(record: Path) -> AbstractContextManager[None]:
-    """Lock a record with a file beside it, as `_locked`; do not wait."""
+def lock_record(record: Path, what: str = "") -> AbstractContextManager[None]:
+    """Lock a record, or `what` is done with it, with a file beside it, as `_locked`; do not wait."""
     path = record.resolve()
-    return _locked(path.with_name(path.name + LOCK), record, refuse=UsageError)
+    return _locked(path.with_name(path.name + what + LOCK), record, refuse=UsageError)
 
 
 @contextmanager
@@ -102,33 +101,22 @@ def _locked(
     path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
     """Hold a lock inside the block. If another process has it, wait and `say` so, or raise `refuse`."""
-    while True:
-        with translate_os_errors(folder, refuse or DataError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Do not follow a link to another file, and do not wait for a pipe.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            file = os.fdopen(os.open(path, flags, 0o666), "wb")
-        with file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise (refuse or DataError)(f"{path}: not a regular file, as a lock is; remove it")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                found = f"{folder}: another program writes into it"
-                if refuse is not None:
-                    raise refuse(f"{found}; wait for its end, or choose another folder") from None
-                say(f"{found}; waiting for it to end")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:  # some network disks have no locks
-                hint = "choose a folder on another disk"
-                raise (refuse or DataError)(f"{path}: cannot be locked: {error.strerror}; {hint}") from None
-            # The previous holder removed its file, and another process may have made a new one.
-            is_ours = False
-            with suppress(FileNotFoundError):
-                is_ours = os.path.samestat(path.stat(), os.fstat(file.fileno()))
-            if is_ours:
-                try:
-                    yield
-                finally:
-                    path.unlink()
-                return
+    from filelock import FileLock, Timeout  # a record is validated without it
+
+    # Soft locks are files that are there or not: a killed holder would leave one.
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    found = f"{folder}: another program writes into it"
+    with translate_os_errors(folder, refuse or DataError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if refuse is not None:
+                raise refuse(f"{found}; wait for its end, or choose another folder") from None
+            say(f"{found}; waiting for it to end")
+            lock.acquire()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
-from speedrun.base.children import locked
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.base.wholefile import write_whole
+from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
 from speedrun.lab.effects import RATE_FROM, compared
 from speedrun.record.examine.sandbox import protections
@@ -162,7 +161,7 @@ def reproduce(
     click.echo(protections(unsafe=unsafe), err=True)
     num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
     plan = again.planned(folder, [side.record for side in sides], num_runs, same_seeds=same_seeds)
-    with locked(folder / again.PLAN):
+    with lock_folder(folder, refuse=UsageError):
         ran = again.run_in_turns(sides, plan.seeds, sys.stderr)
         results = [side.judge(plan, ended, by) for side, ended in zip(sides, ran, strict=True)]
     wrote = [folder / REPRODUCTION]

@@ -16,13 +16,13 @@ from speedrun.base import track as tracks
 from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import write_whole
+from speedrun.base.wholefile import lock_record, write_whole
 from speedrun.board import ghost as ghosts
 from speedrun.board.plots import plot
 from speedrun.data import generated
 from speedrun.lab import effects, trials
 from speedrun.lab.effects import count
-from speedrun.lab.trials import EXPERIMENT, Experiment, Runs, Trial
+from speedrun.lab.trials import Experiment, Runs, Trial
 from speedrun.record import layout, statistics
 from speedrun.record.about import Summary, assemble
 from speedrun.record.batch import Declaration, Standing, standing
@@ -33,6 +33,7 @@ from speedrun.train import local_processes
 from speedrun.train.request import RunConfig, source_roots
 
 Say = Callable[[str], None]  #: takes lines of progress
+RUNNING = ".runs"  #: in the name of the lock of whoever runs what was declared
 
 
 #: Trains each request on a track; yields it with its exit code. Also gets the earlier runs of a batch or sweep.
@@ -45,8 +46,8 @@ def _request(declared: Declaration | Experiment, **more: Any) -> RunConfig:
     return RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
 
 
-def _here(say: Say, printer: Callable[[], Printer], lock: int) -> Trainer:
-    """Return what trains one after the other in children that also hold the lock."""
+def _here(say: Say, printer: Callable[[], Printer]) -> Trainer:
+    """Return what trains one after the other in children, which end with this process."""
 
     def trained(
         rules: Track, configs: Iterable[RunConfig], _: Iterable[Run]
@@ -54,7 +55,7 @@ def _here(say: Say, printer: Callable[[], Printer], lock: int) -> Trainer:
         for config in configs:
             generated.ensure(rules, config.data, say)
             with printer() as shown:
-                code = local_processes.trained(config, shown, keep_open=(lock,))[0]
+                code = local_processes.trained(config, shown)[0]
             yield config, code
 
     return trained
@@ -120,10 +121,10 @@ def run_batch(
         say(progress(declared, now))
         return now
 
-    with children.locked(path) as lock:
+    with lock_record(folder, RUNNING):
         now = standing_now()
         same = {"recipe": recipe.name, "overrides": recipe.overrides, "batch_sha256": sha256, "data": data}
-        train = trained or _here(say, lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival), lock)
+        train = trained or _here(say, lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival))
         while now.missing:
             configs = [_request(declared, out=folder, seed=seed, **same) for seed in now.missing]
             for config, code in train(rules, configs, load(folder).runs):
@@ -158,7 +159,7 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
     Without `trained`, the runs follow each other on this machine.
     """
     plan, plan_sha256 = trials.read(folder)
-    with children.locked(folder / EXPERIMENT) as lock:
+    with lock_record(folder, RUNNING):
         fresh = count(len(plan.confirming), "fresh seed")
         say(
             f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
@@ -173,7 +174,7 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
                     f"the source of {recipe} changed since {folder} was designed, or is not in $SPEEDRUN_RECIPES; "
                     "restore it, or start a new sweep"
                 )
-        train = trained or _here(say, lambda: Printer(sys.stderr), lock)
+        train = trained or _here(say, lambda: Printer(sys.stderr))
         run_missing = partial(_run_missing, folder, data, say, train)
         runs = run_missing([*trials.trials(plan.arms, plan.seeds)])
         found = effects.summary(plan, plan_sha256, runs)

@@ -1,26 +1,24 @@
 """Trains in a child process, so that the caller holds no device, and shows its log."""
 
-from collections.abc import Sequence
 from subprocess import PIPE
 from threading import Thread
 
 from speedrun.base import children
 from speedrun.base.console import Printer
+from speedrun.base.signals import ATTENDED
 from speedrun.train.request import RunConfig
 
 
-def trained(
-    config: RunConfig, printer: Printer, *, keep_open: Sequence[int] = (), stderr: int | None = None
-) -> tuple[int, str]:
-    """Train in a child process; print its log and its other output.
+def trained(config: RunConfig, printer: Printer, *, stderr: int | None = None) -> tuple[int, str]:
+    """Train in a child process, which ends with this one; print its log and its other output.
 
-    The child inherits the descriptors `keep_open`. `stderr` is as for `Popen`.
+    `stderr` is as for `Popen`.
 
     Returns:
         The exit code, as from `children.wait_for`, and the last line that was not an event of the log.
     """
-    said, pipes = [""], {"stdout": PIPE, "stderr": stderr, "text": True, "pass_fds": keep_open}
-    with children.started("speedrun.train.run", config, **pipes) as process:
+    said, pipes = [""], {"stdin": PIPE, "stdout": PIPE, "stderr": stderr, "text": True}
+    with children.started("speedrun.train.run", config, ATTENDED, **pipes) as process:
 
         def show() -> None:
             assert process.stdout is not None

@@ -1,6 +1,8 @@
 """One run of a recipe on a track, with its folder and its log.
 
-python -m speedrun.train.run REQUEST.json      prints the log; other commands run this as a child process
+python -m speedrun.train.run REQUEST.json [attended]
+
+It prints the log. Other commands run this as a child process; an attended one ends when its standard input does.
 """
 
 import sys
@@ -135,5 +137,7 @@ def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
 
 if __name__ == "__main__":  # with the path of a request: prints each line of the log
     with reported():
+        if signals.ATTENDED in sys.argv[2:]:
+            signals.end_with_parent()
         request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
         train(request, lambda line: print(line.encode().decode(), flush=True))  # noqa: T201
