@@ -20,6 +20,7 @@ from speedrun.base.errors import SpeedrunError, UsageError, unknown
 from speedrun.base.exit_codes import meaning
 from speedrun.base.recipe_files import resolve
 from speedrun.base.track import load as load_track
+from speedrun.base.wholefile import is_occupied
 from speedrun.board import plots
 from speedrun.data import generated
 from speedrun.record import reader as records
@@ -105,8 +106,10 @@ def run(
         else (recipe.name, settings_of(recipe))
     )
     out = Path(out).absolute()
-    if out.exists():
-        raise UsageError(f"{out} exists already; need a new folder; remove it or pass another out")
+    if is_occupied(out):
+        raise UsageError(
+            f"{out} exists already; need a new folder, or an empty one; remove it or pass another out"
+        )
     folder = None if data is None else Path(data).absolute()
     printer = Printer(StringIO() if quiet else sys.stdout)
     generated.ensure(rules, folder, printer.say)

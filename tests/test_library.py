@@ -107,9 +107,10 @@ def test_a_record_that_is_there_is_not_touched_and_an_unknown_name_is_told(tmp_p
     with pytest.raises(AttributeError, match="it exports Record, load, run"):
         getattr(sr, "fit")  # noqa: B009 - no type checker lets the name pass
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").touch()
     with pytest.raises(UsageError, match="exists already; need a new folder"):
         sr.run(track="smoke-cpu", out=tmp_path / "mine")
-    assert not list((tmp_path / "mine").iterdir())
+    assert len([*(tmp_path / "mine").iterdir()]) == 1
 
 
 def test_a_run_that_is_refused_says_why(tmp_path, capfd):

@@ -1,10 +1,15 @@
 """A record run again: what is compared before, what the words mean, what a referee finds who comes back."""
 
+import ctypes
 import dataclasses
 import json
 import math
+import os
 import random
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, variance
@@ -99,6 +104,43 @@ def reproduced(record, tmp_path, monkeypatch):
         return invoke("reproduce", str(record), "--out", str(tmp_path / out), *args), ran
 
     return reproduce
+
+
+def mounted(script: str) -> None:
+    """Give this process, which has one thread, mounts of its own."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None).unshare(0x10020000):  # CLONE_NEWUSER and CLONE_NEWNS
+        raise PermissionError("no namespaces")
+    texts = {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}
+    for name, text in texts.items():
+        Path("/proc/self", name).write_text(text)
+    subprocess.run(["sh", "-ec", script], check=True)
+
+
+def test_a_reproduction_is_written_into_a_mount_in_a_folder_that_is_read_only(reproduced, tmp_path):
+    """As docs/containers.md does it: /out is a mount, and / is root's."""
+    (tmp_path / "again").mkdir()
+    (tmp_path / "root" / "out").mkdir(parents=True)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            root = shlex.quote(str(tmp_path / "root"))
+            bind = f"mount --bind {root} {root}; mount --bind {root}/../again {root}/out"
+            mounted(f"{bind}; mount -o remount,ro,bind {root}")
+            result, _ = reproduced("--by", "A. Referee", out="root/out")
+            code = result.exit_code
+            sys.stderr.write(result.output)
+        except (OSError, subprocess.CalledProcessError):
+            code = 77
+        finally:
+            os._exit(code)
+    if (code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) == 77:
+        pytest.skip("this machine gives no mounts to a process")
+    assert code == 0
+    made = {path.name for path in (tmp_path / "again").iterdir()}
+    assert {"plan.json", "reproduction.json"} < made
+    assert not {".lock", ".partial"} & made
+    assert not list((tmp_path / "root" / "out").iterdir())
 
 
 def told(result) -> str:

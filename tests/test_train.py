@@ -327,8 +327,8 @@ def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, m
 
 
 def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
-    assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
     (tmp_path / "file").write_text("")
+    assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
     said = str(refused(smoke_data, tmp_path, out=tmp_path / "file" / "out").value)
     assert "free or choose another folder" in said
 

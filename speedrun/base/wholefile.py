@@ -61,18 +61,51 @@ def give_name(partial: Path, path: Path) -> None:
 
 
 def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with its files by relative path, atomically. No other process may make it meanwhile."""
-    partial = path.with_name(path.name + PARTIAL)
+    """Make a folder with its files by relative path, atomically unless it is fixed. Nobody else may make it meanwhile.
+
+    There may be an empty folder.
+    """
+    path, partial = path.resolve(), _companion(path, PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with translate_os_errors(path, UsageError):
             for name, content in files.items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(partial / name, content)
-            os.rename(partial, path)
-            _sync(path.parent)
+            if partial.parent != path:
+                os.rename(partial, path)
+                _sync(path.parent)
+            elif is_occupied(path):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+            else:
+                for name in files:
+                    (path / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.rename(partial / name, path / name)
+                _sync(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_occupied(path: Path) -> bool:
+    """Return whether something is there that is no empty folder, so that no folder can be made; raise OSError."""
+    return path.exists() and not (path.is_dir() and set(os.listdir(path)) <= {LOCK, PARTIAL})
+
+
+def _companion(path: Path, ending: str) -> Path:
+    """Return the path of a lock or of what is being written: beside a folder, or inside one that is fixed.
+
+    A folder is fixed if it is a mount point, as in a container, or if its parent cannot be written.
+    """
+    path = path.resolve()
+    is_fixed = path.is_dir() and (_is_mount(path) or not os.access(path.parent, os.W_OK))
+    return path / ending if is_fixed else path.with_name(path.name + ending)
+
+
+def _is_mount(path: Path) -> bool:
+    """Return whether a path is a mount point; `os.path.ismount` misses those of folders of the same disk."""
+    table = Path("/proc/self/mountinfo")
+    mounts = table.read_bytes().splitlines() if table.exists() else ()
+    return os.path.ismount(path) or os.fsencode(path) in (line.split()[4] for line in mounts)
 
 
 def _sync(path: Path) -> None:
@@ -91,9 +124,11 @@ def lock_folder(
 
 
 def lock_record(record: Path, what: str = "") -> AbstractContextManager[None]:
-    """Lock a record, or `what` is done with it, with a file beside it, as `_locked`; do not wait."""
-    path = record.resolve()
-    return _locked(path.with_name(path.name + what + LOCK), record, refuse=UsageError)
+    """Lock a record, or `what` is done with it, with a file beside it, as `_locked`; do not wait.
+
+    The file lies inside a record's folder that is fixed.
+    """
+    return _locked(_companion(record, what + LOCK), record, refuse=UsageError)
 
 
 @contextmanager

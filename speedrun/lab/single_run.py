@@ -20,6 +20,7 @@ from speedrun.data import generated, overview, shards
 from speedrun.model import samples, weight_sources, weights
 from speedrun.model.watch_server import watched
 from speedrun.record.about import Summary, assemble
+from speedrun.record.layout import SOURCE
 from speedrun.record.salvage import ended
 from speedrun.record.validate import Report, validate
 from speedrun.train.checkpoint import folder_of
@@ -100,7 +101,7 @@ def run(
     `joined` connects the processes of the run. With `config.resume`, all settings but `out` come from the folder, by
     `resumed`. `train` trains a request.
     """
-    is_ours = config.resume or not os.path.exists(config.out)
+    is_ours = config.resume or not os.path.exists(config.out / SOURCE)
     is_done = False
     try:
         with joined:

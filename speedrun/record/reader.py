@@ -19,7 +19,7 @@ from speedrun.base import track
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import PARTIAL, read_regular
+from speedrun.base.wholefile import LOCK, PARTIAL, read_regular
 from speedrun.record import archive
 from speedrun.record.batch import Declaration
 from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, Strict, sha256
@@ -237,6 +237,8 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
             break
         try:
             size_bytes = entry.stat(follow_symlinks=False).st_size
+            if path.endswith(LOCK) and entry.is_file(follow_symlinks=False) and not size_bytes:
+                continue  # of whoever is writing
             if why := _objection(path, entry, size_bytes, left_bytes):
                 refused[path] = why
             else:

@@ -15,6 +15,7 @@ from speedrun.base import processes, provenance, runlog
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import recipe_folders
+from speedrun.base.wholefile import is_occupied
 from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.science.params import SHARDS
@@ -168,9 +169,9 @@ def _check_source(config: RunConfig, source: str) -> None:
 
 
 def _check_out(config: RunConfig) -> None:
-    """Check that the output folder is new, or that of the declared batch."""
+    """Check that the output folder is new or empty, or that of the declared batch."""
     try:
-        taken = config.out.exists()
+        taken = is_occupied(config.out)
         declared = layout.sha256((config.out / layout.BATCH).read_bytes()) if config.batch_sha256 else ""
     except OSError as error:
         raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
@@ -178,7 +179,9 @@ def _check_out(config: RunConfig) -> None:
         path = config.out / layout.BATCH
         raise UsageError(f"{path} is not the declared one; restore it, or declare a new batch")
     if taken and not (config.batch_sha256 or config.resume):
-        raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
+        raise UsageError(
+            f"{config.out} exists already; need a new folder, or an empty one; remove it or pass another --out"
+        )
 
 
 def _check_platform(track: tracks.Track, config: RunConfig) -> None:

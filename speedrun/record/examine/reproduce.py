@@ -12,7 +12,7 @@ from speedrun.base import clock, provenance
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
-from speedrun.base.wholefile import lock_record, make_folder, read_regular, write_whole
+from speedrun.base.wholefile import is_occupied, lock_record, make_folder, read_regular, write_whole
 from speedrun.record.batch import seeds_from
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import Strict
@@ -175,7 +175,7 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
         raise UsageError(
             f"--runs {num_runs} --same-seeds: the record has {len(recorded)} finished runs; ask for at most that many"
         )
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if is_occupied(folder):
         try:
             plan = msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
         except (OSError, ValueError, RecursionError):
