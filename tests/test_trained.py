@@ -452,7 +452,7 @@ def test_what_cannot_be_done_is_one_line(run, smoke_data, tmp_path, words, exit_
 
 
 @pytest.mark.parametrize("damage", ["none kept", "data", "facts", "settings", "value", "step", "config"])
-def test_a_run_without_whole_weights_of_its_own_is_refused(run, tmp_path, smoke_data, damage):
+def test_a_run_without_whole_weights_of_its_own_is_refused(run, tmp_path, smoke_data, damage, capsys):
     out = shutil.copytree(run, tmp_path / "out")
     folder = shutil.copytree(folder_of(run), folder_of(out))
     newest, settings = folder / "12", folder / "run.json"
@@ -487,6 +487,9 @@ def test_a_run_without_whole_weights_of_its_own_is_refused(run, tmp_path, smoke_
             error = UsageError
     with pytest.raises(error):
         weights.load(out, data=smoke_data, step=step)
+    if damage == "facts":
+        assert weights.load(out, data=smoke_data).step == 6
+        assert "checkpoint 12 is damaged (its digest does not fit); 6 is used" in capsys.readouterr().err
 
 
 def test_weights_that_are_no_numbers_are_refused(run, smoke_data, monkeypatch):

@@ -17,13 +17,13 @@ from speedrun.board import ghost as ghosts
 from speedrun.board.exports import relayed
 from speedrun.board.plots import plot
 from speedrun.data import generated, overview, shards
-from speedrun.model import samples, weight_sources, weights
+from speedrun.model import samples, weight_sources
 from speedrun.model.watch_server import watched
 from speedrun.record.about import Summary, assemble
 from speedrun.record.layout import SOURCE
 from speedrun.record.salvage import ended
 from speedrun.record.validate import Report, validate
-from speedrun.train.checkpoint import folder_of
+from speedrun.train.checkpoint import folder_of, steps_in
 from speedrun.train.request import RunConfig
 from speedrun.train.resume_settings import resumed
 from speedrun.train.run import train
@@ -155,7 +155,7 @@ def _assemble_broken(config: RunConfig, *, resumes: bool) -> None:
     try:
         assemble(config.out, default_title=_title(config))
         _say(f"record  {config.out} says where the run broke off")
-        if resumes and weights.steps_in(folder_of(config.out)):
+        if resumes and steps_in(folder_of(config.out)):
             _say(f"resume  speedrun run --resume {shlex.quote(str(config.out))}")
     except SpeedrunError as error:  # the error that broke the run matters more
         _say(f"warning: the record of the broken run is incomplete: {error}")

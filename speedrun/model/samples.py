@@ -95,7 +95,7 @@ def _written(path: Path) -> dict[int, list[bytes]]:
 
 def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
     """Return the steps to sample: at the end, they include the last one."""
-    steps = weights.steps_in(folder)
+    steps = checkpoint.steps_in(folder)[::-1]
     return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
 
 

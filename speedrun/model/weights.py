@@ -3,12 +3,14 @@
 A record has no weights: they are in RECORD.checkpoints, next to it, if the run kept some.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
-from speedrun.base.errors import CheckpointError, DataError, UsageError, translate_read_errors
+from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.base.track import Track
 from speedrun.base.wholefile import read_regular
 from speedrun.data import tokenizer, vocabulary
@@ -28,8 +30,7 @@ from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.train import checkpoint
 from speedrun.train.preflight import Resumable
 from speedrun.train.program import Program
-from speedrun.train.request import read_sealed
-from speedrun.train.resume_settings import find_recipe
+from speedrun.train.resume_settings import find_recipe, read_settings
 
 WEIGHTS = "model.safetensors"
 #: Dtypes of trained parameters, with their names in a header.
@@ -148,12 +149,12 @@ def load(
 ) -> Trained:
     """Load the weights of a run onto one device, as `weight_sources.load`; `run` is its record or its checkpoints."""
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
-    steps = steps_in(folder)
+    steps = checkpoint.steps_in(folder)
     if not steps:
         if not folder.exists() and not (run / "runs").is_dir():
             raise UsageError(f"{run} is no run, and no folder of weights; name one, as in runs/first")
         raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
-    kept = _unsealed(folder / checkpoint.RUN, Resumable)
+    kept = read_settings(folder)
     if recipe is None:
         find_recipe(kept, folder.with_name(folder.name.removesuffix(".checkpoints")))
     track = tracks.load(kept.config.track)
@@ -164,17 +165,27 @@ def load(
     program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
     if step is not None and step not in steps:
         raise UsageError(f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {step}")
-    at = folder / str(steps[-1] if step is None else step)
-    facts = _unsealed(at / "facts" / "metadata", checkpoint.Facts)
-    if str(facts.step) != at.name:
-        raise CheckpointError(f"{at}: it holds step {facts.step}; choose another --step")
-    if facts.config_sha256 not in _configs(kept, program):
-        raise UsageError(
-            f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, or "
-            "name its own recipe with --recipe"
-        )
+    configs, wanted = {*_configs(kept, program)}, checkpoint.named({"params": program.state.params})
+
+    def read(at: int) -> tuple[checkpoint.Facts, dict[str, jax.Array]]:
+        facts = checkpoint.read_facts(folder, at)
+        if facts.config_sha256 not in configs:
+            raise UsageError(
+                f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, "
+                "or name its own recipe with --recipe"
+            )
+        return facts, checkpoint.read_arrays(folder, facts, wanted)
+
+    (facts, arrays), damaged = checkpoint.newest_whole(folder, steps if step is None else [step], read)
+    for at, damage in damaged.items():
+        sys.stderr.write(f"warning: checkpoint {at} is damaged ({damage}); {facts.step} is used\n")
+    for name, x in arrays.items():
+        if not bool(jnp.all(jnp.isfinite(x.astype(jnp.float32)))):
+            raise DataError(
+                f"{folder / str(facts.step)}: {name} holds NaN or infinity; choose another --step"
+            )
+    packed = {name.removeprefix("params."): x for name, x in arrays.items()}
     record = folder.with_name(folder.name.removesuffix(".checkpoints")), facts.run_id
-    packed = _restored(at, facts, program)
     return Trained(program, track, shards, facts.step, packed, kept.config.overrides, record)
 
 
@@ -189,17 +200,6 @@ def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Rec
     return chosen
 
 
-def _unsealed(path: Path, form: type[_T]) -> _T:
-    with translate_read_errors(path, "choose another --step, or run again", kind=CheckpointError):
-        return read_sealed(path, form)
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps with a checkpoint, in order."""
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def _configs(kept: Resumable, program: Program) -> Iterator[str]:
     """Yield the possible digests of the run's config: the run chose its use of memory."""
     config = kept.config
@@ -211,22 +211,6 @@ def _configs(kept: Resumable, program: Program) -> Iterator[str]:
         "attention": config.attention,
     }
     return (config_sha256({**described, "memory": memory}) for memory in ("ample", "scarce"))
-
-
-def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:
-    """Read the packed parameters of a checkpoint, and verify their digests."""
-    wanted = checkpoint.named({"params": program.state.params})
-    found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
-    for difference in checkpoint.differences(found, wanted):
-        raise CheckpointError(f"{folder}: {difference}; need the recipe that trained it")
-    try:
-        arrays = checkpoint.read_arrays(folder, facts, wanted)
-    except checkpoint.Damaged as damage:
-        raise CheckpointError(f"{folder} is damaged ({damage}); choose another --step or run again") from None
-    for name, x in arrays.items():
-        if not bool(jnp.all(jnp.isfinite(x.astype(jnp.float32)))):
-            raise DataError(f"{folder}: {name} holds NaN or infinity; choose another --step")
-    return {name.removeprefix("params."): x for name, x in arrays.items()}
 
 
 # --- files of safetensors

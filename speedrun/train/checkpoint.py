@@ -12,10 +12,10 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from speedrun.train.program import Program
 from speedrun.train.request import read_sealed, seal
 
 RUN = "run.json"
+
+_T = TypeVar("_T")
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,10 +103,46 @@ def differences(
             yield f"{name} is {found}, need {wanted}"
 
 
-def read_arrays(checkpoint: Path, facts: Facts, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-    """Return arrays of a checkpoint by flat name, placed as `wanted`; raise `Damaged` if a digest differs."""
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps with a checkpoint, the newest first."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def newest_whole(
+    folder: Path, steps: Iterable[int], read: Callable[[int], _T]
+) -> tuple[_T, dict[int, "Damaged"]]:
+    """Return what `read` gives of the first whole step, and why those before it are not; CheckpointError if none is."""
+    damaged: dict[int, Damaged] = {}
+    for step in steps:
+        try:
+            return read(step), damaged
+        except Damaged as damage:
+            damaged[step] = damage
+    reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
+    raise CheckpointError(f"{folder}: no whole checkpoint;{reasons} need one; run again, in a new folder")
+
+
+def read_facts(folder: Path, step: int) -> Facts:
+    """Read the facts of a checkpoint; raise `Damaged`, or CheckpointError if another cause prevents it."""
+    with raise_damaged(where := folder / str(step)):
+        facts = read_sealed(where / "facts" / "metadata", Facts)
+        if facts.step != step:
+            raise ValueError(f"it holds step {facts.step}")
+    return facts
+
+
+def read_arrays(folder: Path, facts: Facts, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return arrays of a checkpoint by flat name, placed as `wanted`: all of a state, or of its parameters.
+
+    Raise CheckpointError unless they have the form of `wanted`, and `Damaged` if a digest differs.
+    """
     import orbax.checkpoint as ocp
 
+    checkpoint, parts = folder / str(facts.step), {name.partition(".")[0] for name in wanted}
+    held = {name: array for name, array in facts.arrays.items() if name.partition(".")[0] in parts}
+    for difference in differences(held, wanted):  # before orbax casts or cuts an array to fit
+        raise CheckpointError(f"{checkpoint}: {difference}; use the recipe that trained it")
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, how, partial_restore=True)
     with raise_damaged(checkpoint):
@@ -124,8 +162,10 @@ def described(state: Any) -> dict[str, Array]:
     """Return shape, dtype and digest of each array."""
     arrays = named(state)
     digests = fetch(_digests(arrays))
-    texts = {name: digest.astype(">u4").tobytes().hex() for name, digest in digests.items()}
-    return {name: Array(x.shape, str(x.dtype), texts[name]) for name, x in arrays.items()}
+    return {
+        name: Array(x.shape, str(x.dtype), digests[name].astype(">u4").tobytes().hex())
+        for name, x in arrays.items()
+    }
 
 
 @contextmanager
@@ -183,16 +223,11 @@ class Checkpoints:
 
         self._ocp, self._folder = ocp, folder
         self.newest: int | None = None  #: step that this process wrote or restored
-        kept, items = ocp.CheckpointManagerOptions(max_to_keep=keep or None), ("state", "facts")
+        kept = ocp.CheckpointManagerOptions(max_to_keep=keep or None, lightweight_initialize=True)
         # orbax needs absolute paths.
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=kept, item_names=items)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=kept, item_names=("state", "facts"))
         # All processes must call JAX's function equally often (`processes`); calls of orbax would disturb that.
         self._manager.reached_preemption = lambda step: False
-
-    @property
-    def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, the newest first."""
-        return sorted(self._manager.all_steps(), reverse=True)
 
     def rehearse(self, state: TrainState) -> None:
         """Write and remove the state once, so that programs for writing are compiled before the clock starts."""
@@ -223,18 +258,20 @@ class Checkpoints:
 
         Raise CheckpointError if there is none, it belongs to another run, or a read fails for another reason.
         """
-        damaged: dict[int, Damaged] = {}
-        for step in self.steps:
-            try:
-                found = self._restore(step, program, config_sha256)
-            except Damaged as damage:
-                damaged[step] = damage
-            else:
-                self._set_aside(damaged, say)
-                return found
-        reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
-        need = "need one to resume from; start again, in a new folder"
-        raise CheckpointError(f"{self._folder}: no whole checkpoint;{reasons} {need}")
+        wanted = named(program.state)
+
+        def read(step: int) -> tuple[dict[str, jax.Array], Facts]:
+            facts = read_facts(self._folder, step)
+            arrays = read_arrays(self._folder, facts, wanted)
+            if facts.config_sha256 == config_sha256:
+                return arrays, facts
+            why = "of a run with another config; resume it with its own settings"
+            raise CheckpointError(f"{self._folder / str(step)}: {why}")
+
+        (arrays, facts), damaged = newest_whole(self._folder, steps_in(self._folder), read)
+        self._set_aside(damaged, say)
+        self.newest = facts.step
+        return jax.tree.unflatten(jax.tree.structure(program.state), arrays.values()), facts
 
     def _set_aside(self, damaged: dict[int, "Damaged"], say: Callable[[str], None]) -> None:
         """Rename damaged checkpoints, once another one is known to be whole."""
@@ -249,21 +286,6 @@ class Checkpoints:
             say(f"checkpoint {step} is damaged ({damage}); kept as {aside.name}; the one before it is used")
         if damaged:
             self._manager.reload()
-
-    def _restore(self, step: int, program: Program, config_sha256: str) -> tuple[TrainState, Facts]:
-        where, wanted = self._folder / str(step), named(program.state)
-        with raise_damaged(where):
-            facts = read_sealed(where / "facts" / "metadata", Facts)
-            if facts.step != step:
-                raise ValueError(f"it holds step {facts.step}")
-        # Before orbax casts or cuts an array to fit.
-        for difference in differences(facts.arrays, wanted):
-            raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
-        if facts.config_sha256 != config_sha256:
-            raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")
-        found = read_arrays(where, facts, wanted)
-        self.newest = step
-        return jax.tree.unflatten(jax.tree.structure(program.state), found.values()), facts
 
     def settle(self) -> None:
         """Wait until everything is durable; raise CheckpointError if something could not be written."""
@@ -290,6 +312,7 @@ class Damaged(Exception):
     """A checkpoint is not what was written."""
 
 
+_GONE = FileNotFoundError, NotADirectoryError, IsADirectoryError
 #: Statuses of tensorstore for files that are cut, missing or garbled. Others concern disks, limits and memory.
 _DAMAGE = {"DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
 
@@ -307,7 +330,8 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         cause = error.__cause__ or error
         said = str(cause).strip()
         status = re.match("([A-Z_]+): ", said)
-        is_damage = isinstance(cause, ValueError | KeyError | FileNotFoundError | NotADirectoryError)
+        of_machine = isinstance(cause, OSError | MemoryError | jax.errors.JaxRuntimeError)
+        is_damage = not of_machine or isinstance(cause, _GONE)
         said = said.partition("\n")[0].partition(" [")[0] or type(cause).__name__
         said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
         failed, hint = Damaged(said), "it is kept; fix this, then try again"

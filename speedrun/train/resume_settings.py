@@ -32,12 +32,18 @@ def resumed(out: Path) -> RunConfig:
             raise UsageError(f"{out}: {killed if path.parent.exists() else none}")
         hint = "start a new run with another --out, and with --checkpoint-every if you want to resume it"
         raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
-    with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
-        kept = read_sealed(path, Resumable)
+    kept = read_settings(path.parent)
     find_recipe(kept, out)
     if processes.is_first() and out.exists():
         repair(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
+
+
+def read_settings(folder: Path) -> Resumable:
+    """Read the settings of a run in the folder of its checkpoints."""
+    path = folder / checkpoint.RUN
+    with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
+        return read_sealed(path, Resumable)
 
 
 def find_recipe(kept: Resumable, record: Path) -> None:

@@ -19,7 +19,7 @@ from speedrun.data import stream
 from speedrun.science.params import count
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
-from speedrun.train.checkpoint import Checkpoints, Facts, state_hash
+from speedrun.train.checkpoint import Checkpoints, Facts, folder_of, state_hash, steps_in
 from speedrun.train.export_programs import export_to_record
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
@@ -212,7 +212,7 @@ def resume(
 ) -> tuple[TrainState, Facts, float]:
     """Return state, place and lost seconds of the newest checkpoint, or the fresh state if there is none."""
     out = ready.config.out
-    if not checkpoints.steps:
+    if not steps_in(folder_of(out)):
         if earlier := _latest(out, but=place.run_id):
             log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
         return state, place, lost_s(out, 0) if earlier else 0.0

@@ -1,6 +1,5 @@
 """Trains again with the programs that a record carries: stretches of a run, or all rounds of islands."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,6 @@ from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, UsageError
 from speedrun.base.rounds import Work
-from speedrun.base.wholefile import require_regular
 from speedrun.data import shards, stream
 from speedrun.islands.outer import Weights
 from speedrun.islands.replay import repeated
@@ -27,8 +25,8 @@ from speedrun.record import layout
 from speedrun.record.archive import Archive
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Replayed, Stretch
+from speedrun.train import checkpoint
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.request import unseal
 
 State = list[Any]  #: the leaves of a state: step, parameters, the rest
 
@@ -152,8 +150,6 @@ class Trainer:
 
     def restored(self, step: int) -> tuple[State, stream.Cursor]:
         """Restore a state and its position in the data from a checkpoint."""
-        import orbax.checkpoint as ocp
-
         assert self.request.checkpoints is not None
         folder = self.request.checkpoints.absolute() / str(step)
         if not folder.is_dir():
@@ -162,14 +158,11 @@ class Trainer:
             )
         wanted = dict(zip(self.archive.leaves, self.programs.state, strict=True))
         try:
-            require_regular(folder)
-            facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
-            arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
-            cursor = stream.Cursor(*map(int, facts["cursor"]))
-        except Exception as error:  # noqa: BLE001 - orbax raises this class, with 60 lines of text
-            said = str(error).strip().partition("\n")[0][:120]
-            raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
-        return [arrays[name] for name in self.archive.leaves], cursor
+            facts = checkpoint.read_facts(folder.parent, step)
+            arrays = checkpoint.read_arrays(folder.parent, facts, wanted)
+        except checkpoint.Damaged as damage:
+            raise CheckpointError(f"{folder} is damaged ({damage}); restore its files") from None
+        return [arrays[name] for name in self.archive.leaves], facts.cursor
 
 
 def finite(x: Any) -> np.ndarray:
