@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import svg_pictures
+
 from speedrun.base import accelerators
 from speedrun.base import track as tracks
 from speedrun.base.wholefile import write_whole
@@ -108,7 +110,7 @@ def draw_ladder(context: Context) -> bytes:
         _draw_minutes(right, [minutes for _, *minutes in rungs(context)])
         left.set_yticks(range(len(ladder)), [rung.recipe for rung in ladder])
         left.set_ylim(len(ladder) - 0.4, -0.9)
-        return drawing.svg(figure)
+        return svg_pictures.svg(figure)
 
 
 def _draw_losses(axes: "Axes", rungs: tuple[Rung, ...]) -> None:
@@ -136,7 +138,7 @@ def _draw_minutes(axes: "Axes", minutes: list[list[float]]) -> None:
             axes.barh(place + shift, length, 0.32, color=colour, zorder=2)
             axes.annotate(f"{length:.3g}", (length, place + shift), color=GREY, **form)
     axes.set_xscale("log")
-    drawing.number_decades(axes.xaxis)
+    svg_pictures.number_decades(axes.xaxis)
     axes.margins(x=0.15)
     axes.tick_params(left=False)
     axes.set_xlabel("minutes to 3.28 on FineWeb, eight H100")
@@ -153,7 +155,7 @@ def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
     claims = [one for one in board.published if one.claim and f"{one.track}@1" == MAIN_TRACK]
     with drawing.canvas(8.0, 4.2) as figure:
         _draw_history(figure.add_subplot(), sorted(history, key=lambda one: one.date), claims, ours)
-        return drawing.svg(figure)
+        return svg_pictures.svg(figure)
 
 
 def _draw_history(
@@ -191,7 +193,7 @@ def _draw_history(
     own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
     drawing.key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
-    drawing.number_decades(axes.yaxis)
+    svg_pictures.number_decades(axes.yaxis)
     axes.set_ylim(bottom=0.7 * axes.dataLim.ymin)
     axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=8))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))

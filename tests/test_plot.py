@@ -50,6 +50,24 @@ def test_the_band_is_the_range_over_the_runs_of_each_step(tmp_path, record, draw
     assert "mean and range of 3 runs" in {text.get_text()[7:] for text in drawn["loss"].axes[0].texts}
 
 
+def test_a_label_stands_at_its_own_point_and_the_mean_has_a_mark(tmp_path, forged, drawn):
+    """The runs differ in loss and time; the third is far above the mean."""
+    many = forge(tmp_path / "many", seeds=(1,))
+    for seed, last in ((2, 3.3), (5, 3.7)):
+        write_run(many, Spec(seed=seed, step_s=(0.1 + seed / 100,) * 10, val_losses=(5.5, 4.0, 3.9, last)))
+    assemble(many)
+    for folder, mark in ((many, "D"), (forge(tmp_path / "one", seeds=(1,)), "o")):
+        plot(folder)
+        axes = drawn["loss"].axes[0]
+        marks = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == mark]
+        points = {(round(x, 6), round(y, 6)) for line in marks for x, y in line}
+        labels = [(note.get_text(), note.xy) for note in axes.texts if note.get_text()[0].isdigit()]
+        assert len(labels) == len(points) == 4
+        for text, (x, y) in labels:
+            assert float(text) == pytest.approx(y, abs=0.006)
+            assert (round(x, 6), round(y, 6)) in points
+
+
 def test_one_run_has_no_band_and_another_config_is_not_averaged(tmp_path, record, drawn):
     plot(forge(tmp_path / "one", seeds=(1,)))
     assert not drawn["loss"].axes[0].collections

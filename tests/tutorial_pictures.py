@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+import svg_pictures
 from made_docs import BLOCK, DOCS
 from matplotlib.colors import to_rgba
 
@@ -101,7 +102,7 @@ def draw(number: int, curves: list[tuple[list[int], list[float]]], reach_TT: np.
         if len(curves) > 1:
             left.text(0.99, 0.97, "steps before", color=TRAIN, transform=left.transAxes, ha="right", va="top")
         _draw_reach(right, reach_TT)
-        return drawing.svg(figure)
+        return svg_pictures.svg(figure)
 
 
 def _draw_reach(axes: "Axes", reach_TT: np.ndarray) -> None:

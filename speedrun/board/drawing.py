@@ -11,18 +11,9 @@ from speedrun.base.wholefile import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 INK, GREY, TRAIN, VAL, TARGET, PAPER = "#1c2733", "#6b7782", "#93b1cf", "#1f5fa8", "#c8452f", "#ffffff"
-_DARK = {
-    INK: "#e3e9ef",
-    GREY: "#98a4af",
-    TRAIN: "#5a82b0",
-    VAL: "#7ab6f5",
-    TARGET: "#ff8b73",
-    PAPER: "#12181e",
-}
 DASHED = (0, (5, 3))
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
@@ -55,16 +46,6 @@ def save(figure: "Figure", folder: Path, name: str) -> Path:
     return path
 
 
-def svg(figure: "Figure") -> bytes:
-    """Return a figure as SVG, with a style sheet for dark mode."""
-    file = io.BytesIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    paints = [(paint, *colours) for colours in _DARK.items() for paint in ("fill", "stroke")]
-    swaps = "".join(f'[style*="{paint}: {a}"]{{{paint}:{b}!important}}' for paint, a, b in paints)
-    style = f"<defs>\n  <style>@media(prefers-color-scheme:dark){{{swaps}}}</style>"
-    return file.getvalue().replace(b"<defs>", style.encode(), 1)
-
-
 def title(axes: "Axes", text: str) -> None:
     """Write a line above a picture."""
     axes.set_title(in_font(text), loc="left", fontsize=11, fontweight="bold", pad=14)
@@ -92,15 +73,6 @@ def label(
 
     form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
     axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
-
-
-def number_decades(axis: "Axis") -> None:
-    """Write plain numbers at 1, 2 and 5 of each decade of a logarithmic axis."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter("{x:,g}")
-    axis.set_minor_formatter(NullFormatter())
 
 
 def in_font(text: str) -> str:

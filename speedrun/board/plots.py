@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from speedrun.base.console import quantiles_ms
 from speedrun.base.errors import UsageError
 from speedrun.board import drawing
-from speedrun.board.drawing import DASHED, GREY, TARGET, TRAIN, VAL
+from speedrun.board.drawing import DASHED, GREY, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.ghost import same_batches
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record, load
@@ -63,10 +63,10 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name:
         if run not in alike:
             at, losses = [getattr(step, of) for step in run.steps], [step.loss for step in run.steps]
             axes.plot(at, losses, color=GREY if alike else TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
-    vals = [_vals(run, of) for run in runs]
     # No line through the validations: there are few, and the train loss shows what happens between them.
-    places, losses = ([point[i] for point in chain(*vals)] for i in (0, 1))
-    axes.plot(places, losses, "o", color=VAL, markersize=5, clip_on=False, zorder=3)
+    places, losses = zip(*chain(*(_vals(run, of) for run in runs)), strict=True)
+    size, alpha = (3, 0.6) if alike else (5, 1.0)
+    axes.plot(places, losses, "o", color=VAL, markersize=size, alpha=alpha, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
         drawing.level(axes, target.loss, f"target {target.loss:g}", TARGET)
@@ -79,10 +79,15 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name:
     axes.set_xlabel(name)
     axes.set_ylabel("loss (nats per token)")
     drawing.title(axes, _headline(runs))
-    _label_validations(axes, vals)
+    most = max(runs, key=lambda run: len(run.vals))
+    means = [_mean_point(each) for each in zip(*(_vals(run, of) for run in alike or [most]), strict=False)]
+    if alike:
+        axes.plot(*zip(*means, strict=True), "D", color=VAL, markeredgecolor=PAPER, clip_on=False, zorder=4)
+    _label(axes, means, record.track.target.loss if record.track else 0.0)
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
-    drawing.key(axes, (train, TRAIN), *others, ("validation", VAL))
+    val = "validation: each run, and their mean" if alike else "validation"
+    drawing.key(axes, (train, TRAIN), *others, (val, VAL))
 
 
 def _band(axes: "Axes", runs: Sequence[Run], of: str) -> None:
@@ -102,16 +107,22 @@ def _vals(run: Run, of: str) -> list[tuple[float, float]]:
     return [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
 
 
-def _label_validations(axes: "Axes", vals: Sequence[Sequence[tuple[float, float]]]) -> None:
-    """Write the mean loss of the runs at some validations, including the last."""
-    last = max(map(len, vals)) - 1
+def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean place and the mean loss of one validation."""
+    places, losses = zip(*points, strict=True)
+    return fmean(places), fmean(losses)
+
+
+def _label(axes: "Axes", points: Sequence[tuple[float, float]], target: float) -> None:
+    """Write the losses at some points, including the last: below a point that is not above the target's line."""
+    last = len(points) - 1
     every = max(1, -(-last // (_MAX_LABELS - 1)))
     for number in range(last, -1, -every):
-        places, losses = zip(*(one[number] for one in vals if number < len(one)), strict=True)
         digits, weight = (4, "bold") if number == last else (2, "normal")
         offset, side = ((0, 8), "center") if number else ((8, 0), "left")  # the first point is on the axis
-        point, text = (fmean(places), max(losses)), f"{fmean(losses):.{digits}f}"
-        drawing.label(axes, point, text, offset, ha=side, fontweight=weight, fontsize=9)
+        offset = (0, -13) if points[number][1] <= target else offset
+        text = f"{points[number][1]:.{digits}f}"
+        drawing.label(axes, points[number], text, offset, ha=side, fontweight=weight, fontsize=9)
 
 
 def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
