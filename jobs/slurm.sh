@@ -29,7 +29,7 @@ out=$PWD/runs           # the record is copied into this folder
 stage=/tmp/speedrun-$(id -un) # on each node's own disk; compiled programs stay for the next job
 record=$stage/$SLURM_JOB_NAME-$SLURM_JOB_ID
 export PATH=$PWD/.venv/bin:$PATH JAX_COMPILATION_CACHE_DIR=$stage/programs
-export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_NVLS_ENABLE=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
+export CUDA_DEVICE_MAX_CONNECTIONS=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
 
 mkdir -p "$out"
 [[ -w $out ]] || { echo "slurm.sh: $out cannot be written; choose another folder" >&2; exit 2; }

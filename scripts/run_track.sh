@@ -41,7 +41,7 @@ main() {
   track=${1:?need a track} gpus=${2:?need a number of GPUs} rules=speedrun/tracks/$1.toml
   shift 2
   [[ -f $rules ]] || die "there is no $rules; have: $(echo speedrun/tracks/*.toml)"
-  record=runs/$track dry="" data="" count="" title="" group="" stopped=0 planned=(--track "$track") declared=() kept=()
+  record=runs/$track dry="" data="" count="" title="" group="" stopped=0 planned=(--track "$track") declared=() kept=() extra=()
   while (($#)); do
     if [[ $1 == --dry-run ]]; then dry=yes && shift && continue; fi
     if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
@@ -50,7 +50,8 @@ main() {
       --out) record=$2 ;;
       --title) title=$2 ;;
       --runs) count=given planned+=("$1" "$2") ;;
-      --recipe | --set) planned+=("$1" "$2") ;;
+      --recipe) planned+=("$1" "$2") extra=("$1" "$2") ;;
+      --set) planned+=("$1" "$2") ;;
       --expect) count=given declared+=("$1" "$2") ;;
       --attention | --devices | --microbatches | --then) declared+=("$1" "$2") ;;
       --data) data=$2 kept+=("$1" "$2") ;;
@@ -72,13 +73,14 @@ main() {
     if [[ ! -f $record/about.json ]]; then batch+=(${title:+--title "$title"}); fi # `describe` may have set another
   fi
   read -ra get <<<"$(sed -n 's/^get = "\(.*\)"$/\1/p' "$rules")"
+  if [[ ${get[2]:-} == get ]]; then get+=(${extra[@]+"${extra[@]}"}); fi # with the vocabulary, if the recipe needs it
   if [[ -n $data ]]; then get=(speedrun data verify --track "$track" --data "$data"); fi
   [[ ${get[0]} == speedrun ]] || die "track $track takes anybody's shards; ${get[*]}"
 
-  names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || names=""
+  names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>&1) || said=" (nvidia-smi: ${names//$'\n'/ })" names=""
   if [[ -z $dry ]]; then
     found=$(grep -c . <<<"$names") || true
-    ((found >= gpus)) || die "found $found GPUs, $track needs $gpus; choose another script, or a machine with more"
+    ((found >= gpus)) || die "found $found GPUs${said:-}, $track needs $gpus; choose another script, or a machine with more"
     mkdir -p runs "$(dirname "$record")"
     # A signal to the process group must not end the log before the run.
     exec > >(trap '' INT TERM HUP && exec tee -a "runs/$track.log") 2>&1
@@ -87,11 +89,10 @@ main() {
       if [[ -n $group ]]; then kill -TERM -- "-$group" || true; else exit $stopped; fi' INT TERM HUP
   fi
 
-  # NVIDIA recommends the first two for JAX on such nodes; records name them. The cache keeps compiled programs and
-  # choices of the autotuner, so that a second run compiles in seconds; its log says so.
+  # NVIDIA recommends the first for JAX on such nodes; records name both. The cache keeps compiled programs and choices of
+  # the autotuner, so that a second run compiles in seconds; its log says so.
   if ((gpus > 0)); then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-1}"
     export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
   fi
   export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"

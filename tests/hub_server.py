@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CUT = 0.6
+#: Faults that are a status alone, some with the seconds after which to ask again, below zero.
+_STATUS = {"500": (500,), "401": (401,), "wait 1": (429, -1), "wait 900": (429, -900)}
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -81,14 +83,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self, status: int, length: int = 0, **headers: str) -> None:
         self.send_response(status)
+        if length < 0:
+            self.send_header("Retry-After", str(-length))
+            length = 0
         for key, value in {**headers, "Content_Length": str(length)}.items():
             self.send_header(key.replace("_", "-"), value)
         self.end_headers()
 
     def _listing(self, revision: str) -> None:
         fault = self._next_fault("the listing")
-        if fault == "500":
-            return self._begin(500)
+        if fault in _STATUS:
+            return self._begin(*_STATUS[fault])
         if fault == "stall":
             self.hub.stalled.set()
             self.hub.over.wait()
@@ -115,8 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
         if body is None or revision not in ("main", self.hub.commit):
             return self._begin(404)
         fault = None if head else self._next_fault(name)
-        if fault == "500":
-            return self._begin(500)
+        if fault in _STATUS:
+            return self._begin(*_STATUS[fault])
         asked = self.headers.get("Range")
         start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
         start = 0 if fault in ("ignore range", "ignore range and cut") else start

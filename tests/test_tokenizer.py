@@ -90,7 +90,7 @@ def test_ranks_are_read_from_tiktokens_cache_and_checked(tmp_path, monkeypatch):
     path.write_bytes(RANKS.read_bytes())
     assert tokenizer.load("gpt2").raw == RANKS.read_bytes()
     monkeypatch.setattr(tokenizer, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
-    with pytest.raises(DataError, match=r"need http.*; copy that file and pass --tokenizer"):
+    with pytest.raises(DataError, match=r"need http.*; copy that file next to the shards"):
         tokenizer.load("gpt2")
 
 

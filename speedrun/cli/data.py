@@ -52,6 +52,7 @@ def data() -> None:
 
 @cli.command(
     "speedrun data get --track main-8xh100 --shards 9",
+    "speedrun data get --track main-8xh100 --recipe record92",
     "speedrun data get --track webmini --repo kjj0/finewebedu10B-gpt2 --shards 2",
     of=data,
 )
@@ -60,6 +61,7 @@ def get(
     track: cli.Track = _FINEWEB_TRACK,
     shards: Annotated[cli.Count | None, "Training shards. Default: as the track says, or 1."] = None,
     vocabulary: Annotated[bool, "Also get GPT-2's ranks, for recipes that read the bytes of ids."] = False,
+    recipe: Annotated[cli.Recipe | None, "Get the ranks if this recipe reads them."] = None,
     repo: Annotated[str | None, "--repo OWNER/NAME", "Dataset, for a track that takes any shards."] = None,
     out: _Out = None,
 ) -> cli.Answer:
@@ -69,9 +71,16 @@ def get(
     folder = data_folder(rules, out)
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress.update, progress.say)
-    if vocabulary:
+    if vocabulary or (recipe is not None and _reads_bytes(recipe)):
         write_whole(folder / RANKS, tokenizers.cached_ranks())
     return _shards(rules, folder, manifest, f"{manifest.source}@{manifest.settings['revision']}")
+
+
+def _reads_bytes(name: str) -> bool:
+    from speedrun import recipes
+    from speedrun.science.recipe import no_constants
+
+    return recipes.load(name).constants is not no_constants
 
 
 @cli.command(

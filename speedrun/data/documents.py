@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from speedrun.base.children import say
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.data import hub
 from speedrun.data.shards import Place, sha256
@@ -52,7 +53,7 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
     repo, _, config = remote[0].removeprefix(HUB).partition(":")
     try:
-        commit = hub.dataset_info(repo, revision).sha
+        commit = hub.dataset_info(repo, revision, say).sha
     except hub.HubError as error:
         raise _unreachable(f"{HUB}{repo}", error) from None
     return Dataset(repo, config or None, commit, column=column)
@@ -96,7 +97,7 @@ class Dataset:
                 at = after
         except UnicodeDecodeError as error:
             raise DataError(f"{self.name}: {error}; need text in UTF-8; correct the dataset") from None
-        except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
+        except (hub.HubError, httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
             raise _unreachable(self.name, error) from None
 
 

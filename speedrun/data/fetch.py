@@ -64,7 +64,7 @@ def fetch(folder: Path, data: Data, source: Hub, report: Report, say: Callable[[
         revision = _revision(folder, source, manifest)
         if manifest is None or not _is_complete(folder, data, source, manifest):
             try:
-                info = hub.dataset_info(source.repo, revision, files_metadata=True)
+                info = hub.dataset_info(source.repo, revision, say, files_metadata=True)
                 settings: dict[str, str | int | float] = {"revision": info.sha or ""}
                 fresh = Manifest(source.repo, settings, data.vocab_size, data.document_token, {})
                 download = _Download(folder, data, info, manifest or fresh)
@@ -146,7 +146,7 @@ class _Download:
         total = self._size_bytes(names)
         say(f"{self._repo}@{self._commit}: {len(names)} shards, {total / 1e9:.2f} GB")
         with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
-            transfers = pool.imap(self._obtain, names)
+            transfers = pool.imap(partial(self._obtain, say=say), names)
             try:
                 for name in names:
                     while (entry := _next(transfers)) is None:
@@ -173,17 +173,11 @@ class _Download:
 
     # --- on a thread of the pool --------------------------------------------------------------------------
 
-    def _obtain(self, name: str) -> ShardEntry:
+    def _obtain(self, name: str, say: Callable[[str], None]) -> ShardEntry:
         """Check a present shard, or download it, with retries."""
         if (self._folder / name).exists():
             return self._checked(self._folder / name, "delete it and get it again")
-        for pause_s in hub.PAUSES_S:
-            try:
-                return self._transfer(name)
-            except (hub.HubError, DataError):
-                if self._stopped.wait(pause_s):
-                    raise
-        return self._transfer(name)
+        return hub.patiently(partial(self._transfer, name), say)
 
     def _transfer(self, name: str) -> ShardEntry:
         self._received[name] = 0
@@ -198,7 +192,7 @@ class _Download:
         if self._stopped.is_set():
             raise hub.HubError("stopped")
         if num_bytes < 0:  # the client would start over without end
-            raise hub.HubError("a broken transfer cannot be resumed")
+            raise hub.HubError("a broken transfer cannot be resumed", may_pass=True)
         self._received[name] += num_bytes
 
     def _checked(self, path: Path, advice: str) -> ShardEntry:

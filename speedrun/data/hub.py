@@ -1,7 +1,8 @@
 """The Hugging Face hub: listings of datasets, and files of datasets and models.
 
 `huggingface_hub` reads HF_ENDPOINT, HF_TOKEN and `hf auth login`. It resumes a broken transfer within one process, and
-checks only the size of a file: callers of `download` check the digest.
+checks only the size of a file: callers of `download` check the digest. It is not left to wait for a hub that limits
+requests.
 """
 
 import os
@@ -12,41 +13,85 @@ from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from speedrun.base.errors import translate_os_errors
+from speedrun.base.errors import DataError, translate_os_errors
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
 
 PAUSES_S = (1, 2, 4)  #: after failed attempts
 
+_MOST_WAIT_S = 330  #: for a hub that limits requests, which it counts over five minutes
 _TIMEOUT_S = 10.0  #: of a request for metadata
 _BUSY = (408, 429, *range(500, 600))  #: status codes that are worth a retry
 #: Raised by the client for a foreign answer, such as the login page of a network.
 _NO_ANSWER = (JSONDecodeError, UnicodeDecodeError, TypeError, KeyError)
+#: Variables that the client reads before the first request; a wrong one breaks it.
+_PROXIES, _CERTIFICATES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"), ("SSL_CERT_FILE", "SSL_CERT_DIR")
+
+_Answer = TypeVar("_Answer")
 
 
 class HubError(Exception):
-    """A failed request; the message is the middle part of an error message. `may_pass`: worth a retry."""
+    """A failed request; the message is the middle part of an error message.
 
-    def __init__(self, reason: str, *, may_pass: bool = False) -> None:
+    `may_pass`: worth a retry. `wait_s`: the pause that the hub asks for.
+    """
+
+    def __init__(self, reason: str, *, may_pass: bool = False, wait_s: int = 0) -> None:
         super().__init__(reason)
-        self.may_pass = may_pass
+        self.may_pass, self.wait_s = may_pass, wait_s
+
+
+def patiently(request: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
+    """Return the answer to a request, asked again up to three times after failures that may pass, or wrong bytes.
+
+    If the hub says how long to wait, `say` so, and wait as long; longer than `_MOST_WAIT_S` is an error.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return request()
+        except (HubError, DataError) as error:
+            wait_s = getattr(error, "wait_s", 0)
+            if not getattr(error, "may_pass", True) or wait_s > _MOST_WAIT_S:
+                raise
+            if wait_s:
+                say(f"{error}; waiting")
+            threading.Event().wait(max(pause_s, wait_s))
+    return request()
 
 
 def reach(timeout_s: float) -> None:
-    """Raise HubError unless the hub answers in time, not counting name resolution."""
+    """Raise HubError unless the hub answers in time, and accepts the token if there is one."""
     endpoint = _endpoint()
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import build_hf_headers, get_session, get_token, hf_raise_for_status
 
     with _client_errors():
         get_session().head(endpoint, timeout=timeout_s)
+        if get_token():
+            who = get_session().get(
+                f"{endpoint}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout_s
+            )
+            if who.status_code == 401:  # a mirror may not know this address
+                hf_raise_for_status(who)
 
 
-def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = False) -> "DatasetInfo":
-    """Return the commit and the files of a dataset repository, with retries; raise HubError.
+def content(address: str) -> bytes:
+    """Return a small file from anywhere; raise HubError."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status
+
+    with _client_errors():
+        answer = get_session().get(address, timeout=_TIMEOUT_S)
+        hf_raise_for_status(answer)
+        return answer.content
+
+
+def dataset_info(
+    repo: str, revision: str | None, say: Callable[[str], None], *, files_metadata: bool = False
+) -> "DatasetInfo":
+    """Return the commit and the files of a dataset repository, `patiently`; raise HubError.
 
     `revision` is a branch, tag or commit; None: the default branch. With `files_metadata`, files have size and digest.
     """
@@ -57,21 +102,21 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its warnings contain signed addresses
-    request = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
-    for pause_s in (*PAUSES_S, None):
-        try:
-            with _client_errors():
-                info = request(files_metadata=files_metadata)
-            if info.sha:
-                return info
-            raise HubError("the hub names no commit")
-        except _NO_ANSWER:
-            break
-        except HubError as error:
-            if not error.may_pass or pause_s is None:
-                raise
-            threading.Event().wait(pause_s)
-    raise HubError("the answer is not that of a hub")
+    api = HfApi(endpoint=endpoint)
+
+    def request() -> "DatasetInfo":
+        with _client_errors():
+            return api.dataset_info(
+                repo, revision=revision, timeout=_TIMEOUT_S, files_metadata=files_metadata
+            )
+
+    try:
+        info = patiently(request, say)
+    except _NO_ANSWER:
+        raise HubError("the answer is not that of a hub") from None
+    if not info.sha:
+        raise HubError("the hub names no commit")
+    return info
 
 
 def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[int], None]) -> None:
@@ -133,10 +178,25 @@ def _client_errors() -> Iterator[None]:
     All threads share a session. A thread that cannot connect closes it, and the others then raise a network error, a
     RuntimeError or an AttributeError.
     """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
     from huggingface_hub.utils import get_session, httpx
 
-    session = get_session()
+    try:
+        session = get_session()
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+        of = _PROXIES if isinstance(error, ImportError | ValueError | httpx.InvalidURL) else _CERTIFICATES
+        names = [name for key in of for name in (key, key.lower()) if os.environ.get(name)]
+        said = " ".join(str(error).split())
+        raise HubError(
+            f"no connection ({said}): mend or unset {' and '.join(names) or 'the proxy'}"
+        ) from None
+    if _limited not in session.event_hooks["response"]:
+        session.event_hooks = {**session.event_hooks, "response": [_limited]}
     try:
         yield
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError, AttributeError) as error:
@@ -144,21 +204,40 @@ def _client_errors() -> Iterator[None]:
         is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed
         if is_ours or (isinstance(error, OSError) and error.errno is not None):
             raise
-        is_busy = isinstance(error, HfHubHTTPError) and error.response.status_code in _BUSY
-        is_broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.ConnectError)
-        raise HubError(_reason(error), may_pass=was_closed or is_busy or is_broken) from None
+        if isinstance(error, LocalEntryNotFoundError):
+            error = error.__cause__ or error
+        is_final = isinstance(error, httpx.ConnectError | OfflineModeIsEnabled | HFValidationError)
+        if isinstance(error, HfHubHTTPError):
+            is_final = error.response.status_code not in _BUSY
+        raise HubError(_reason(error), may_pass=was_closed or not is_final) from None
+
+
+def _limited(response: Any) -> None:
+    """Raise HubError if the hub limits requests: the client would wait in silence, as long as it is told."""
+    if response.status_code != 429:
+        return
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    window = parse_ratelimit_headers(response.headers)
+    told = str(window.reset_in_seconds if window else response.headers.get("Retry-After", ""))
+    wait_s = max(1, int(told)) if told.isdigit() else 60
+    reason = f"the hub limits requests (429) for {wait_s} s; a token in HF_TOKEN is granted more"
+    raise HubError(reason, may_pass=True, wait_s=wait_s)
 
 
 def _reason(error: BaseException) -> str:
     """Return the cause in one line, without addresses, which may be signed."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-    from huggingface_hub.utils import httpx
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import get_token, httpx
 
-    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        return _reason(error.__cause__)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     if isinstance(error, HfHubHTTPError):
+        if error.response.status_code == 401 and get_token():
+            source = (
+                "HF_TOKEN: unset it" if os.environ.get("HF_TOKEN") else "the stored token: hf auth logout"
+            )
+            return f"the hub refuses (401) {source}, since public data needs none"
         return f"the hub answers {error.response.status_code}, {type(error).__name__}"
     words = " ".join(str(error).split()) or type(error).__name__
     return f"no connection ({words})" if isinstance(error, httpx.HTTPError) else words

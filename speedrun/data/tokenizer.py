@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from speedrun.base.errors import DataError, UsageError, translate_read_errors, unknown
 from speedrun.base.wholefile import read_regular, write_whole
-from speedrun.data import vocabulary
+from speedrun.data import hub, vocabulary
 from speedrun.data.documents import Block, need
 from speedrun.data.shards import Place
 
@@ -67,16 +68,19 @@ class Bytes:
 
 
 def cached_ranks() -> bytes:
-    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing or damaged."""
-    need("tiktoken")
-    from tiktoken.load import read_file_cached
-
+    """Return GPT-2's ranks, from tiktoken's cache if it is installed; download them if they are missing or damaged."""
     try:
-        return read_file_cached(RANKS_URL, vocabulary.RANKS_SHA256)
-    except (OSError, ValueError) as error:  # also those of the network
+        if find_spec("tiktoken"):
+            from tiktoken.load import read_file_cached
+
+            return read_file_cached(RANKS_URL, vocabulary.RANKS_SHA256)
+        vocabulary.ranks(raw := hub.content(RANKS_URL))
+        return raw
+    except (hub.HubError, OSError, ValueError) as error:  # also those of tiktoken's network
+        said = error if isinstance(error, hub.HubError) else type(error).__name__
         raise DataError(
-            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
-            f"need {RANKS_URL}; copy that file and pass --tokenizer PATH/r50k_base.tiktoken"
+            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({said}); "
+            f"need {RANKS_URL}; copy that file next to the shards, or pass --tokenizer PATH/r50k_base.tiktoken"
         ) from None
 
 
