@@ -117,6 +117,7 @@ def mounted(script: str) -> None:
     subprocess.run(["sh", "-ec", script], check=True)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_reproduction_is_written_into_a_mount_in_a_folder_that_is_read_only(reproduced, tmp_path):
     """As docs/containers.md does it: /out is a mount, and / is root's."""
     (tmp_path / "again").mkdir()

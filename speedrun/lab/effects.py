@@ -8,13 +8,13 @@ by Holm over all arms, separately for each measure.
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
 from speedrun.record.logged_run import Run
-from speedrun.record.statistics import Interval, mean_interval
+from speedrun.record.statistics import Interval, mean_interval, student_cdf
 
 #: Significance level of the adjusted p.
 LEVEL = 0.05
@@ -124,13 +124,11 @@ def compared(arm: str, against: str, pairs: Mapping[int, tuple[Run, Run]]) -> Fi
 
 
 def _effect(differences: Sequence[float]) -> Effect | None:
-    from scipy import stats
-
     if (interval := mean_interval(differences)) is None:
         return None
+    error = stdev(differences) / math.sqrt(len(differences))
     # Differences without scatter come from copies of one run, and prove nothing.
-    tested: Any = stats.ttest_1samp(differences, 0) if stdev(differences) else None
-    p = 1.0 if tested is None else float(tested.pvalue)
+    p = 2 * student_cdf(len(differences) - 1, -abs(interval.mean) / error) if error else 1.0
     return Effect(interval.mean, interval.low, interval.high, p, adjusted_p=p)
 
 

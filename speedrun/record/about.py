@@ -4,7 +4,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -16,7 +16,7 @@ from speedrun.record.batch import standing
 from speedrun.record.layout import ABOUT, Strict
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, encode, load
-from speedrun.record.statistics import MeanTest
+from speedrun.record.statistics import MeanTest, sd
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 
@@ -43,7 +43,8 @@ class Summary(Strict, frozen=True, omit_defaults=True):
 def summarize(record: Record) -> Summary:
     """Derive the summary from the logs; the track must be known."""
     runs, done, target, promised = record.runs, record.finished, record.rules.target, record.declaration
-    val_loss = _mean([run.val_loss for run in done])
+    losses, times_s = [run.val_loss for run in done], [run.train_time_s for run in done]
+    val_loss = fmean(losses) if done else None
     none_blew_up = all(run.outcome != "non-finite" for run in runs)
     return Summary(
         num_runs=len(runs),
@@ -52,23 +53,15 @@ def summarize(record: Record) -> Summary:
         target_loss=target.loss,
         target_reached=none_blew_up and val_loss is not None and val_loss <= target.loss,
         val_loss_mean=val_loss,
-        val_loss_sd=_sd([run.val_loss for run in done]),
-        train_time_s_mean=_mean([run.train_time_s for run in done]),
-        train_time_s_sd=_sd([run.train_time_s for run in done]),
-        cold_wall_s_mean=_mean([run.end.cold_wall_s for run in done]),
+        val_loss_sd=sd(losses),
+        train_time_s_mean=fmean(times_s) if done else None,
+        train_time_s_sd=sd(times_s),
+        cold_wall_s_mean=fmean(run.end.cold_wall_s for run in done) if done else None,
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
         num_tokens=max((at.tokens_seen for run in done for at in (run.origin, *run.steps[-1:])), default=0),
         step_p50_ms=console.quantiles_ms([second for run in done for second in run.step_s])[0],
         test=promised and standing(promised, runs, target.loss, target.sigma).test,
     )
-
-
-def _mean(numbers: Sequence[float]) -> float | None:
-    return fmean(numbers) if numbers else None
-
-
-def _sd(numbers: Sequence[float]) -> float | None:
-    return stdev(numbers) if len(numbers) > 1 else None
 
 
 def assemble(

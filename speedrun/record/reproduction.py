@@ -6,7 +6,7 @@ honest reproductions is called a mismatch.
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from speedrun.base import runlog
 from speedrun.base.console import clean
 from speedrun.record.layout import Strict
 from speedrun.record.logged_run import Run
-from speedrun.record.statistics import FEW_RUNS, Interval
+from speedrun.record.statistics import FEW_RUNS, Interval, sd
 
 REPRODUCTION = "reproduction.json"
 CONFIDENCE = 0.99
@@ -106,10 +106,10 @@ def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Nois
 
     The runs of the reproduction do not count, since a failed one would widen its own interval.
     """
-    sd = stdev(numbers) if len(numbers) > 1 else 0.0
+    own = sd(numbers) or 0.0
     if len(numbers) > FEW_RUNS:
-        return Noise(sd, len(numbers) - 1, "runs")
-    return Noise(max(sd, otherwise), None, origin if otherwise >= sd else "runs")
+        return Noise(own, len(numbers) - 1, "runs")
+    return Noise(max(own, otherwise), None, origin if otherwise >= own else "runs")
 
 
 def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Difference:

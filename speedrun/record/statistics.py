@@ -6,8 +6,8 @@ record. Source of the rules: modded-nanogpt (p < 0.01).
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
-from typing import Any, Literal
+from statistics import fmean, stdev, variance
+from typing import Literal
 
 import msgspec
 
@@ -43,7 +43,7 @@ def normal_cdf(x: float) -> float:
     return math.erfc(-x / math.sqrt(2)) / 2
 
 
-def student_cdf(freedom: int, x: float) -> float:
+def student_cdf(freedom: float, x: float) -> float:
     """Return the probability that Student's t is below x: half an incomplete beta function (DLMF 8.17), by symmetry."""
     square = x * x
     tail = _beta(freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)) / 2
@@ -81,6 +81,11 @@ def _series(log_first: float, ratio: Callable[[int], float]) -> float:
     return total
 
 
+def sd(numbers: Sequence[float]) -> float | None:
+    """Return the sd of a sample; None with fewer than two numbers."""
+    return stdev(numbers) if len(numbers) > 1 else None
+
+
 def rule_for(num_runs: int, known_sigma: float | None) -> Rule:
     """Return "z" for few runs and a known sigma, else "t"."""
     return "z" if known_sigma is not None and num_runs <= FEW_RUNS else "t"
@@ -100,8 +105,8 @@ def mean_below(
     alpha = ALPHA[rule] if alpha is None else alpha
     if not math.isfinite(mean):
         return MeanTest(rule, n, mean, math.inf, math.inf, 1.0, alpha, passed=False)
-    sd = stdev(losses) if n > 1 else 0.0
-    sigma = max(sd, WIDENED[n] * (known_sigma or 0.0)) if rule == "z" else sd
+    scatter = sd(losses) or 0.0
+    sigma = max(scatter, WIDENED[n] * (known_sigma or 0.0)) if rule == "z" else scatter
     # Runs without scatter are copies and prove nothing.
     statistic = (mean - target) / (sigma / math.sqrt(n)) if sigma > 0 else 0.0
     p = normal_cdf(statistic) if rule == "z" or n == 1 else student_cdf(n - 1, statistic)
@@ -179,14 +184,11 @@ class Equivalence(msgspec.Struct, frozen=True):
 
 def equivalent(first: Sequence[float], second: Sequence[float]) -> Equivalence:
     """Test |difference of means| < SAME_NATS by two one-sided Welch tests, given two runs or more on each side."""
-    from scipy import stats
-
     difference = fmean(second) - fmean(first)
-    if not stdev(first) * stdev(second):  # copies prove nothing
+    parts = [(variance(side) / len(side), len(side) - 1) for side in (first, second)]
+    if not all(square for square, _ in parts):  # copies prove nothing
         return Equivalence(difference, SAME_NATS, 1.0, SAME_ALPHA)
-    sides: list[Any] = [
-        stats.ttest_ind([x + SAME_NATS for x in second], first, equal_var=False, alternative="greater"),
-        stats.ttest_ind([x - SAME_NATS for x in second], first, equal_var=False, alternative="less"),
-    ]
-    p = max(float(side.pvalue) for side in sides)
+    square = sum(part for part, _ in parts)
+    freedom = square**2 / sum(part**2 / less_one for part, less_one in parts)
+    p = student_cdf(freedom, (abs(difference) - SAME_NATS) / math.sqrt(square))
     return Equivalence(difference, SAME_NATS, p, SAME_ALPHA)
