@@ -5,7 +5,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
-#SBATCH --time=2:10:00
+#SBATCH --time=5:35:00
 #SBATCH --signal=TERM@120
 #SBATCH --no-requeue
 #SBATCH --output=%x-%j.log
@@ -13,19 +13,19 @@
 # A job for SLURM: a batch on one node with eight GPUs, or one run on several nodes. Set the three variables below, then
 # submit it from a checkout that all nodes see, with its .venv:
 #
-#   sbatch jobs/slurm.sh batch --runs 6
+#   sbatch jobs/slurm.sh                    a batch with as many runs as a proof takes; or: batch --runs 6
 #   sbatch --nodes 2 jobs/slurm.sh run --devices 16 --set stages.0.num_sequences=16 --set eval_sequences=16
 #
 # Arguments of the script go to speedrun. Those of sbatch override the lines above, as --partition and --account do; for
-# --time take what the track grants for compiling and twice what `speedrun plan --track` predicts. With pyxis, give both
-# srun a --container-image and --container-mounts=/tmp:/tmp,$data:$data, and export SPEEDRUN_IMAGE.
+# --time, `--dry-run` among the arguments prints a limit. With pyxis, give both srun a --container-image and
+# --container-mounts=/tmp:/tmp,$data:$data, and export SPEEDRUN_IMAGE.
 set -euo pipefail
 
 track=main-8xh100
 data=/shared/fineweb10B # its shards and no others, on a disk that all nodes see: speedrun data get --out DIR
 out=$PWD/runs           # the record is copied into this folder
 
-(($#)) || set -- batch --runs 6
+(($#)) || set -- batch
 stage=/tmp/speedrun-$(id -un) # on each node's own disk; compiled programs stay for the next job
 record=$stage/$SLURM_JOB_NAME-$SLURM_JOB_ID
 export PATH=$PWD/.venv/bin:$PATH JAX_COMPILATION_CACHE_DIR=$stage/programs

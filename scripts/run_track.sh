@@ -3,10 +3,11 @@
 #
 #   scripts/run_track.sh TRACK GPUS [--dry-run] [OPTIONS OF speedrun batch]     for instance single-gpu 1 --runs 4
 #
-# Installs, says what the batch takes, checks the machine, gets the shards, runs a declared batch, and says what it
-# proves and what to type next. After an interruption the same command goes on. By default `--runs` is what a rank needs
-# and `--out` is runs/TRACK; another batch needs another `--out`. `--dry-run` prints the steps, time, disk space and
-# cost; it needs no GPU, installs nothing and writes nothing.
+# Installs, says what the batch takes and how likely it proves its target, checks the machine, gets the shards, runs a
+# declared batch, and says what it proves and what to type next. After an interruption the same command goes on. By
+# default `--runs` is the number that proves the target 9 of 10 times, and `--out` is runs/TRACK; another batch needs
+# another `--out`. `--dry-run` prints the steps, runs, time, disk space and cost; it needs no GPU, installs nothing and
+# writes nothing.
 #
 # Environment, all optional:
 #
@@ -41,7 +42,7 @@ main() {
   track=${1:?need a track} gpus=${2:?need a number of GPUs} rules=speedrun/tracks/$1.toml
   shift 2
   [[ -f $rules ]] || die "there is no $rules; have: $(echo speedrun/tracks/*.toml)"
-  record=runs/$track dry="" data="" count="" title="" group="" stopped=0 planned=(--track "$track") declared=() kept=() extra=()
+  record=runs/$track dry="" data="" title="" group="" stopped=0 declared=(--track "$track") kept=() extra=()
   while (($#)); do
     if [[ $1 == --dry-run ]]; then dry=yes && shift && continue; fi
     if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
@@ -49,21 +50,17 @@ main() {
     case $1 in
       --out) record=$2 ;;
       --title) title=$2 ;;
-      --runs) count=given planned+=("$1" "$2") ;;
-      --recipe) planned+=("$1" "$2") extra=("$1" "$2") ;;
-      --set) planned+=("$1" "$2") ;;
-      --expect) count=given declared+=("$1" "$2") ;;
-      --attention | --devices | --microbatches | --then) declared+=("$1" "$2") ;;
+      --recipe) declared+=("$1" "$2") extra=("$1" "$2") ;;
       --data) data=$2 kept+=("$1" "$2") ;;
       --ghost | --wandb) kept+=("$1" "$2") ;;
-      *) die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;
+      --track | --resume | --json | --on | --dollars | --device-kind | [!-]*)
+        die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;
+      *) declared+=("$1" "$2") ;;
     esac
     shift 2
   done
-  least=$(sed -n 's/^min_runs = \([0-9]*\).*/\1/p' "$rules")
-  if [[ -z $count ]]; then planned+=(--runs $((least > 2 ? least : 2))); fi
   declared+=(--out "$record")
-  batch=("${planned[@]}" "${declared[@]}" ${kept[@]+"${kept[@]}"} ${title:+--title "$title"})
+  batch=("${declared[@]}" ${kept[@]+"${kept[@]}"} ${title:+--title "$title"})
   typed=$(printf '%q ' "${batch[@]}")
   if [[ -f $record/batch.json ]]; then
     begun=$(cat "$record.typed" 2>/dev/null) || begun="options that are not known"
@@ -105,7 +102,7 @@ main() {
     of='import sys; from speedrun.base.accelerators import DEVICES
 print(*(kind for kind, device in DEVICES.items() if device.name == sys.argv[1]))'
     if [[ -n $names ]]; then kind=$("$python" -c "$of" "${names%%$'\n'*}"); fi
-    dry="" step plan "$python" -m speedrun plan "${planned[@]}" --dollars "${SPEEDRUN_DOLLARS:-2.50}" \
+    dry="" step plan "$python" -m speedrun batch "${batch[@]}" --dry-run --dollars "${SPEEDRUN_DOLLARS:-2.50}" \
       ${kind:+--device-kind "$kind"}
   fi
   step doctor "$python" -m speedrun doctor --track "$track"

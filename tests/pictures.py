@@ -1,4 +1,4 @@
-"""Writes the figures of records/context.toml into README.md and docs/*.md, and draws docs/ladder.svg and history.svg.
+"""Writes the figures of records/context.toml into docs/*.md, and draws docs/ladder.svg and history.svg.
 
     python tests/pictures.py
 
@@ -55,7 +55,7 @@ def outputs() -> dict[Path, bytes]:
     context, board = read_context(ROOT / "records"), read_built(ROOT / "records")
     assert board is not None, "run 'speedrun leaderboard build' first"
     stated = texts(context, board)
-    pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+    pages = {path: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
     files = {path: marks.filled(page, stated).encode() for path, page in pages.items() if marks.END in page}
     files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
     files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)

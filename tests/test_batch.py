@@ -17,13 +17,12 @@ from record_forge import PROGRAMS, Spec, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
-from speedrun.base import children, runlog, track
+from speedrun.base import children, runlog
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.base.wholefile import lock_record
 from speedrun.data import generated
 from speedrun.lab import several_runs
-from speedrun.lab.several_runs import num_runs
 from speedrun.record import batch
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
@@ -291,11 +290,6 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     write_run(folder, lost(2, 3.24))
     assert resumed(folder).exit_code == 0
     assert len(made) == 2
-
-
-def test_the_number_of_runs_follows_from_the_expected_mean():
-    rules = track.load("main-8xh100")
-    assert num_runs(rules, 3.20) == rules.rules.min_runs
 
 
 @pytest.mark.parametrize(

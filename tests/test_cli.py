@@ -94,7 +94,7 @@ def test_a_wrong_word_ends_with_what_to_type(words, suggestion):
 WRONG = f"""
 data synth --track webmini | plot | reproduce a b | stats nowhere | play | sample nowhere | watch README.md
 run --seed -1 | run --seed | run --deadline nap=3 | run --deadline step=x | run --set a
-batch | batch --expect 3.2 | batch --track main-8xh100 --expect 3.29
+batch --dry-run | batch --expect 3.2 --dry-run | batch --track main-8xh100 --expect 3.29 --dry-run
 batch --resume nowhere | batch --resume nowhere --runs 9 | plan --runs 2 | plan --track smoke-cpu --devices 8
 eval nowhere --limit 3 | describe {RECORD} | describe {RECORD} --parent docs
 sweep --ladder | sweep --ladder --set a=1,2 | sweep --runs 2

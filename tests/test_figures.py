@@ -10,7 +10,7 @@ from test_leaderboard import CONTEXT as RESULT
 from speedrun import recipes
 from speedrun.base.errors import UsageError
 from speedrun.board.pages import filled
-from speedrun.board.standings import Context, read_context
+from speedrun.board.standings import Context, read_built, read_context
 from speedrun.plan import estimate as planning
 
 ROOT = Path(__file__).parent.parent
@@ -25,9 +25,29 @@ def test_pages_and_pictures_are_those_of_the_file() -> None:
     assert not stale, "python tests/pictures.py"
 
 
+#: What README says, with the names of its figures. It has no marks, as people read it in a terminal.
+README = (
+    "the PyTorch record took {published 21 minutes} minutes, or ${published 21 dollars}",
+    "ours is predicted to take {predicted record21 8xh100 minutes} minutes and ${predicted record21 8xh100 dollars}",
+    "six runs have a mean loss of {record smoke-cpu/2026-11-25-six-seeds loss}, and after 400, of "
+    "{record smoke-cpu/2026-11-25-400-steps loss}",
+    "(published: {published 89 seconds} s)",
+    "({published 92 seconds} s)",
+)
+
+
+def test_readme_states_the_figures():
+    board = read_built(ROOT / "records")
+    assert board is not None
+    stated, text = pictures.texts(CONTEXT, board), " ".join((ROOT / "README.md").read_text().split())
+    due = [re.sub(r"{(.*?)}", lambda name: stated[name[1]], sentence) for sentence in README]
+    assert not [sentence for sentence in due if sentence not in text], "write these"
+    assert "<!--" not in text
+
+
 def test_no_line_begins_with_a_figure():
     """Markdown takes it for a block of its own, and ends the sentence."""
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    pages = ROOT.glob("docs/*.md")
     assert not [path.name for path in pages if re.search(r"^ *<!-- figure", path.read_text(), re.MULTILINE)]
 
 

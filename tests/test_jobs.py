@@ -1,5 +1,6 @@
 """The files of `jobs/`, run with stand-ins: shells and YAML read them, and `speedrun` has what they ask of it."""
 
+import json
 import os
 import re
 import shlex
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 import click
 import pytest
 import yaml
-from typed import program
+from typed import invoke, program
 
 from speedrun import cli
+from speedrun.base.console import duration
 
 JOBS = Path(__file__).parent.parent / "jobs"
 NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh")
@@ -28,7 +30,7 @@ sys.modules["modal"].App.return_value.function = same
 """
 #: Arguments by number of nodes: the default, and what each file proposes.
 WORDS = {
-    1: ["batch", "--runs", "6"],
+    1: ["batch"],
     2: ["run", "--devices", "16", "--set", "stages.0.num_sequences=16", "--set", "eval_sequences=16"],
 }
 STAND_INS = {
@@ -121,7 +123,7 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(n
     assert {one["track"] for one in told} == {"main-8xh100"}
     trains = [given for given, call in zip(told, calls, strict=True) if call[0] == first_word]
     if num_nodes == 1:
-        assert [given["runs"] for given in trains] == [6]
+        assert [given["runs"] for given in trains] == [None]
         return
     met = sorted((given["coordinator"], given["processes"], given["process"]) for given in trains)
     wanted = {
@@ -130,6 +132,26 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(n
         "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
     }
     assert met == wanted[name]
+
+
+def test_limits_are_those_of_the_batch_that_is_declared():
+    """What `--dry-run` prints, with at most one per cent more to be round."""
+    found = json.loads(
+        invoke("batch", "--track", "main-8xh100", "--dry-run", "--dollars", "2.5", "--json").stdout
+    )
+    pod = next(yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text()))
+    task = yaml.safe_load((JOBS / "skypilot.yaml").read_text())
+    (modal,) = re.findall(r"^LIMIT_S = ([\d_]+)$", (JOBS / "modal_job.py").read_text(), re.MULTILINE)
+    (slurm,) = re.findall(r"#SBATCH --time=(\d+):(\d+):(\d+)", (JOBS / "slurm.sh").read_text())
+    hours, minutes, seconds = map(int, slurm)
+    limits = [pod["spec"]["activeDeadlineSeconds"], int(task["envs"]["LIMIT_S"]), int(modal)]
+    for limit_s in (*limits, hours * 3600 + minutes * 60 + seconds):
+        assert found["limit_s"] <= limit_s <= 1.01 * found["limit_s"]
+    asked = next(row for row in found["rows"] if row["is_asked"])
+    run_cost = f"{duration(found['run_s'])} and ${asked['dollars'] / asked['num_runs']:.2f}"
+    text = " ".join((JOBS.parent / "README.md").read_text().split())
+    for figure in (run_cost, f"A proof takes {asked['num_runs']} runs: ${asked['dollars']:.0f}"):
+        assert figure in text, "README states these"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,4 +181,4 @@ def test_modal_runs_the_script_of_a_track_and_keeps_its_folder_also_if_it_failed
     source = f"{MODAL}{text.replace('/records', str(tmp_path / 'records'))}\njob()"
     assert subprocess.run([sys.executable, "-c", source]).returncode == code
     (told,) = tmp_path.glob("records/*/told")
-    assert told.read_text() == "main-8xh100 8 --runs 6\n"
+    assert told.read_text() == "main-8xh100 8\n"

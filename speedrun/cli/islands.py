@@ -14,6 +14,7 @@ from speedrun.base import track as tracks
 from speedrun.base.console import memory
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
+from speedrun.cli import requests
 from speedrun.cli.train import import_jax, told
 from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
@@ -69,7 +70,7 @@ class Fleet(NamedTuple):
 )
 def run(
     ctx: click.Context,
-    options: cli.RunOptions,
+    options: requests.RunOptions,
     fleet: Fleet,
     *,
     seed: Annotated[cli.Seed, "Seed of the initial weights."] = 0,

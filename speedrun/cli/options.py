@@ -7,7 +7,6 @@ docstring. No heavy imports.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from types import NoneType
@@ -21,7 +20,6 @@ from speedrun.base.recipe_files import resolve
 
 if TYPE_CHECKING:
     from speedrun.lab.several_runs import Trainer
-    from speedrun.train.request import RunConfig
 
 
 _TEXTS = "\n\nOptions:\n"  #: begins the longer help texts in a docstring
@@ -201,34 +199,6 @@ Port = Annotated[int, Integer(0, 65_535), "Port of the page, on this machine onl
 WATCH_PORT = 3280  #: default of the page of `watch`
 
 
-class RunOptions(NamedTuple):
-    """Options of a run.
-
-    Options:
-        recipe: Recipe to train: a name, or your own file, path/to/mine.py. Default: the track's.
-        microbatches: Parts of a step's batch. Default: 8, or one for each device if there are more.
-        out: New folder. Default: below runs/, with date, track and a number.
-    """
-
-    track: Track = "smoke-cpu"
-    recipe: Recipe | None = None
-    num_devices: Annotated[
-        Count | None, "--devices N", "Number of devices. Default: the track's, or all."
-    ] = None
-    attention: Attention = "auto"
-    microbatches: Count | None = None
-    data: Data = None
-    out: Annotated[Path | None, "--out DIR"] = None
-    settings: Settings = ()
-
-    def request(self, out: Path, overrides: dict[str, str], **more: Any) -> "RunConfig":
-        """Return the request for such a run."""
-        from speedrun.train.request import RunConfig
-
-        same = {name: value for name, value in self._asdict().items() if name not in ("out", "settings")}
-        return RunConfig(**same, out=out, overrides=overrides, **more)
-
-
 class Weights(NamedTuple):
     """Options that choose the weights of a trained model."""
 
@@ -270,25 +240,6 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--set {key} was given twice; keep one")
         settings[key] = value
     return settings
-
-
-def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: str) -> Path:
-    """Return the folder of several runs: that of `--resume`, or a new one that a child process declares.
-
-    The child runs `module` with the request. `allowed` are the options that go with `--resume`.
-    """
-    if ctx.params["resume"] is not None:
-        only_with_resume(ctx, *allowed)
-        return ctx.params["resume"]
-    from speedrun.base import children, track
-    from speedrun.data import generated  # NumPy comes with it
-
-    request = asked()
-    config = request.config
-    generated.ensure(track.load(config.track), config.data, partial(click.echo, err=True))
-    if code := children.run_module(module, request):
-        ctx.exit(children.shell_code(code))
-    return config.out
 
 
 On = Annotated[

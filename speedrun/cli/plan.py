@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import click
-import msgspec
 
 from speedrun.base import accelerators as kinds
 from speedrun.base import track as tracks
@@ -12,6 +11,7 @@ from speedrun.base.children import say
 from speedrun.base.errors import UsageError
 from speedrun.base.output import expected
 from speedrun.cli import options as cli
+from speedrun.cli import requests
 
 
 @cli.command("speedrun recipes", "speedrun recipes smoke")
@@ -50,15 +50,17 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
 @cli.command(
     "speedrun plan --recipe record21 --device-kind h100 --devices 8",
     "speedrun plan --recipe webmini --device-kind a100",
-    "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
+    "speedrun plan --track main-8xh100 --dollars 2.50",
     "speedrun plan --check records/webmini/2026-11-26-first-gpu",
 )
 def plan(
     ctx: click.Context,
+    size: requests.Size,
     *,
     recipe: Annotated[cli.Recipe | None, "Recipe to train. Default: the track's, or smoke."] = None,
-    track: Annotated[str | None, "--track NAME", "Add data, time and cost of a batch on this track."] = None,
-    runs: Annotated[cli.Count | None, "Runs of that batch. Default: as many as a rank takes."] = None,
+    track: Annotated[
+        str | None, "--track NAME", "Add data, time and cost of a batch, and its chance."
+    ] = None,
     kind: Annotated[str, "--device-kind KIND", ", ".join(kinds.DEVICES)] = "h100",
     devices: Annotated[cli.Count | None, "Devices of a machine. Default: the track's, or 8."] = None,
     microbatches: Annotated[cli.Count, "Parts of a node's batch."] = 8,
@@ -76,30 +78,29 @@ def plan(
     if check:
         return _checked(ctx, check)
     kinds.load(kind)
-    rules = None if track is None else tracks.load(track)
-    on_gpu = rules is None or rules.rules.platform == "gpu"
-    if runs is not None and rules is None:
-        raise UsageError(f"--runs {runs} needs a track; add --track NAME")
-    if not on_gpu and devices:
+    if track is None and any(number is not None for number in size):
+        raise UsageError("a number of runs needs a track; add --track NAME")
+    if track is not None and tracks.load(track).rules.platform != "gpu" and devices:
         raise UsageError(f"--devices: {track} needs no GPU; leave it out, or leave out --track")
     overrides = cli.parse_settings(settings)
-    from speedrun import recipes
-    from speedrun.lab import budget as budgets
-    from speedrun.plan import estimate as planning
+    if track is None:
+        from speedrun import recipes
+        from speedrun.plan import estimate as planning
 
-    chosen = recipes.load(recipe or (rules.recipe if rules else "smoke")).override(overrides)
-    error, facts, lines, planned = None, {}, [], None
-    if on_gpu:
-        num_devices = devices or (rules.rules.num_devices if rules else 8)
-        planned = planning.plan(chosen, kind, num_devices, microbatches, say)
+        chosen = recipes.load(recipe or "smoke").override(overrides)
+        planned = planning.plan(chosen, kind, devices or 8, microbatches, say)
         error = planning.refusal(chosen, planned)
-        facts, lines = planned.facts(dollars), planned.lines(dollars)
-    if rules is not None:
-        num_runs = runs or max(2, rules.rules.min_runs)
-        batch = budgets.budget(rules, chosen, num_runs, Path("records"), planned, dollars=dollars)
-        said = budgets.lines(batch, planned.error if planned else 0.0)
-        facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | {"said": said}}, lines + said
-    return cli.Answer({"error": error, **facts}, lines, error=error)
+        return cli.Answer({"error": error, **planned.facts(dollars)}, planned.lines(dollars), error=error)
+    from speedrun.lab.budget import budget
+
+    same = {"recipe": recipe, "num_devices": devices, "microbatches": microbatches}
+    options = requests.RunOptions(track, **same)
+    found = budget(size.promise(options.request(Path(), overrides)), kind, dollars=dollars, say=say)
+    lines = [*(found.plan.lines(dollars) if found.plan else []), *found.budget.lines()]
+    facts = {} if found.plan is None else found.plan.facts(dollars)
+    return cli.Answer(
+        {"error": found.error, **facts, "batch": found.budget.facts()}, lines, error=found.error
+    )
 
 
 def _checked(ctx: click.Context, paths: tuple[Path, ...]) -> cli.Answer:

@@ -10,6 +10,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs, plots
 from speedrun.cli import options as cli
+from speedrun.cli import requests
 from speedrun.lab import proof, trials
 from speedrun.lab.effects import table
 from speedrun.lab.trials import Kind, Request
@@ -114,7 +115,8 @@ class Variants(NamedTuple):
 def sweep(
     ctx: click.Context,
     variants: Variants,
-    config: cli.RunOptions,
+    config: requests.RunOptions,
+    dry: requests.DryRun,
     *,
     resume: Annotated[Path | None, "--resume DIR", "Run what is missing."] = None,
     on: cli.On = None,
@@ -129,13 +131,15 @@ def sweep(
     """
     from speedrun.lab.several_runs import run_sweep  # NumPy comes with it
 
+    if dry.dry_run:
+        return dry.answer(ctx, _request(variants, config))
     trained = cli.on_nodes(ctx, on, say)
-    folder = cli.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data", "on")
+    folder = requests.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data", "on")
     found = run_sweep(folder, config.data, say, trained)
     return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 
 
-def _request(asked: Variants, config: cli.RunOptions) -> Request:
+def _request(asked: Variants, config: requests.RunOptions) -> Request:
     settings = {key: trials.values(text) for key, text in cli.parse_settings(config.settings).items()}
     fixed = {key: values[0] for key, values in settings.items() if len(values) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}

@@ -14,6 +14,7 @@ from speedrun.base import track as tracks
 from speedrun.base.errors import INTERRUPTED, UsageError, unknown
 from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
+from speedrun.cli import requests
 from speedrun.record.about import Summary
 from speedrun.record.validate import Report, Status, validate
 from speedrun.train import connect, watchdog
@@ -103,7 +104,12 @@ class Extras(NamedTuple):
     "speedrun run --resume runs/2026-11-21-webmini-1",
 )
 def run(
-    ctx: click.Context, options: cli.RunOptions, single: Single, processes: Processes, extras: Extras
+    ctx: click.Context,
+    options: requests.RunOptions,
+    single: Single,
+    processes: Processes,
+    extras: Extras,
+    dry: requests.DryRun,
 ) -> cli.Answer | None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
@@ -115,9 +121,8 @@ def run(
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
     ctx.with_resource(children.stoppable())
-    import_jax()
-    from speedrun.lab import single_run
-
+    if not dry.dry_run:
+        import_jax()
     config = options.request(
         folder,
         overrides,
@@ -128,6 +133,10 @@ def run(
         deadlines_s=limits_s,
         resume=resume is not None,
     )
+    if dry.dry_run:
+        return dry.answer(ctx, requests.Size(runs=1).promise(config))
+    from speedrun.lab import single_run
+
     if resume is not None:
         cli.only_with_resume(ctx, *Extras._fields, *Processes._fields)
     group = connect.find_group(processes.coordinator, processes.processes, processes.process)
@@ -159,18 +168,6 @@ def import_jax() -> None:
         signals.stop(got[0], None)
 
 
-class Size(NamedTuple):
-    """The number of runs of a batch, and their seeds.
-
-    Options:
-        expect: Expected mean loss; declares enough runs to prove it 9 of 10 times.
-    """
-
-    runs: Annotated[int | None, cli.Integer(2), "Number of runs, unless --expect gives it."] = None
-    then: Annotated[int | None, cli.Integer(3), "Total number, if the first look proves nothing."] = None
-    expect: Annotated[cli.Amount | None, "--expect LOSS"] = None
-
-
 @cli.command(
     "speedrun batch --track smoke-cpu --runs 6",
     "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
@@ -179,8 +176,9 @@ class Size(NamedTuple):
 )
 def batch(
     ctx: click.Context,
-    options: cli.RunOptions,
-    size: Size,
+    options: requests.RunOptions,
+    size: requests.Size,
+    dry: requests.DryRun,
     *,
     title: Annotated[str | None, "Title of the record."] = None,
     resume: Annotated[Path | None, "--resume DIR", "Resume a declared batch."] = None,
@@ -194,31 +192,24 @@ def batch(
     """
     from speedrun.lab.several_runs import run_batch  # NumPy comes with it
 
+    if dry.dry_run:
+        return dry.answer(ctx, _promise(options, size))
     ctx.with_resource(children.stoppable())
     as_json, allowed = ctx.params["as_json"], ("data", "title", "ghost", "wandb", "on")
     say = partial(click.echo, err=as_json)
     if on and ghost:
         raise UsageError("--ghost shows one run beside another, and --on trains several at once; keep one")
     trained = cli.on_nodes(ctx, on, say)
-    folder = cli.begun(ctx, "speedrun.lab.design", lambda: _promise(options, size), *allowed)
+    folder = requests.begun(ctx, "speedrun.lab.design", lambda: _promise(options, size), *allowed)
     with relayed(folder, wandb):
         chosen = {"data": options.data, "title": title, "ghost": ghost, "trained": trained}
         done = run_batch(folder, **chosen, say=say, to_stderr=as_json)
         return _answer(folder, done)
 
 
-def _promise(options: cli.RunOptions, size: Size) -> "Promise":
-    from speedrun.lab.several_runs import num_runs
-    from speedrun.lab.trials import Promise
-
-    rules = tracks.load(options.track)
-    folder = options.out or cli.new_folder(rules.name)
-    return Promise(
-        config=options.request(folder, cli.parse_settings(options.settings)),
-        num_runs=size.runs or num_runs(rules, size.expect, num_looks=1 if size.then is None else 2),
-        then=size.then,
-        expected_loss=size.expect,
-    )
+def _promise(options: requests.RunOptions, size: requests.Size) -> "Promise":
+    folder = options.out or cli.new_folder(tracks.load(options.track).name)
+    return size.promise(options.request(folder, cli.parse_settings(options.settings)))
 
 
 def _answer(folder: Path, done: "Outcome") -> cli.Answer:

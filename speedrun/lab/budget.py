@@ -1,76 +1,231 @@
-"""Estimates the time, money, disk and network of a batch.
+"""Says before runs start what they take: time, money, disk, network, and how likely they prove their target.
 
-The time comes from records of the same recipe on the same devices, otherwise from the plan.
+The time comes from records of the same recipe on the same devices, otherwise from the plan. What is priced is the very
+request that would be declared.
 """
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from speedrun import recipes
+from speedrun.base import accelerators
+from speedrun.base import track as tracks
 from speedrun.base.console import duration, quantity
 from speedrun.base.track import Track
 from speedrun.data import overview
+from speedrun.lab import design, proof
+from speedrun.lab.trials import Promise, Request
+from speedrun.plan import estimate as planning
 from speedrun.plan.estimate import Plan
+from speedrun.record import statistics
 from speedrun.record.about import summarize
 from speedrun.record.reader import load
+from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe
+from speedrun.train.request import RunConfig
 
 #: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
 #: record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
 UNTIMED_S = 120.0
 #: Cost of a forward pass relative to a training step of the same tokens.
 _FORWARD = 1 / 3
+#: Chances whose number of runs a table shows, besides that of what was asked.
+_CHANCES = (0.5, statistics.POWER)
 
 Basis = Literal["records", "plan", "unknown"]
 
 
+class Row(msgspec.Struct, frozen=True):
+    """What a number of runs takes; None means unknown."""
+
+    num_runs: int
+    chance: float | None  #: of a proof; None also where nothing is proven
+    total_s: float | None  #: wall time of the node
+    dollars: float | None  #: of all its devices; simulated ones cost nothing
+    is_asked: bool  #: else it is shown for comparison
+
+
 class Budget(msgspec.Struct, frozen=True):
-    """The cost of a batch on a track; None means unknown."""
+    """What runs on a track take; None means unknown."""
 
     track: str
-    num_runs: int
-    num_devices: int
+    num_devices: int  #: 0: simulated
     run_s: float | None  #: wall time of one run
-    train_s: float | None  #: train time of one run
+    train_s: float | None  #: its train time
     basis: Basis  #: the source of both
-    total_s: float | None  #: wall time of all runs
+    error: float  #: of a plan's train time, relative
+    untimed_cap_s: float  #: what the track grants for everything before the clock
     fetch_bytes: int  #: data to download
     disk_bytes: int  #: data, and what the runs write
     dollars_per_hour: float | None  #: of one device
-    dollars: float | None  #: of all devices; simulated ones cost nothing
+    expected: str  #: mean, sd and source, from which chances follow; empty if unknown
+    checkpoints: bool  #: are saved, which is in no time here
+    rows: tuple[Row, ...]  #: by number of runs
+
+    @property
+    def asked(self) -> Row:
+        """The last row of what was asked."""
+        return [row for row in self.rows if row.is_asked][-1]
+
+    @property
+    def limit_s(self) -> float | None:
+        """A limit for a job: twice the time, and what the track grants for a first compilation."""
+        total_s = self.asked.total_s
+        return None if total_s is None else 2 * total_s + self.untimed_cap_s
+
+    def facts(self) -> dict[str, Any]:
+        """Return all fields and the limit, for JSON."""
+        return {**msgspec.structs.asdict(self), "limit_s": self.limit_s}
+
+    def lines(self) -> list[str]:
+        """Return the budget as text."""
+        data = f"{quantity(self.fetch_bytes, 'B')} to fetch" if self.fetch_bytes else "nothing to fetch"
+        lines = [f"data   {data} | {quantity(self.disk_bytes, 'B')} of disk"]
+        if self.run_s is None or self.train_s is None:
+            lines.append("run    its time is unknown: there is no record of this recipe here, and no plan")
+        else:
+            basis = f"+-{self.error:.0%}; {UNTIMED_S:.0f} s of it are a guess"
+            basis = "from the records here" if self.basis == "records" else basis
+            lines.append(
+                f"run    {duration(self.run_s)}, {duration(self.train_s)} of it on the clock, {basis}"
+            )
+        lines += ["batch  runs  chance of a proof  time of the node   dollars", *map(_line, self.rows)]
+        if self.checkpoints:
+            lines.append("       without the time to save checkpoints")
+        if self.expected:
+            lines.append(f"       chances for a mean of {self.expected}")
+        if self.num_devices and self.dollars_per_hour is not None:
+            lines.append(f"       dollars at ${self.dollars_per_hour:.2f} per GPU and hour, without fetching")
+        if self.num_devices and self.limit_s is not None:
+            spare = f"twice the time, and {duration(self.untimed_cap_s)} for compiling"
+            lines.append(f"limit  {self.limit_s:,.0f} s ({duration(self.limit_s)}) for a job: {spare}")
+        return lines
+
+
+def _line(row: Row) -> str:
+    chance = "-" if row.chance is None else f"{100 * row.chance:.2g} %"
+    time, cost = ("unknown" if row.total_s is None else duration(row.total_s)), ""
+    if row.dollars:
+        cost = f"{row.dollars:,.2f}"
+    return f"{'>' * row.is_asked:<5}{row.num_runs:>6}  {chance:>17}  {time:>16}  {cost:>8}".rstrip()
+
+
+class Priced(NamedTuple):
+    """What a request takes, with the plan of its first recipe on GPUs, and why it does not fit."""
+
+    budget: Budget
+    plan: Plan | None
+    error: str | None
 
 
 def budget(
-    track: Track, recipe: Recipe, num_runs: int, records: Path, plan: Plan | None, *, dollars: float | None
-) -> Budget:
-    """Return the budget of a batch, from the plan for its devices (None for CPUs) and dollars per device and hour."""
-    run_s, train_s, basis = _of_records(track, recipe, records, plan) or (None, None, "unknown")
-    if run_s is None and plan is not None:
-        num_vals = 1 + sum(track.validates_at(step) for step in range(recipe.num_steps))
-        share = _FORWARD * num_vals * track.data.val_tokens / recipe.total_tokens
-        run_s, train_s, basis = plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "plan"
-    num_devices = 0 if plan is None else plan.num_devices
-    total_s = None if run_s is None else num_runs * run_s
-    return Budget(
-        track=track.id,
-        num_runs=num_runs,
+    asked: Promise | Request,
+    kind: str | None = None,
+    *,
+    dollars: float | None,
+    say: Callable[[str], None] = lambda _: None,
+    records: Path = Path("records"),
+) -> Priced:
+    """Return what a request takes on devices of a kind, at dollars per device and hour; `say` hears of progress.
+
+    Without `kind` it is the track's, or an H100.
+    """
+    rules, config = tracks.load(asked.config.track), asked.config
+    parts, mean = _parts(asked, rules)
+    times = [_time(rules, recipe, config, kind, records, say) for recipe, _ in parts]
+    refusals = [planning.refusal(parts[i][0], one.plan) for i, one in enumerate(times) if one.plan]
+    total = sum(number for _, number in parts)
+    total_s = sum(number * (one.run_s or math.nan) for (_, number), one in zip(parts, times, strict=True))
+    plan = times[0].plan
+    num_devices = plan.num_devices if plan else 0
+
+    def row(number: int, chance: float | None, *, is_asked: bool) -> Row:
+        row_s = None if math.isnan(total_s) else total_s * number / total
+        cost = None if row_s is None or dollars is None else row_s * num_devices * dollars / 3600
+        return Row(number, chance, row_s, cost, is_asked)
+
+    looks = [total] if isinstance(asked, Request) or asked.then is None else [total, asked.then]
+    rows = [
+        row(number, mean and mean.chance(looks[: i + 1]), is_asked=True) for i, number in enumerate(looks)
+    ]
+    numbers = [mean.runs_needed(chance) for chance in _CHANCES] if mean else []
+    others = {max(n, rules.rules.min_runs) for n in (1, *filter(None, numbers))} - {*looks} if mean else set()
+    rows += [row(n, mean and mean.chance([n]), is_asked=False) for n in others]
+    found = Budget(
+        track=rules.id,
         num_devices=num_devices,
-        run_s=run_s,
-        train_s=train_s,
-        basis=basis,
-        total_s=total_s,
-        fetch_bytes=overview.to_fetch_bytes(track),
-        disk_bytes=overview.disk_bytes(track),
+        run_s=times[0].run_s,
+        train_s=times[0].train_s,
+        basis=times[0].basis,
+        error=plan.error if plan else 0.0,
+        untimed_cap_s=rules.rules.untimed_cap_s,
+        fetch_bytes=overview.to_fetch_bytes(rules) if config.data is None else 0,
+        disk_bytes=overview.disk_bytes(rules),
         dollars_per_hour=dollars,
-        dollars=None if total_s is None or dollars is None else total_s * num_devices * dollars / 3600,
+        expected=str(mean or ""),
+        checkpoints=config.checkpoint_every > 0,
+        rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
     )
+    return Priced(found, plan, next(filter(None, refusals), None))
 
 
-def _of_records(
-    track: Track, recipe: Recipe, records: Path, plan: Plan | None
-) -> tuple[float, float, Basis] | None:
+def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, int]], proof.Prospect | None]:
+    """Return the recipes of a request with their numbers of runs, and what is expected of a batch."""
+    if isinstance(asked, Promise):
+        recipe = recipes.load(asked.config.recipe or rules.recipe).override(asked.config.overrides)
+        mean = proof.prospect(recipe, rules, asked.expected_loss)
+        number = proof.num_runs(asked, rules, mean)
+        return [(recipe, number)], mean if number > 1 else None  # one run proves nothing
+    arms = [(recipe, asked.num_runs) for _, recipe in design.arms(asked)[0]]
+    return [*arms, (arms[0][0], 2 * asked.num_confirming)], None
+
+
+class _Time(NamedTuple):
+    """Of one run; None means unknown."""
+
+    run_s: float | None
+    train_s: float | None
+    basis: Basis
+    plan: Plan | None
+
+
+def _time(
+    rules: Track,
+    recipe: Recipe,
+    config: RunConfig,
+    kind: str | None,
+    records: Path,
+    say: Callable[[str], None],
+) -> _Time:
+    """Return the time of a run from records, else from a plan, which only GPUs have."""
+    plan = None
+    if rules.rules.platform == "gpu":
+        num_devices, named = config.num_devices or rules.rules.num_devices or 8, rules.rules.device_kind
+        of_track = (kind for kind, one in accelerators.DEVICES.items() if one.name == named)
+        plan = planning.plan(
+            recipe,
+            kind or next(of_track, "h100"),
+            num_devices,
+            config.microbatches or max(SHARDS, num_devices),
+            say,
+            attention=config.attention,
+            replicas=config.replicas or 1,
+        )
+    if found := _of_records(rules, recipe, records, plan):
+        return _Time(*found, "records", plan)
+    if plan is None:
+        return _Time(None, None, "unknown", None)
+    num_vals = 1 + sum(rules.validates_at(step) for step in range(recipe.num_steps))
+    share = _FORWARD * num_vals * rules.data.val_tokens / recipe.total_tokens
+    return _Time(plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "plan", plan)
+
+
+def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) -> tuple[float, float] | None:
     """Return the mean wall and train time of the records, scaled to the recipe's number of tokens."""
     found = []
     for path in sorted((records / track.name).glob("*/source.txt")):
@@ -83,25 +238,4 @@ def _of_records(
         if here and train_s is not None and wall_s is not None and summary.num_tokens > 0:
             scaled_s = train_s * recipe.total_tokens / summary.num_tokens
             found.append((wall_s - train_s + scaled_s, scaled_s))
-    if not found:
-        return None
-    return fmean(run_s for run_s, _ in found), fmean(train_s for _, train_s in found), "records"
-
-
-def lines(budget: Budget, error: float) -> list[str]:
-    """Return the budget as text, with the relative error of the plan."""
-    data = f"{quantity(budget.fetch_bytes, 'B')} to fetch" if budget.fetch_bytes else "nothing to fetch"
-    disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
-    runs = f"batch  {budget.num_runs} runs"
-    if budget.run_s is None or budget.total_s is None or budget.train_s is None:
-        return [disk, f"{runs} | their time is unknown: there is no record of this recipe here, and no plan"]
-    basis = {
-        "records": "from the records here",
-        "plan": f"+-{error:.0%}; {UNTIMED_S:.0f} s of each run are a guess",
-    }[budget.basis]
-    runs += f" of {duration(budget.run_s)}, {duration(budget.train_s)} on the clock"
-    runs += f" | about {duration(budget.total_s)} in all, {basis}"
-    if budget.num_devices and budget.dollars is not None:
-        price = f"${budget.dollars_per_hour:.2f} per GPU and hour"
-        runs += f" | ${budget.dollars:,.2f} at {price}, without fetching"
-    return [disk, runs]
+    return (fmean(run_s for run_s, _ in found), fmean(train_s for _, train_s in found)) if found else None

@@ -16,26 +16,32 @@ import msgspec
 from speedrun import recipes
 from speedrun.base import signals
 from speedrun.base import track as tracks
+from speedrun.base.children import say
 from speedrun.base.clock import now
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
 from speedrun.base.wholefile import lock_record, make_folder
-from speedrun.lab import trials
+from speedrun.lab import proof, trials
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Promise, Request
 from speedrun.record import layout
 from speedrun.record.batch import Declaration, TrackRef, seeds_from
 from speedrun.record.batch import looks as looks_of
 from speedrun.record.reader import encode
 from speedrun.science.models.record21_model import NO_TABLE
-from speedrun.science.recipe import Recipe, settings
+from speedrun.science.recipe import Recipe, describe, settings
 from speedrun.train.preflight import prepare
 from speedrun.train.request import decoded
 
 
 def declare(promise: Promise) -> Declaration:
-    """Write `batch.json` and `source.txt` into a new folder."""
+    """Write `batch.json` and `source.txt` into a new folder, and say how likely the batch proves its target."""
     ready = prepare(promise.config)
-    looks = looks_of(promise.num_runs, promise.then, ready.track.target.sigma)
+    expected = proof.prospect(ready.recipe, ready.track, promise.expected_loss)
+    number = proof.num_runs(promise, ready.track, expected)
+    looks = looks_of(number, promise.then, ready.track.target.sigma)
+    if expected is not None:
+        chance = f"a chance of {expected.chance([look.num_runs for look in looks]):.1%}"
+        say(f"batch: {looks[-1].num_runs} runs prove the target with {chance}, for a mean of {expected}")
     config_sha256 = layout.config_sha256(ready.described)
     declaration = Declaration(
         track=TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
@@ -49,7 +55,7 @@ def declare(promise: Promise) -> Declaration:
         seeds=seeds_from(ready.source_sha256, config_sha256, looks[-1].num_runs),
         seeds_chosen=False,
         looks=looks,
-        expected_loss=promise.expected_loss,
+        expected_loss=expected.loss if expected and promise.num_runs is None else promise.expected_loss,
         created_utc=now().utc,
     )
     with lock_record(promise.config.out):
@@ -58,29 +64,38 @@ def declare(promise: Promise) -> Declaration:
     return declaration
 
 
+def arms(request: Request) -> tuple[list[tuple[Arm, Recipe]], list[str]]:
+    """Return the distinct arms of an experiment, without digests, with their recipes; and what was left out."""
+    name = request.config.recipe or tracks.load(request.config.track).recipe
+    drafts, left_out = _DRAFTS[request.kind](request, name)
+    found: dict[str, tuple[Arm, Recipe]] = {}
+    for draft in drafts:
+        arm = msgspec.structs.replace(draft, overrides=request.config.overrides | draft.overrides)
+        recipe = recipes.load(arm.recipe).override(arm.overrides)
+        same = found.setdefault(layout.config_sha256(describe(recipe)), (arm, recipe))[0]
+        if same is not arm:
+            left_out.append(f"{arm.name}: the same as {same.name!r}")
+    if len(found) < 2:
+        raise UsageError(f"nothing to compare {name} with: {'; '.join(left_out)}; choose other variants")
+    return [*found.values()], left_out
+
+
 def design(request: Request) -> Experiment:
     """Write `experiment.json` into a new folder."""
     config = request.config
-    name = config.recipe or tracks.load(config.track).recipe
-    drafts, left_out = _DRAFTS[request.kind](request, name)
-    first, arms = None, []
-    for draft in drafts:
-        overrides = config.overrides | draft.overrides
-        ready = prepare(msgspec.structs.replace(config, recipe=draft.recipe, overrides=overrides))
-        first = first or ready
-        arm = msgspec.structs.replace(
-            draft,
-            overrides=overrides,
-            config_sha256=layout.config_sha256(ready.described),
-            source_sha256=ready.source_sha256,
+    drafts, left_out = arms(request)
+    ready = [
+        prepare(msgspec.structs.replace(config, recipe=draft.recipe, overrides=draft.overrides))
+        for draft, _ in drafts
+    ]
+    checked = [
+        msgspec.structs.replace(
+            draft, config_sha256=layout.config_sha256(one.described), source_sha256=one.source_sha256
         )
-        if same := next((one for one in arms if one.config_sha256 == arm.config_sha256), None):
-            left_out.append(f"{arm.name}: the same as {same.name!r}")
-        else:
-            arms.append(arm)
-    if first is None or len(arms) < 2:
-        raise UsageError(f"nothing to compare {name} with: {'; '.join(left_out)}; choose other variants")
-    seeds, confirming = trials.seeds_for(arms, request.num_runs, request.num_confirming)
+        for (draft, _), one in zip(drafts, ready, strict=True)
+    ]
+    seeds, confirming = trials.seeds_for(checked, request.num_runs, request.num_confirming)
+    first = ready[0]
     found = Experiment(
         standing="research, not ranked",
         kind=request.kind,
@@ -88,7 +103,7 @@ def design(request: Request) -> Experiment:
         num_devices=first.program.num_devices,
         microbatches=first.program.microbatches,
         attention=first.program.attention,
-        arms=tuple(arms),
+        arms=tuple(checked),
         left_out=tuple(left_out),
         seeds=seeds,
         confirming=confirming,

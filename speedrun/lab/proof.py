@@ -1,19 +1,86 @@
-"""Statistics of runs: the losses of one record, and of equal runs in other people's logs."""
+"""What runs prove: those of a record, those to come, and equal runs in other people's logs."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev, variance
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
+from speedrun.base.track import Track
 from speedrun.board.foreign_logs import ContextRun
+from speedrun.lab.trials import Promise
 from speedrun.record import statistics
 from speedrun.record.batch import standing
 from speedrun.record.reader import load_result
 from speedrun.record.statistics import Interval
+
+if TYPE_CHECKING:
+    from speedrun.science.recipe import Recipe  # it imports JAX
+
+
+class Prospect(NamedTuple):
+    """The final losses that runs to come are expected to have, on a track."""
+
+    rules: Track
+    loss: float  #: their mean
+    sd: float  #: of single runs
+    source: str
+
+    def chance(self, looks: Sequence[int]) -> float:
+        """Return the probability that a batch with looks after so many runs proves its target, at its best look."""
+        margin, known = self.rules.target.loss - self.loss, self.rules.target.sigma
+        return max(statistics.power(n, margin, self.sd, known, len(looks)) for n in looks)
+
+    def runs_needed(self, chance: float = statistics.POWER, *, num_looks: int = 1) -> int | None:
+        """Return the smallest batch with this chance at its first look; None above MOST_RUNS."""
+        margin, known = self.rules.target.loss - self.loss, self.rules.target.sigma
+        return statistics.batch_needed(margin, self.sd, known_sigma=known, num_looks=num_looks, chance=chance)
+
+    def __str__(self) -> str:
+        return f"{self.loss:.4f}, sd {self.sd:.4f} ({self.source})"
+
+
+def prospect(recipe: "Recipe", rules: Track, loss: float | None = None) -> Prospect | None:
+    """Return what to expect: a mean of `loss`, else what the recipe states for this track's validation tokens.
+
+    A recipe with overrides states nothing. Without an sd of its own, single runs have the track's.
+    """
+    if loss is not None and rules.target.sigma is not None:
+        return Prospect(rules, loss, rules.target.sigma, f"--expect; sd of {rules.id}")
+    known = recipe.expected
+    if loss is not None or known is None or known.recipe != recipe.name:
+        return None
+    sd = known.sd or rules.target.sigma
+    scored = [
+        (data.folder, data.val, data.val_tokens) for data in (rules.data, tracks.load(known.track).data)
+    ]
+    if sd is None or scored[0] != scored[1]:
+        return None
+    runs = f"{known.num_runs:,} run{'s' * (known.num_runs > 1)}"
+    return Prospect(rules, known.loss, sd, f"{runs}: {known.source}")
+
+
+def num_runs(promise: Promise, rules: Track, found: Prospect | None) -> int:
+    """Return the number of runs to declare: as promised, else that which proves the target 9 times of 10.
+
+    Raises:
+        UsageError: nobody knows what to expect; no number suffices.
+    """
+    if promise.num_runs is not None:
+        return promise.num_runs
+    if found is None:
+        hint = "pass --expect LOSS on a track with a known noise, or --runs N"
+        raise UsageError(f"the mean loss of this recipe on {rules.id} is not known; {hint}")
+    needed = found.runs_needed(num_looks=1 if promise.then is None else 2)
+    if needed is None:
+        cannot = f"{statistics.MOST_RUNS:,} runs would not prove it below {rules.target.loss}"
+        raise UsageError(f"expected is a mean of {found}: {cannot}; need a lower mean, or --runs N")
+    return max(needed, rules.rules.min_runs, 2)
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from speedrun.data import generated
 from speedrun.lab import effects, trials
 from speedrun.lab.effects import count
 from speedrun.lab.trials import Experiment, Runs, Trial
-from speedrun.record import layout, statistics
+from speedrun.record import layout
 from speedrun.record.about import Summary, assemble
 from speedrun.record.batch import Declaration, Standing, standing
 from speedrun.record.logged_run import Run
@@ -59,21 +59,6 @@ def _here(say: Say, printer: Callable[[], Printer]) -> Trainer:
             yield config, code
 
     return trained
-
-
-def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
-    """Return the number of runs that prove a mean loss of `expect` with a probability of 90 % at the first look."""
-    sigma, target = rules.target.sigma, rules.target.loss
-    if expect is None or sigma is None:
-        missing = "number of runs missing" if expect is None else f"the noise of {rules.id} is not known"
-        raise UsageError(f"{missing}; pass --runs N, or --expect LOSS on a track with a known noise")
-    needed = statistics.batch_needed(target - expect, sigma, known_sigma=sigma, num_looks=num_looks)
-    if needed is None:
-        raise UsageError(
-            f"--expect {expect} with sd {sigma}: {statistics.MOST_RUNS:,} runs would not prove a mean below {target}; "
-            "need a lower mean"
-        )
-    return max(needed, rules.rules.min_runs, 2)
 
 
 class Outcome(NamedTuple):

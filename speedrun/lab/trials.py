@@ -38,9 +38,9 @@ class Promise(Strict, frozen=True, tag=True):
     """A batch to declare."""
 
     config: RunConfig  #: its seed is ignored
-    num_runs: int
+    num_runs: int | None  #: None: as `proof.num_runs` finds
     then: int | None = None  #: total number of runs at a second look
-    expected_loss: float | None = None
+    expected_loss: float | None = None  #: mean; None: what the recipe states
 
 
 class Request(Strict, frozen=True, tag=True):

@@ -114,6 +114,9 @@ def plan(
     num_devices: int,
     microbatches: int,
     say: Callable[[str], None] = lambda _: None,
+    *,
+    attention: str = "auto",
+    replicas: int = 1,
 ) -> Plan:
     """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
 
@@ -124,14 +127,14 @@ def plan(
     """
     device = accelerators.load(kind)
     mesh.prepare("cpu")
-    program = Program(recipe, mesh.make_mesh(num_devices), microbatches)
+    program = Program(recipe, mesh.make_mesh(num_devices, replicas), microbatches)
     program = footprint.fitted(program, device.memory_bytes)
     sampled = [_sampled(program, stage) for stage in range(len(recipe.stages))]
     counted: dict[int, _Counted] = {}
     for step in (steps := [step for each in sampled for step in each]):
         if len(steps) > 1:
             say(f"plan: traces step {step}, {len(counted) + 1} of {len(steps)}")
-        counted[step] = _Counted(*fusion.count(step_jaxpr(program, step, device)))
+        counted[step] = _Counted(*fusion.count(step_jaxpr(program, step, device, attention)))
     return Plan(
         recipe=recipe.name,
         device=device.name,

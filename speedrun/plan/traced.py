@@ -40,10 +40,13 @@ def kernel(name: str, results: Sequence[Any], *operands: jax.Array, flops: int =
     return pl.pallas_call(lambda *_: None, out, name=name, cost_estimate=cost)(*operands)
 
 
-def step_jaxpr(program: Program, step: int, device: Device) -> Jaxpr:
-    """Return a step of one device, traced for a GPU of this kind, with its integer inputs compiled in."""
+def step_jaxpr(program: Program, step: int, device: Device, attention: str = "auto") -> Jaxpr:
+    """Return a step of one device, traced for a GPU of this kind, with its integer inputs compiled in.
+
+    `attention` is its form, as `kernels.choose` names it.
+    """
     capability = "{}.{}".format(*device.compute_capability)
-    kernels = Stated("gpu", capability, head_tokens=program.kernels.head_tokens)
+    kernels = Stated("gpu", capability, attention, head_tokens=program.kernels.head_tokens)
     own = replace(program.step, kernels=kernels)
     run = own.train_function(own.plan.static_at(step, integers=True))
     traced = jax.make_jaxpr(run)(program.state, *program.ids(program.shape_at(step)), own.plan.schedule)
@@ -75,22 +78,25 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
 
 
 class Stated(Kernels):
-    """Operations whose fast forms state their work. Attention is always that of Triton."""
+    """Operations whose fast forms state their work. Attention is that of Triton, unless another is asked for."""
 
     def attention(
         self,
         q_BTHK: jax.Array,
         k_BTHK: jax.Array,
         v_BTHK: jax.Array,
-        _: jax.Array,
+        first_BT: jax.Array,
         /,
         *,
+        scale: float,
         window: Window,
         block_tokens: int,
         angles: Angles | None = None,
-        **__: Any,
     ) -> jax.Array:
         """Visit the tiles of FineWeb's documents."""
+        if self.wanted_attention not in ("auto", "triton"):
+            more: dict[str, Any] = {"scale": scale, "window": window, "block_tokens": block_tokens}
+            return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more, angles=angles)
         blocks = window.blocks if isinstance(window.blocks, int) else window.most
         rows, num_tokens, heads, width = q_BTHK.shape
         each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, block_tokens))

@@ -1,0 +1,107 @@
+"""Options of commands that train, and the requests that they make: to run, to declare, or to price."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import click
+
+from speedrun.base.errors import UsageError
+from speedrun.cli import options as cli
+from speedrun.cli.options import Amount, Answer, Attention, Count, Data, Integer, Recipe, Settings, Track
+
+if TYPE_CHECKING:
+    from speedrun.lab.trials import Promise, Request
+    from speedrun.train.request import RunConfig
+
+
+class RunOptions(NamedTuple):
+    """Options of a run.
+
+    Options:
+        recipe: Recipe to train: a name, or your own file, path/to/mine.py. Default: the track's.
+        microbatches: Parts of a step's batch. Default: 8, or one for each device if there are more.
+        out: New folder. Default: below runs/, with date, track and a number.
+    """
+
+    track: Track = "smoke-cpu"
+    recipe: Recipe | None = None
+    num_devices: Annotated[
+        Count | None, "--devices N", "Number of devices. Default: the track's, or all."
+    ] = None
+    attention: Attention = "auto"
+    microbatches: Count | None = None
+    data: Data = None
+    out: Annotated[Path | None, "--out DIR"] = None
+    settings: Settings = ()
+
+    def request(self, out: Path, overrides: dict[str, str], **more: Any) -> "RunConfig":
+        """Return the request for such a run."""
+        from speedrun.train.request import RunConfig
+
+        same = {name: value for name, value in self._asdict().items() if name not in ("out", "settings")}
+        return RunConfig(**same, out=out, overrides=overrides, **more)
+
+
+class Size(NamedTuple):
+    """The number of runs of a batch, and their seeds.
+
+    Options:
+        runs: Number of runs. Default: what proves the target 9 of 10 times, by --expect or the recipe's own claim.
+        expect: Expected mean loss; declares enough runs to prove it 9 of 10 times.
+    """
+
+    runs: Annotated[int | None, Integer(2)] = None
+    then: Annotated[int | None, Integer(3), "Total number, if the first look proves nothing."] = None
+    expect: Annotated[Amount | None, "--expect LOSS"] = None
+
+    def promise(self, config: "RunConfig") -> "Promise":
+        """Return the batch of such runs."""
+        from speedrun.lab.trials import Promise
+
+        return Promise(config, self.runs, self.then, self.expect)
+
+
+class DryRun(NamedTuple):
+    """Options that price what would be declared.
+
+    Options:
+        dry_run: Declare and run nothing; print time, cost, disk space and the chance of a proof.
+        dollars: Price of one of its devices for an hour.
+    """
+
+    dry_run: bool = False
+    kind: Annotated[
+        str | None, "--device-kind KIND", "Price it on such GPUs. Default: the track's, or h100."
+    ] = None
+    dollars: Amount | None = None
+
+    def answer(self, ctx: click.Context, asked: "Promise | Request") -> Answer:
+        """Price a request; refuse to price what is begun."""
+        if ctx.params["resume"] is not None:
+            raise UsageError("--dry-run prices what would begin; leave out --resume")
+        from speedrun.lab.budget import budget
+
+        found = budget(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
+        facts = {"error": found.error, **found.budget.facts()}
+        return Answer(facts, found.budget.lines(), error=found.error)
+
+
+def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: str) -> Path:
+    """Return the folder of several runs: that of `--resume`, or a new one that a child process declares.
+
+    The child runs `module` with the request. `allowed` are the options that go with `--resume`.
+    """
+    if ctx.params["resume"] is not None:
+        cli.only_with_resume(ctx, *allowed)
+        return ctx.params["resume"]
+    from speedrun.base import children, track
+    from speedrun.data import generated  # NumPy comes with it
+
+    request = asked()
+    config = request.config
+    generated.ensure(track.load(config.track), config.data, partial(click.echo, err=True))
+    if code := children.run_module(module, request):
+        ctx.exit(children.shell_code(code))
+    return config.out
