@@ -11,10 +11,11 @@
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)
-#   SPEEDRUN_ACCELERATOR   cpu, cuda12 or cuda13; default: by the NVIDIA driver
+#   SPEEDRUN_ACCELERATOR   cpu, cuda12 or cuda13; default: what was named before, else by the NVIDIA driver
 #   SPEEDRUN_JAX           another JAX with a lock here, such as 0.11.2
 #
-# Nothing is installed outside .venv. Every package is pinned by digest. pip uses the index that you configured.
+# Nothing is installed outside .venv. Every package is pinned by digest. pip uses the index that you configured, but no
+# constraint and no other place. Python 3.11 gets the last JAX that supports it, newer ones the newest.
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
@@ -24,8 +25,8 @@ export died=1 # a machine that lacks something is no wrong argument
 # Prints the first Python that is new enough and can make environments.
 find_python() {
   local name tried="" candidates=(python3 python3.14 python3.13 python3.12 python3.11 python)
-  # An existing environment keeps its Python.
-  if [[ -x .venv/bin/python ]]; then candidates=(.venv/bin/python "${candidates[@]}"); fi
+  # An existing environment keeps its Python. Without pyvenv.cfg, as an interrupted install leaves it, it names no other.
+  if [[ -x .venv/bin/python && -f .venv/pyvenv.cfg ]]; then candidates=(.venv/bin/python "${candidates[@]}"); fi
   if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
   for name in "${candidates[@]}"; do
     if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -48,6 +49,8 @@ accelerator() {
   local driver
   if [[ -n ${SPEEDRUN_ACCELERATOR:-} ]]; then
     echo "$SPEEDRUN_ACCELERATOR"
+  elif [[ -f $chosen ]]; then
+    cat "$chosen"
   elif driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) && [[ -n $driver ]]; then
     if ((${driver%%.*} >= 580)); then echo cuda13; else echo cuda12; fi
   else
@@ -63,14 +66,22 @@ print(hashlib.sha256(b"\0".join([sys.version.encode(), *(Path(p).read_bytes() fo
     "${@:2}"
 }
 
-# Refuses a disk that is too full. GB of wheels and of unpacked files, for `run`, measured on the locks of November 2026.
-# Both are on the disk at the same time.
+# Refuses disks that are too full. GB of wheels and of unpacked files, for `run`, measured on the locks of November 2026.
+# pip keeps the wheels in its cache, and in TMPDIR until all are unpacked.
 need_room() {
-  local kind=$1 fetch=0.2 unpacked=0.8 room=2 free
-  if [[ $kind == cuda12 ]]; then fetch=3.4 unpacked=6.0 room=10; fi
-  if [[ $kind == cuda13 ]]; then fetch=2.7 unpacked=4.8 room=8; fi
-  free=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1000000))
-  ((free >= room)) || die "found $free GB free in $PWD, $kind needs $room; free some, or put the checkout on another disk"
+  local kind=$1 fetch=0.2 unpacked=0.8 cache place folder full
+  if [[ $kind == cuda12 ]]; then fetch=3.4 unpacked=6.0; fi
+  if [[ $kind == cuda13 ]]; then fetch=2.7 unpacked=4.8; fi
+  cache=${PIP_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/pip}
+  full=$(for place in "$unpacked $PWD" "$fetch ${TMPDIR:-/tmp}" "$fetch $cache"; do
+    folder=${place#* }
+    until [[ -d $folder ]]; do folder=$(dirname "$folder"); done
+    echo "${place%% *} $(df -Pk "$folder" | awk 'NR == 2 { print $4, $1 }') $folder"
+  done | awk -v kind="$kind" '
+    { need[$3] += $1; free[$3] = $2 / 1e6; folders[$3] = folders[$3] " " $4 }
+    END { for (disk in need) if (free[disk] < need[disk])
+      printf "found %.1f GB free for%s, %s needs %.1f; ", free[disk], folders[disk], kind, need[disk] }')
+  [[ -z $full ]] || die "${full}free some, or name another disk: TMPDIR, PIP_CACHE_DIR, or that of the checkout"
   echo "install: at least $fetch GB to fetch, $unpacked GB of disk"
 }
 
@@ -80,7 +91,7 @@ main() {
     exec 9>.venv.lock
     flock -n 9 || { echo "install: another install runs here; waiting for it to end" && flock 9; }
   fi
-  local want=${1:-run} kind lock locks overlay=() python pip stamp=.venv/speedrun.stamp sum
+  local want=${1:-run} kind lock locks overlay=() python pip stamp=.venv/speedrun.stamp chosen=.venv/speedrun.accelerator sum name
   kind=$(accelerator)
   case $want in
     run) locks=(requirements/run.lock) ;;
@@ -103,6 +114,7 @@ main() {
   # An environment with more packages also has those of less.
   python=$(find_python)
   sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
+  if [[ -n ${SPEEDRUN_ACCELERATOR:-} && -f $stamp ]]; then echo "$kind" >"$chosen"; fi
   if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
     case "$want $(<"$stamp")" in
       "$want $want $sum" | *" compile $sum" | "run prep $sum" | "run islands $sum" | "run dev $sum" | "prep dev $sum") return ;;
@@ -111,11 +123,19 @@ main() {
 
   [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"
   echo "install: $("$python" --version), $kind, ${locks[*]}${overlay[*]+ ${overlay[*]}} -> .venv"
+  if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
+    echo "install: this Python gets an older JAX than 3.12, which the images have: times and losses of the two differ"
+  fi
+  for name in PIP_CONSTRAINT PIP_USER PIP_TARGET PIP_PREFIX; do
+    if [[ -n ${!name:-} ]]; then echo "install: leaves out $name=${!name}, with which pip would not fill .venv"; fi
+    export "$name=" # also against a pip.conf
+  done
   need_room "$kind"
   mkdir -p .venv
   echo "unfinished" >"$stamp"
+  if [[ -n ${SPEEDRUN_ACCELERATOR:-} ]]; then echo "$kind" >"$chosen"; fi
   # Remove the packages of an earlier environment.
-  find .venv/ -mindepth 1 -not -path "$stamp" -delete
+  find .venv/ -mindepth 1 -not -path "$stamp" -not -path "$chosen" -delete
   "$python" -m venv .venv
   # Most of 9,000 files are never imported: compiling them all would take 17 s.
   pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile)
