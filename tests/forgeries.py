@@ -585,6 +585,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
           edit_log=inserted(runlog.Resume("given", 0, "e" * 16, 0.0, 0, (0, 100)), runlog.ClockStart, 0, 500))),
     ("V210", "a log that is not here", logged(went_on)),
     ("V311", "goes on from another run", resumed()),
+    ("V313", "started with --unranked", logged(change(runlog.RunStart, purpose="unranked"))),
     ("V312", "a run under another name", beside(attempt="z")),
     ("V312", "a seed that was run again",
      beside(attempt="y", step_s=(0.2,) * 10, edit_log=OTHER_LOSSES)),

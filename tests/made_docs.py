@@ -77,6 +77,9 @@ CHECKS_HEAD = """\
 
 `speedrun validate RECORD` asks all but those from V601 on, which need `--replay` or `--relower`. An id never changes
 its meaning. `speedrun validate --explain V305` prints a part of this page.
+
+`run` and `batch` also ask what is known before the clock starts. On a track that ranks they do not start if no ranked
+record could hold the run, unless `--unranked` is given; elsewhere they warn. `doctor` asks the same of a machine.
 """
 
 
@@ -87,6 +90,7 @@ def checks_page() -> str:
         kind = {"error": "", "warning": " (It only warns.)"}.get(
             one.severity, " (On tracks that do not rank, it warns.)"
         )
+        kind += " Also asked before the clock starts." if one.before else ""
         parts.append(f"## {one.id}: {one.title}\n\nWhy: {one.why}.{kind}\n\nIf it fails: {one.hint}.\n")
     return "\n".join(parts)
 

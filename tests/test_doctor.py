@@ -26,6 +26,15 @@ NODE, HALF = (Machine("gpu", H100, number) for number in (8, 4))
 GPU = seen_devices.Gpu(H100, "580.95.05")
 
 
+REFUSALS = examine.refusals
+
+
+@pytest.fixture(autouse=True)
+def committed(monkeypatch) -> None:
+    """A checkout whose code may be edited."""
+    monkeypatch.setattr(examine, "refusals", lambda *_: [])
+
+
 @pytest.fixture
 def driver(tmp_path, monkeypatch) -> Path:
     """A folder of answers that a `nvidia-smi` on the PATH gives: those of a sound node of eight H100."""
@@ -167,6 +176,14 @@ def test_the_hardest_track_that_fits_is_next(machine, without, with_data):
     assert advised(machine, with_data=True, asked="smoke-cpu") == "speedrun run --track smoke-cpu"
     fits = examine.fitting(track.load("main-8xh100"), machine, needed=True)
     assert fits.mark == ("ok" if machine == NODE else "bad")
+
+
+def test_a_machine_fits_only_if_a_record_of_it_could_be_accepted(monkeypatch):
+    monkeypatch.setattr(examine, "refusals", REFUSALS)
+    monkeypatch.setattr(examine.provenance, "checkout", lambda: ("", None))  # git gives no answer
+    for kind, refused in ((H100, ("V406",)), ("NVIDIA H100 PCIe", ("V404", "V406"))):
+        fits = examine.fitting(track.load("main-8xh100"), Machine("gpu", kind, 8), needed=True)
+        assert (fits.mark, *(id in fits.found for id in refused)) == ("bad", *(True for _ in refused))
 
 
 @pytest.mark.compile

@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 import optax
 import pytest
+from msgspec.structs import replace
 from small_run import SMALL, events, log_of
 from test_processes import ends, started
 from typed import as_words, invoke, speedrun
 
 from speedrun import recipes
-from speedrun.base import console, mesh, provenance, runlog, signals, sourcefile
+from speedrun.base import mesh, provenance, runlog, signals, sourcefile
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli.options import parse_settings
 from speedrun.cli.train import following
@@ -35,8 +36,9 @@ from speedrun.record.validate import validate
 from speedrun.train import watchdog
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
+from speedrun.train.ranked import approve
 from speedrun.train.request import RunConfig
-from speedrun.train.run import _announce, train
+from speedrun.train.run import opening, train
 from speedrun.train.warmup import Untimed, compilations, compile_all
 
 
@@ -95,15 +97,24 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     assert names == ["train/8x64, odd False", "eval/128x64, odd False"]
 
 
-@pytest.mark.parametrize(("num_devices", "warned"), [(2, 1), (8, 0)])
-def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
+@pytest.mark.parametrize(("num_devices", "refused"), [(2, "V404"), (8, "")])
+def test_a_run_that_no_ranked_record_could_hold_does_not_start_on_a_track_that_ranks(
+    tmp_path, smoke_data, num_devices, refused
+):
     given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
-    with runlog.RunLog(tmp_path / "log") as log:
-        _announce("tiny-1-00a1", prepare(given), log)
-    lines = list(runlog.read(tmp_path / "log"))
-    assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
-    text = "warn  2 x cpu, smoke-cpu@1 asks for 8 x cpu: the record will not pass V404\n"
-    assert (text in console.render(lines)) == bool(warned)
+    ready = prepare(given)
+    start, preflight, data = opening(ready)
+    commit = {"commit": "c" * 40, "dirty": None} if refused else {}
+    first = start, replace(preflight, **commit), data
+    assert [refused in line for line in approve(ready, first)] == [True] * bool(refused), "warned elsewhere"
+    ranked = dataclasses.replace(
+        ready, track=replace(ready.track, rules=replace(ready.track.rules, ranked=True))
+    )
+    if refused:
+        with pytest.raises(UsageError, match=rf"{refused}: ran on 2 devices.* or pass --unranked"):
+            approve(ranked, first)
+    unranked = dataclasses.replace(ranked, config=replace(given, purpose="unranked"))
+    assert all("validate will not pass" in line for line in approve(unranked, first))
 
 
 def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):

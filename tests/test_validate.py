@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,7 @@ from typed import invoke
 from speedrun.base import console, runlog, track
 from speedrun.base.errors import UsageError
 from speedrun.record import git_history as history_module
+from speedrun.record import prospect
 from speedrun.record import reader as record_module
 from speedrun.record.about import HEAD_END, assemble, summarize
 from speedrun.record.checks import CHECKS, v4_environment
@@ -127,6 +129,35 @@ def test_every_check_has_a_forgery_and_one_id():
     of_islands = {"V108", "V109"}  #: tests/test_islands.py
     assert sorted({id for id, _, _ in FORGERIES} | of_islands) == sorted(ids)
     assert len(set(ids)) == len(ids)
+
+
+#: By id, the forgery that is known before the clock.
+BEFORE = {
+    "V101": "other file", "V102": "a shard that was not in the folder", "V103": "trained on it",
+    "V105": "from elsewhere",
+    "V302": "too few", "V401": "in the program", "V402": "foreign code", "V403": "another lock",
+    "V404": "other platform", "V405": "nobody looked", "V406": "not committed", "V407": "a tired device",
+    "V501": "no recipe", "V503": "another clock", "V505": "a table beside the parameters",
+    "V506": "more than the track permits", "V507": "another norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.before], ids=lambda check: check.id)
+def test_what_is_known_before_the_clock_is_refused_before_it(folder, check):
+    (build,) = (build for id, how, build in FORGERIES if (id, how) == (check.id, BEFORE[check.id]))
+    build(folder)
+    record = load(folder)
+    run, source = record.runs[0], record.raw["source.txt"].decode()
+    first = [run.of(kind)[0] for kind in (runlog.RunStart, runlog.Preflight, runlog.DataReady, runlog.Plan)]
+    log = [*first, prospect.end(run.data, run.end.throttled_s)]
+    found = prospect.problems(record.rules, source, log, len(record.runs))
+    assert [one.check.id for one in found] == [check.id]
+    assert check.id in prospect.require(record.rules, found, "unranked")[0]
+    if check.severity == "error" or check.before == "batch":
+        with pytest.raises(UsageError, match=f"{check.id}: .*{re.escape(check.hint)}.* --unranked"):
+            prospect.require(record.rules, found, "")
+    else:
+        assert prospect.require(record.rules, found, ""), "others only warn"
 
 
 def test_checks_that_cannot_be_asked_say_so(folder):

@@ -8,7 +8,7 @@ _LOST = 134  #: JAX ends the other processes with SIGABRT, which a shell reports
 EXIT_CODES = {
     0: "done",
     1: "ran, and the answer is no: target missed or a check failed",
-    2: "usage: unknown name, bad setting, output folder or device count",
+    2: "usage: unknown name, bad setting, output folder or device count; no ranked record could hold the run",
     3: "data: shard missing, damaged, foreign or too short",
     4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
     5: "non-finite loss; the first bad leaf is named",

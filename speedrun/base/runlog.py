@@ -21,6 +21,9 @@ from speedrun.base.rounds import Island, Islands, Round
 GENESIS = "0" * 16
 
 Outcome = Literal["finished", "non-finite", "aborted"]
+Purpose = Literal[
+    "", "unranked", "sweep"
+]  #: why a run cannot count for a rank, as it was started; "": it may
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
@@ -63,6 +66,7 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     config: dict
     config_sha256: Sha256
     batch_sha256: Sha256 = ""  #: of the `batch.json` that declared this run; empty for a single run
+    purpose: Purpose = ""
 
 
 class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):

@@ -194,6 +194,10 @@ Ghost = Annotated[
     "qualified record of the track in records/.",
 ]
 Wandb = Annotated[str | None, "--wandb PROJECT", "Send the log to wandb. This cannot stop the run."]
+Unranked = Annotated[
+    bool,
+    "Start on a ranked track even if no ranked record could hold it; the log says so, and it never ranks.",
+]
 Dtype = Annotated[Literal["float32", "bfloat16"] | None, "Type of the computation. Default: the recipe's."]
 Port = Annotated[int, Integer(0, 65_535), "Port of the page, on this machine only; 0: any free port."]
 WATCH_PORT = 3280  #: default of the page of `watch`

@@ -12,6 +12,7 @@ import click
 from speedrun.base import children, signals
 from speedrun.base import track as tracks
 from speedrun.base.errors import INTERRUPTED, UsageError, unknown
+from speedrun.base.runlog import Purpose
 from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
 from speedrun.cli import requests
@@ -55,6 +56,7 @@ class Single(NamedTuple):
     checkpoint_every: cli.Count | None = None
     keep_checkpoints: Annotated[cli.Natural, "Number of checkpoints to keep, the newest ones; 0: all."] = 2
     resume: Annotated[Path | None, "--resume DIR"] = None
+    unranked: cli.Unranked = False
     deadlines: Annotated[
         tuple[str, ...],
         "--deadline PHASE=SECONDS",
@@ -132,13 +134,14 @@ def run(
         keep_checkpoints=single.keep_checkpoints,
         deadlines_s=limits_s,
         resume=resume is not None,
+        purpose="unranked" if single.unranked else "",
     )
     if dry.dry_run:
         return dry.answer(ctx, requests.Size(runs=1).promise(config))
     from speedrun.lab import single_run
 
     if resume is not None:
-        cli.only_with_resume(ctx, *Extras._fields, *Processes._fields)
+        cli.only_with_resume(ctx, "unranked", *Extras._fields, *Processes._fields)
     group = connect.find_group(processes.coordinator, processes.processes, processes.process)
     joined = connect.joined(group, processes.heartbeat, processes.meet_within)
     same = {name: value for name, value in extras._asdict().items() if name != "watch"}
@@ -185,6 +188,7 @@ def batch(
     ghost: cli.Ghost = None,
     wandb: cli.Wandb = None,
     on: cli.On = None,
+    unranked: cli.Unranked = False,
 ) -> cli.Answer:
     """Declare a batch, run it, and test its mean loss. The record holds all runs, including failed ones.
 
@@ -192,24 +196,25 @@ def batch(
     """
     from speedrun.lab.several_runs import run_batch  # NumPy comes with it
 
+    asked = partial(_promise, options, size, "unranked" if unranked else "")
     if dry.dry_run:
-        return dry.answer(ctx, _promise(options, size))
+        return dry.answer(ctx, asked())
     ctx.with_resource(children.stoppable())
     as_json, allowed = ctx.params["as_json"], ("data", "title", "ghost", "wandb", "on")
     say = partial(click.echo, err=as_json)
     if on and ghost:
         raise UsageError("--ghost shows one run beside another, and --on trains several at once; keep one")
     trained = cli.on_nodes(ctx, on, say)
-    folder = requests.begun(ctx, "speedrun.lab.design", lambda: _promise(options, size), *allowed)
+    folder = requests.begun(ctx, "speedrun.lab.design", asked, *allowed)
     with relayed(folder, wandb):
         chosen = {"data": options.data, "title": title, "ghost": ghost, "trained": trained}
         done = run_batch(folder, **chosen, say=say, to_stderr=as_json)
         return _answer(folder, done)
 
 
-def _promise(options: requests.RunOptions, size: requests.Size) -> "Promise":
+def _promise(options: requests.RunOptions, size: requests.Size, purpose: Purpose) -> "Promise":
     folder = options.out or cli.new_folder(tracks.load(options.track).name)
-    return size.promise(options.request(folder, cli.parse_settings(options.settings)))
+    return size.promise(options.request(folder, cli.parse_settings(options.settings), purpose=purpose))
 
 
 def _answer(folder: Path, done: "Outcome") -> cli.Answer:

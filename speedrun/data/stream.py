@@ -170,10 +170,11 @@ class _Documents:
         return np.concatenate([self._text[first : min(last, first + self._cut)] for first, last in bounds])
 
 
-def require_steps(
-    shards: Sequence[Shard], shapes: Sequence[Shape], document_token: int | None = None
-) -> None:
-    """Raise DataError unless the shards have enough tokens for these batches; read them only to pack documents."""
+def require_steps(shards: Sequence[Shard], shapes: Sequence[Shape], document_token: int | None = None) -> int:
+    """Return how many shards these batches take; read them only to pack documents.
+
+    Raise DataError if they have too few tokens.
+    """
 
     @lru_cache(maxsize=1)
     def documents(shard: Shard, cut: int) -> _Documents:
@@ -199,6 +200,7 @@ def require_steps(
                 "get more shards or run fewer steps"
             )
         offset = stop or 0
+    return len(shards) - len(left) + 1
 
 
 def rows_of(tokens: np.ndarray, num_sequences: int) -> Batch:

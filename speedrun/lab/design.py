@@ -30,7 +30,9 @@ from speedrun.record.reader import encode
 from speedrun.science.models.record21_model import NO_TABLE
 from speedrun.science.recipe import Recipe, describe, settings
 from speedrun.train.preflight import prepare
+from speedrun.train.ranked import approve
 from speedrun.train.request import decoded
+from speedrun.train.run import opening
 
 
 def declare(promise: Promise) -> Declaration:
@@ -42,6 +44,8 @@ def declare(promise: Promise) -> Declaration:
     if expected is not None:
         chance = f"a chance of {expected.chance([look.num_runs for look in looks]):.1%}"
         say(f"batch: {looks[-1].num_runs} runs prove the target with {chance}, for a mean of {expected}")
+    for warning in approve(ready, opening(ready), looks[-1].num_runs):
+        say(f"warning: {warning}")
     config_sha256 = layout.config_sha256(ready.described)
     declaration = Declaration(
         track=TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
@@ -56,6 +60,7 @@ def declare(promise: Promise) -> Declaration:
         seeds_chosen=False,
         looks=looks,
         expected_loss=expected.loss if expected and promise.num_runs is None else promise.expected_loss,
+        purpose=promise.config.purpose,
         created_utc=now().utc,
     )
     with lock_record(promise.config.out):

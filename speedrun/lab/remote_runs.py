@@ -50,7 +50,7 @@ def _source() -> str:
 
 def _train(config: RunConfig, given: dict[str, bytes]) -> Home:
     """Train in a scratch folder with the files that a batch declared, if any."""
-    from speedrun.train.run import train
+    from speedrun.train.ranked import train
 
     with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
         out, code, error = Path(scratch, "record"), 0, ""

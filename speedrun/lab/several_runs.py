@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from speedrun.base import children, provenance
+from speedrun.base import children, provenance, runlog
 from speedrun.base import track as tracks
 from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
@@ -43,7 +43,8 @@ Trainer = Callable[[Track, Iterable[RunConfig], Iterable[Run]], Iterator[tuple[R
 def _request(declared: Declaration | Experiment, **more: Any) -> RunConfig:
     """Return the request for a run as declared."""
     same = {name: getattr(declared, name) for name in ("num_devices", "microbatches", "attention")}
-    return RunConfig(track=declared.track.id.rpartition("@")[0], **same, **more)
+    purpose: runlog.Purpose = declared.purpose if isinstance(declared, Declaration) else "sweep"
+    return RunConfig(track=declared.track.id.rpartition("@")[0], purpose=purpose, **same, **more)
 
 
 def _here(say: Say, printer: Callable[[], Printer]) -> Trainer:

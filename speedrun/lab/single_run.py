@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from speedrun.base import processes
 from speedrun.base import track as tracks
 from speedrun.base.console import Printer
@@ -24,9 +26,9 @@ from speedrun.record.layout import SOURCE
 from speedrun.record.salvage import ended
 from speedrun.record.validate import Report, validate
 from speedrun.train.checkpoint import folder_of, steps_in
+from speedrun.train.ranked import train
 from speedrun.train.request import RunConfig
 from speedrun.train.resume_settings import resumed
-from speedrun.train.run import train
 
 _say = partial(print, file=sys.stderr, flush=True)
 
@@ -106,7 +108,8 @@ def run(
     try:
         with joined:
             if config.resume:
-                config = resumed(config.out)
+                kept = resumed(config.out)
+                config = replace(kept, purpose=config.purpose or kept.purpose)
                 is_done = not config.resume
                 if is_done and processes.is_first():
                     _say(f"{config.out} is finished; nothing to resume; writing its record again")

@@ -11,15 +11,18 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from speedrun.base import provenance
+from speedrun.base import provenance, runlog
 from speedrun.base import track as tracks
 from speedrun.base.track import Track
 from speedrun.data import hub, overview
 from speedrun.data.shards import data_folder
 from speedrun.machine import check_devices
 from speedrun.machine.check_devices import Check
-from speedrun.record import git_history
+from speedrun.record import git_history, prospect
+from speedrun.record.validate import Result
+from speedrun.train.request import source_roots
 
 SMOKE = "smoke-cpu"  #: runs anywhere
 _DEVICES = Path("/dev")  #: the kernel lists GPUs here, working or not
@@ -85,10 +88,30 @@ def fitting(track: Track, machine: check_devices.Machine, *, needed: bool) -> Ch
     """Check that this machine has the hardware of a track; CPU tracks simulate theirs."""
     rules, need = track.rules, max(track.rules.num_devices, 1)
     has_them = machine.platform == rules.platform and machine.num_devices >= need
-    fits = has_them or rules.platform in ("any", "cpu")
-    missing = f"needs {need} {rules.platform} devices, {machine.num_devices} x {machine.kind} are here"
-    found = "fits this machine" if fits else missing
+    fits, found = has_them or rules.platform in ("any", "cpu"), "fits this machine"
+    if not fits:
+        found = f"needs {need} {rules.platform} devices, {machine.num_devices} x {machine.kind} are here"
+    elif rules.ranked and (wrong := refusals(track, machine)):
+        fits, found = False, f"no ranked record could be made here: {prospect.told(wrong)}"
     return Check(f"track {track.name}", f"{found}: {track.summary}", ok=fits, needed=needed)
+
+
+def refusals(track: Track, machine: check_devices.Machine) -> list[Result]:
+    """Return the checks that a record of the track's own recipe would fail, whatever its losses."""
+    source = provenance.closure(source_roots(track.recipe), [tracks.TRACKS_DIR / f"{track.name}.toml"])
+    num_devices = track.rules.num_devices or machine.num_devices
+    same: dict[str, Any] = {
+        "track": track.id,
+        "track_sha256": tracks.sha256(track.name),
+        "recipe": track.recipe,
+    }
+    start = runlog.RunStart(
+        2, "", **same, recipe_revision=0, overrides={}, seed=0, num_steps=0, source_sha256="",
+        config={"num_devices": num_devices}, config_sha256="",
+    )  # fmt: skip
+    here = provenance.software(), provenance.environment()
+    seen = runlog.Preflight(machine.platform, machine.kind, num_devices, *here, 0.0, **provenance.code())
+    return prospect.problems(track, source, (start, seen, prospect.end()))
 
 
 def advice(checks: list[Check], *, asked: str | None) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from speedrun.base.errors import UsageError
 from speedrun.base.limits import Natural
+from speedrun.base.runlog import Purpose
 from speedrun.record import statistics
 from speedrun.record.layout import Recipe, Strict
 from speedrun.record.logged_run import Run
@@ -27,7 +28,7 @@ class Look(Strict, frozen=True):
     alpha: float
 
 
-class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1"):
+class Declaration(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.batch/1"):
     """`batch.json`: written before the first run. Every run logs its digest."""
 
     track: TrackRef
@@ -43,6 +44,7 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag="speedrun.batch/1
     looks: tuple[Look, ...]  #: in order; the last is after all seeds
     expected_loss: float | None  #: mean from which the number of runs was computed
     created_utc: str
+    purpose: Purpose = ""
 
 
 def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:

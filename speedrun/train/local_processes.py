@@ -18,7 +18,7 @@ def trained(config: RunConfig, printer: Printer, *, stderr: int | None = None) -
         The exit code, as from `children.wait_for`, and the last line that was not an event of the log.
     """
     said, pipes = [""], {"stdin": PIPE, "stdout": PIPE, "stderr": stderr, "text": True}
-    with children.started("speedrun.train.run", config, ATTENDED, **pipes) as process:
+    with children.started("speedrun.train.ranked", config, ATTENDED, **pipes) as process:
 
         def show() -> None:
             assert process.stdout is not None

@@ -45,6 +45,7 @@ class Ready:
     shards: shards.TrackShards
     folder: Path
     source: str
+    num_shards: int  #: that it reads, from the first on
 
     def data_read(self, ranges: Iterable[runlog.ShardRange]) -> runlog.DataRead:
         """Return the data read so far with the digest of each shard, empty if the shard was deleted."""
@@ -142,14 +143,14 @@ def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
         program = footprint.fitted_here(program)
         found = shards.open_track(folder, track.data)
         shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.islands))]
-        stream.require_steps(found.train, shapes, track.data.document_token)
+        num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
         stream.validation_batches(
             found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
         )
         roots = [*source_roots(recipe.name), *{loop} - {"speedrun.train.loop"}]  # this they reach
         source = provenance.closure(roots, [tracks.TRACKS_DIR / f"{track.name}.toml"])
         _check_source(config, source)
-        return Ready(config, track, recipe, program, found, folder, source)
+        return Ready(config, track, recipe, program, found, folder, source, num_shards)
 
 
 def shapes_of(recipe: Recipe) -> list[stream.Shape]:

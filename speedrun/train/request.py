@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from speedrun.base.runlog import Purpose
 from speedrun.base.wholefile import read_regular
 
 _T = TypeVar("_T")
@@ -29,6 +30,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     keep_checkpoints: int = 2  #: the newest ones; 0: all
     resume: bool = False  #: from the newest checkpoint of the run in `out`
     islands: int = 0  #: that train together, each as this says; 0: one mesh
+    purpose: Purpose = ""
     deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
 
 

@@ -24,28 +24,43 @@ from speedrun.train.loop import Training
 from speedrun.train.preflight import Ready, prepare
 from speedrun.train.request import RunConfig, decoded
 
+Opening = tuple[runlog.RunStart, runlog.Preflight, runlog.DataReady]
+
 
 def train(
-    config: RunConfig, reader: runlog.Reader | None = None, kind: type[Training] = Training, **more: Any
+    config: RunConfig,
+    reader: runlog.Reader | None = None,
+    kind: type[Training] = Training,
+    approve: Callable[[Ready, Opening], list[str]] = lambda *_: [],
+    **more: Any,
 ) -> runlog.RunEnd:
     """Train once; write `source.txt` and `runs/<run id>/` into the record; return the last event of the log.
 
-    If `prepare` refuses, no folder is made. If the run breaks off, its log says why. `more` are arguments of `kind`.
+    If `prepare` or `approve` refuses, no folder is made; `approve` gets the first events of the log, and returns
+    warnings for it. If the run breaks off, its log says why. `more` are arguments of `kind`.
     """
     ready = processes.agreed(lambda: prepare(config, kind.__module__), lambda ready: ready.facts)
+    with watchdog.starting(config.out, config.deadlines_s):
+        first = opening(ready)
+    warnings = processes.agreed(lambda: approve(ready, first), lambda _: {})
     locked = lock_record(config.out) if processes.is_first() else nullcontext()
     kept = nullcontext()
     if config.checkpoint_every:
         folder = checkpoint.folder_of(config.out)
         kept = checkpoint.opened(folder, ready.resumable, keep=config.keep_checkpoints)
     with locked, kept as checkpoints:
-        return _logged(ready, reader, partial(kind, checkpoints=checkpoints, **more))
+        make = partial(kind, checkpoints=checkpoints, **more)
+        return _logged(ready, reader, first, warnings, make)
 
 
-def _logged(ready: Ready, reader: runlog.Reader | None, make: Callable[..., Training]) -> runlog.RunEnd:
-    config, started = ready.config, now()
-    nonce = layout.sha256(f"{started}".encode())[:4]
-    run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
+def _logged(
+    ready: Ready,
+    reader: runlog.Reader | None,
+    first: Opening,
+    warnings: list[str],
+    make: Callable[..., Training],
+) -> runlog.RunEnd:
+    config, run_id = ready.config, first[0].run_id
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
     with runlog.RunLog(path, reader) as log, processes.handled_by(signals.ignore):
@@ -56,7 +71,8 @@ def _logged(ready: Ready, reader: runlog.Reader | None, make: Callable[..., Trai
             stacks = watchdog.stacks_of(config.out)
             watched = watchdog.watching(training.phases, config.deadlines_s, log, stacks)
             with watched, processes.handled_by(processes.immediate_stop()):
-                _announce(run_id, ready, log)
+                for event in (*first, *map(runlog.Warning, warnings)):
+                    log.emit(event)
                 training.run()
             outcome = "finished"
         except BaseException as error:
@@ -84,60 +100,56 @@ def _make_folders(ready: Ready, run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
-def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
-    """Log the run, its devices and its data."""
-    track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
-    log.emit(
-        runlog.RunStart(
-            format=2,
-            run_id=run_id,
-            track=track.id,
-            track_sha256=tracks.sha256(track.name),
-            recipe=recipe.name,
-            recipe_revision=recipe.revision,
-            overrides=ready.config.overrides,
-            seed=ready.config.seed,
-            num_steps=recipe.num_steps,
-            source_sha256=ready.source_sha256,
-            config=ready.described,
-            config_sha256=layout.config_sha256(ready.described),
-            batch_sha256=ready.config.batch_sha256,
-        )
+def opening(ready: Ready) -> Opening:
+    """Return the first events of a log: the run, its devices and its data. Measures the devices."""
+    track, recipe, mesh, config = ready.track, ready.recipe, ready.program.mesh, ready.config
+    nonce = layout.sha256(f"{now()}".encode())[:4]
+    start = runlog.RunStart(
+        format=2,
+        run_id=f"{recipe.name}-{config.seed}-{nonce}",
+        track=track.id,
+        track_sha256=tracks.sha256(track.name),
+        recipe=recipe.name,
+        recipe_revision=recipe.revision,
+        overrides=config.overrides,
+        seed=config.seed,
+        num_steps=recipe.num_steps,
+        source_sha256=ready.source_sha256,
+        config=ready.described,
+        config_sha256=layout.config_sha256(ready.described),
+        batch_sha256=config.batch_sha256,
+        purpose=config.purpose,
     )
-    device = mesh.devices.flat[0]
-    log.emit(
-        runlog.Preflight(
-            platform=device.platform,
-            device_kind=device.device_kind,
-            num_devices=mesh.size,
-            num_processes=processes.count(),
-            num_replicas=ready.program.replicas,
-            software=provenance.software(),
-            environment=provenance.environment(),
-            matmul_gflops=health.matmul_gflops(mesh),
-            **provenance.code(),
-        )
+    device, val = mesh.devices.flat[0], ready.shards.val[0]
+    preflight = runlog.Preflight(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=mesh.size,
+        num_processes=processes.count(),
+        num_replicas=ready.program.replicas,
+        software=provenance.software(),
+        environment=provenance.environment(),
+        matmul_gflops=health.matmul_gflops(mesh),
+        **provenance.code(),
     )
-    kind, number = device.device_kind, mesh.size
-    wanted = track.rules.num_devices or number, track.rules.device_kind or kind
-    if (number, kind) != wanted:
-        asks = f"{track.id} asks for {wanted[0]} x {wanted[1]}"
-        log.emit(runlog.Warning(f"{number} x {kind}, {asks}: the record will not pass V404"))
-    val = ready.shards.val[0]
-    log.emit(
-        runlog.DataReady(
-            folder=ready.folder.name,
-            train_shards=[shard.path.name for shard in ready.shards.train],
-            val_shard=val.path.name,
-            val_tokens=track.data.val_tokens,
-            val_sha256=ready.val_sha256,
-        )
+    data = runlog.DataReady(
+        folder=ready.folder.name,
+        train_shards=[shard.path.name for shard in ready.shards.train],
+        val_shard=val.path.name,
+        val_tokens=track.data.val_tokens,
+        val_sha256=ready.val_sha256,
     )
+    return start, preflight, data
 
 
-if __name__ == "__main__":  # with the path of a request: prints each line of the log
+def main(train: Callable[..., object]) -> None:
+    """Train the request that the command line names, and print each line of the log."""
     with reported():
         if signals.ATTENDED in sys.argv[2:]:
             signals.end_with_parent()
         request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
         train(request, lambda line: print(line.encode().decode(), flush=True))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(train)

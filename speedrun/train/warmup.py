@@ -1,5 +1,6 @@
 """Before the clock: compiles, warms up, and builds the state again or restores it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, untimed: Un
     scores = {shape: score(shape) for shape in dict.fromkeys(map(program.eval_shape_at, validated))}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
-    log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
+    log.emit(plan(ready, max(m.temp_size_in_bytes for m in memory)))
     return Executables(steps, scores, planned)
 
 
@@ -192,14 +193,16 @@ def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
     return [meshes.place_own(x_BT, ready.program.mesh) for x_BT in pair]
 
 
-def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
-    table = ready.program.layout.table
+def plan(ready: Ready, temp_bytes: int) -> runlog.Plan:
+    """Return the sizes of a run; `temp_bytes` are those of its largest program."""
+    table, leaves = ready.program.layout.table, jax.tree.leaves(ready.program.state)
+    state_bytes = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     return runlog.Plan(
         num_params=count(table),
         tokens_per_step=max(stage.batch_tokens for stage in ready.recipe.stages),
         total_tokens=ready.recipe.total_tokens,
         flops_per_token=flops_per_token(table),
-        state_bytes_per_device=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
+        state_bytes_per_device=sum(state_bytes),
         temp_bytes_per_device=temp_bytes,
         kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
         compiler_options=ready.program.compiler_options,

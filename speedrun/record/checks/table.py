@@ -34,6 +34,9 @@ class Check:
     why: str  #: why it matters
     hint: str  #: what to do if it does not hold
     needs_runs: bool = True  #: skipped if a run cannot be read
+    #: What decides it before the clock: this machine and its checkout, as `doctor` sees them; the settings of a run;
+    #: the declaration of a batch; or nothing.
+    before: Literal["", "machine", "run", "batch"] = ""
     severity: Literal["error", "error if ranked", "warning"] = "error"
     find: _Find  #: yields one line for each problem
 

@@ -13,6 +13,7 @@ from speedrun.record.reader import Record
 
 @check(
     "V101 the shards are the track's",
+    before="run",
     why="the same loss on other text is another result",
     hint="get the track's shards, check them with `speedrun data verify --full`, and run again",
 )
@@ -28,6 +29,7 @@ def _shard_hashes(record: Record) -> Iterator[str]:
 
 @check_run(
     "V102 tokens are read in order, from the first token of the first shard",
+    before="run",
     why="choosing the order of the data influences the loss",
     hint="keep all shards of the track in the folder, under their own names, and run again",
 )
@@ -46,6 +48,8 @@ def _shard_order(run: Run, record: Record) -> Iterator[str]:
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:
         yield f"{strangers[0]} does not match {rules.train}"
+    if not run.steps:
+        return
     in_order = list(dict.fromkeys(names))
     num_restarts = sum(after < before for before, after in pairwise(names))
     # A resumed run may start at the end of its shard, and so read from the next one.
@@ -69,6 +73,7 @@ def _shard_order(run: Run, record: Record) -> Iterator[str]:
 
 @check_run(
     "V103 no training on the validation shard",
+    before="run",
     why="a model that has seen the scored tokens may have memorised them",
     hint="take the shard out of the training data, discard the run, and run again",
 )
@@ -134,6 +139,7 @@ def _num_inputs(shard: runlog.ShardRange) -> int:
 
 @check_run(
     "V105 exactly the declared tokens are scored",
+    before="run",
     why="losses compare only over the same tokens, and over fewer tokens luck matters more",
     hint="score as many tokens as the track declares, from the start of its first validation shard",
 )

@@ -24,6 +24,7 @@ _COMMITTED = "records"  #: holds the committed records: `records/<track>/<record
 
 @check(
     "V302 the batch proves its target",
+    before="batch",
     severity="warning",
     why="one lucky run proves nothing; a rank needs a declared batch whose mean is below the target with p < 0.01",
     hint="`speedrun stats RECORD` computes the number of runs it would take; declare a new batch of that size",

@@ -1,10 +1,10 @@
-"""V301, V308 to V311: there is a result, and it is plausible."""
+"""V301, V308 to V311, V313: there is a result, and it is plausible."""
 
 from collections.abc import Iterator
 from statistics import fmean
 
 from speedrun.record.about import summarize
-from speedrun.record.checks.table import Skip, check, check_run
+from speedrun.record.checks.table import Skip, check, check_run, if_ranked
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
@@ -97,6 +97,19 @@ def _stated(record: Record) -> Iterator[str]:
                 yield f"{run.folder}: validation at {val.step} has loss {loss}, but its sequences have another mean"
         if run.end.val_loss != run.vals[-1].loss:
             yield f"{run.folder}: run_end says {run.end.val_loss}, the last validation {run.vals[-1].loss}"
+
+
+_PURPOSES = {"unranked": "it was started with --unranked", "sweep": "it is a run of a sweep"}
+
+
+@check_run(
+    "V313 the run was made for a rank",
+    why="who says beforehand that a run does not count may repeat it until it suits",
+    hint="declare a batch without --unranked",
+)
+def _counts(run: Run, record: Record) -> Iterator[str]:
+    if run.start.purpose:
+        yield if_ranked(record, _PURPOSES[run.start.purpose])
 
 
 @check_run(

@@ -39,21 +39,22 @@ SLOWEST_OF_VENDOR = 0.5
 
 @check_run(
     "V401 the compiler's settings are known ones",
+    before="machine",
     why="an XLA flag can trade accuracy for speed, and no reader of source.txt would see it",
     hint="unset XLA_FLAGS; put flags that change rounding into the recipe, and propose harmless ones for this check",
 )
 def _xla_flags(run: Run, _record: Record) -> Iterator[str]:
-    (plan,) = run.of(runlog.Plan)
     for word in run.preflight.environment.get("XLA_FLAGS", "").split():
         if not word.startswith("--") or not _FLAGS.fullmatch(word[2:].partition("=")[0]):
             yield f"XLA_FLAGS holds {word}"
-    for option in plan.compiler_options.items():
+    for option in (option for plan in run.of(runlog.Plan) for option in plan.compiler_options.items()):
         if option != _EXACT and not _FLAGS.fullmatch(option[0]):
             yield f"compiled with {option[0]}"
 
 
 @check_run(
     "V402 the environment holds only known variables",
+    before="machine",
     why="a variable can load foreign code, and may hold a secret",
     hint="record only the variables of `provenance.VARIABLES`; set the precision in the recipe",
 )
@@ -64,6 +65,7 @@ def _variables(run: Run, _record: Record) -> Iterator[str]:
 
 @check_run(
     "V403 the packages are those of a lock file",
+    before="machine",
     why="another JAX is another compiler, so nobody can repeat the run without its versions",
     hint="install with scripts/install.sh, which takes all packages from requirements/",
 )
@@ -93,6 +95,7 @@ def _packages(run: Run, record: Record) -> Iterator[str]:
 
 @check(
     "V404 the hardware is the track's, and the config's",
+    before="machine",
     why="times and losses of other hardware belong to another board",
     hint="run on the track's hardware, without --devices",
 )
@@ -115,6 +118,7 @@ def _hardware(record: Record) -> Iterator[str]:
 
 @check_run(
     "V405 no device was throttled",
+    before="run",
     severity="warning",
     why="a device that is too hot runs slower, so its times say little about the program",
     hint="let the machine cool, check its fans and power supply, and run again",
@@ -129,6 +133,7 @@ def _throttling(run: Run, record: Record) -> Iterator[str]:
 
 @check_run(
     "V406 the code is that of a commit",
+    before="machine",
     why="uncommitted code cannot be looked up, and may change between runs",
     hint="commit, then run; a copy without git cannot make a ranked record",
 )
@@ -159,6 +164,7 @@ def _committed(run: Run, record: Record) -> Iterator[str]:
 
 @check(
     "V407 the machine is as fast as others of its kind",
+    before="run",
     severity="warning",
     why="on a slow node all times are too long, and an inflated benchmark lets impossible steps pass",
     hint="check the idle node with `speedrun doctor`, and run again on a healthy one",

@@ -26,6 +26,7 @@ def _need_source(record: Record) -> None:
 
 @check(
     "V501 the source can be read, and is complete",
+    before="run",
     why="others read, replay and fork the source, so all of it must be there",
     hint="let the harness write source.txt from the import statements",
 )
@@ -68,6 +69,7 @@ def _module(path: str) -> str:
 
 @check(
     "V503 the harness in the source is the harness",
+    before="machine",
     why="records are comparable only with the same clock, data and validation",
     hint="change only the science; propose changes to the harness separately, before the record",
 )
@@ -102,6 +104,7 @@ def _of_no_version(texts: dict[str, str], commits: set[str]) -> list[str]:
 
 @check_run(
     "V505 the state holds only parameters and optimiser state",
+    before="run",
     why="a table that is not a parameter can memorise the training text without being counted",
     hint="make it a parameter, or run on a track that permits a larger state",
 )
@@ -129,6 +132,7 @@ _FEWEST_BYTES = 2  #: of the narrowest dtype of parameters
 
 @check_run(
     "V506 the number of parameters is right",
+    before="run",
     why="models are compared by size, and the flops that V209 checks follow from it",
     hint="let the harness sum the shapes that the recipe's table declares",
 )
@@ -160,6 +164,7 @@ FREE_FOLDERS = ("speedrun/science/optim/", f"{RECIPES}/")
 
 @check(
     "V507 what the track fixes is the track's",
+    before="run",
     why="with another model, loss or batch, the number of steps says nothing about the optimiser",
     hint="change only the optimizer, the schedule and the numbers of steps",
 )

@@ -1,0 +1,38 @@
+"""A run that a ranked record may hold: the checks that are decided before the clock are asked before it starts.
+
+python -m speedrun.train.ranked REQUEST.json [attended]      as speedrun.train.run
+"""
+
+from functools import partial
+
+from speedrun.base import runlog
+from speedrun.record import prospect
+from speedrun.train import health, run, warmup
+from speedrun.train.preflight import Ready
+
+
+def approve(ready: Ready, first: run.Opening, num_runs: int | None = None) -> list[str]:
+    """Raise UsageError if the track ranks and no ranked record could hold the run; else return warnings.
+
+    `num_runs` is that of the batch to declare. A run that is resumed or single says itself that it is not ranked.
+    """
+    config, rules = ready.config, ready.track.rules
+    health_s = health.throttled_s(ready.program.mesh)
+    due = [
+        runlog.ShardRange(one.path.name, "", one.num_tokens, 0, 1)
+        for one in ready.shards.train[: ready.num_shards]
+    ]
+    end = prospect.end(ready.data_read(due), None if health_s is None else 0.0)
+    events = *first, warmup.plan(ready, temp_bytes=0), end
+    found = prospect.problems(ready.track, ready.source, events, num_runs)
+    warnings = prospect.require(ready.track, found, config.purpose)
+    if rules.ranked and not (num_runs or config.batch_sha256 or config.purpose):
+        batch = f"speedrun batch --track {config.track} --runs {rules.min_runs}"
+        warnings.append(f"one run is shown, but not ranked; a rank takes a declared batch: {batch}")
+    return warnings
+
+
+train = partial(run.train, approve=approve)
+
+if __name__ == "__main__":
+    run.main(train)
