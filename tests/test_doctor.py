@@ -40,7 +40,7 @@ def driver(tmp_path, monkeypatch) -> Path:
     """A folder of answers that a `nvidia-smi` on the PATH gives: those of a sound node of eight H100."""
     answers = tmp_path / "answers"
     answers.mkdir()
-    (answers / "name").write_text(8 * f"{H100}, 580.95.05\n")
+    (answers / "name").write_text(8 * f"{H100}, 580.95.05, 4\n")
     (answers / "counters").write_text(8 * "0, 0, 0\n")
     tool = program(
         tmp_path / "bin" / "nvidia-smi",
@@ -78,6 +78,7 @@ def node(driver: Path, offline: None, monkeypatch) -> None:
     "does",
     [
         "echo 'NVIDIA-SMI has failed because it could not\ncommunicate'; exit 9",
+        "echo 'NVIDIA H100, 580.95.05, 4'; echo 'GPU 0000:1B:00.0: nvidia-smi: GPU is lost'",
         "exec sleep 60",
         "",
     ],
@@ -89,6 +90,16 @@ def test_a_driver_that_gives_no_answer_says_so(does, driver, monkeypatch, tmp_pa
         monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(seen_devices.NoAnswerError, match="nvidia-smi"):
         seen_devices.found()
+
+
+def test_what_slows_or_breaks_gpus_is_named(tmp_path, monkeypatch):
+    (tmp_path / "libnccl.so.2").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    monkeypatch.setattr(seen_devices.shutil, "disk_usage", lambda _: SimpleNamespace(total=2**26))
+    found = {check.name: check.found for check in seen_devices.quiet([GPU, GPU._replace(used_mib=40_000)])}
+    assert "GPU 1 has 40,000 MiB in use; stop" in found["busy"]
+    assert f"names {tmp_path}" in found["libraries"]
+    assert "/dev/shm has 67.1 MB; NCCL needs 1.00 GB" in found["shared memory"]
 
 
 def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch):
@@ -136,6 +147,7 @@ def test_rates_are_held_against_the_vendors(share, ok):
 @pytest.mark.parametrize(("free", "writable"), [(10**9, True), (10**12, False)])
 def test_a_full_or_forbidden_disk_is_in_the_way(free, writable, tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "not" / "yet"))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examine.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setattr(examine.os, "access", lambda *_: writable)  # root may write anywhere
     found = examine.disk(track.load("main-8xh100"))
@@ -219,7 +231,7 @@ def test_of_one_track_only_what_it_needs_is_checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("asked", "code", "mark"), [((), 0, "note"), (("--track", "main-8xh100"), 1, "bad")])
 def test_an_old_driver_is_in_the_way_of_gpus_only(node, driver, asked, code, mark):
     assert invoke("doctor").stdout.splitlines()[-1] == "next: speedrun data get --track main-8xh100"
-    (driver / "name").write_text(8 * f"{H100}, 470.82.01\n")
+    (driver / "name").write_text(8 * f"{H100}, 470.82.01, 4\n")
     result = invoke("doctor", *asked)
     assert result.exit_code == code
     assert f"\n{mark:<4}  driver: 470.82.01 is too old" in result.stdout
@@ -268,12 +280,12 @@ def test_versions_are_numbers_and_foreign_packages_a_note(monkeypatch):
 
 def test_a_machine_that_is_not_fit(offline, monkeypatch):
     def broken(*_: object, **__: object):
-        raise RuntimeError("no CUDA\nand a long tale")
+        raise RuntimeError("no CUDA: NCCL says so\nand a long tale")
 
     monkeypatch.setattr(examine.check_devices, "checks", broken)
     result = invoke("doctor")
     assert result.exit_code == 1
-    assert "bad   devices: no CUDA; " in result.stdout
+    assert "bad   devices: no CUDA: NCCL says so; try again with NCCL_NVLS_ENABLE=0" in result.stdout
     monkeypatch.setattr(examine, "software", lambda: [Check("python", "2.7; need python>=3.11", ok=False)])
     result = invoke("doctor")
     assert result.exit_code == 1
@@ -284,6 +296,6 @@ def test_a_machine_that_is_not_fit(offline, monkeypatch):
 
 
 def test_what_a_machine_says_cannot_paint_the_terminal(driver, capsys):
-    (driver / "name").write_text("\x1b[31mevil\x1b[0m, 580.95.05\n")
+    (driver / "name").write_text("\x1b[31mevil\x1b[0m, 580.95.05, 4\n")
     _print(seen_devices.identity(seen_devices.found()))
     assert capsys.readouterr().out == "ok    gpus: 1 x \\x1b[31mevil\\x1b[0m\n"

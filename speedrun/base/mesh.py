@@ -94,6 +94,10 @@ def accelerator(mesh: Mesh) -> tuple[str, str]:
     device = mesh.devices.flat[0]
     if device.platform not in ("cpu", "gpu", "cuda"):
         raise UsageError(f"JAX found a {device.platform}, need a CPU or GPU; set JAX_PLATFORMS=cpu or cuda")
+    if len(kinds := sorted({one.device_kind for one in mesh.devices.flat})) > 1:
+        raise UsageError(
+            f"JAX found {' and '.join(kinds)}, need one kind; name its GPUs in CUDA_VISIBLE_DEVICES"
+        )
     return ("cpu", "") if device.platform == "cpu" else ("gpu", str(device.compute_capability))
 
 

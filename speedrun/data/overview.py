@@ -23,7 +23,7 @@ from speedrun.data.shards import (
 
 _CHUNK_TOKENS = 2**24  #: held in memory at a time
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes
-_WRITTEN_BYTES = 2 * 10**9  #: for records, plots, compiled programs and locally made shards
+WRITTEN_BYTES = 2 * 10**9  #: for records, plots, compiled programs and locally made shards
 
 
 class Verified(NamedTuple):
@@ -135,7 +135,7 @@ def to_fetch_bytes(track: Track) -> int:
 
 def disk_bytes(track: Track) -> int:
     """Return the disk space for a batch on a track: missing data, and the output of runs."""
-    return to_fetch_bytes(track) + _WRITTEN_BYTES
+    return to_fetch_bytes(track) + WRITTEN_BYTES
 
 
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:

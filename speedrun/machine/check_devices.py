@@ -1,8 +1,12 @@
 """Checks of the devices: the GPUs that the driver reports, a collective, and rates against the vendor's."""
 
+import os
+import re
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -11,8 +15,12 @@ from speedrun.base import accelerators
 from speedrun.base.console import quantity
 from speedrun.record.checks.v4_environment import SLOWEST_OF_VENDOR
 
-_ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver
-
+_ANSWER_S = (
+    90.0  #: an nvidia-smi that hangs is a broken driver; one without persistence mode takes 2 to 3 s a GPU
+)
+_SHARED_BYTES = 10**9
+_LIBRARIES = ("cudart", "cudnn", "cublas", "nccl")
+_IDLE_MIB = 2048  #: driver and display take less memory of a GPU
 
 Fact = float | int | str | bool | None
 
@@ -41,11 +49,12 @@ class Gpu(NamedTuple):
 
     name: str
     driver: str
+    used_mib: int = 0  #: memory in use, by whatever program
 
 
 def found() -> list[Gpu]:
     """Return all GPUs; raise NoAnswerError if `nvidia-smi` is not installed, fails or hangs."""
-    argv = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    argv = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             argv, capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_S
@@ -54,11 +63,34 @@ def found() -> list[Gpu]:
         raise NoAnswerError("there is no nvidia-smi") from None
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"nvidia-smi gave no answer in {_ANSWER_S:.0f} s") from None
-    if done.returncode:
+    lines = [line for line in done.stdout.splitlines() if line]
+    rows = [match for line in lines if (match := re.fullmatch(r"(.+), (\d[\d.]*), (.+)", line))]
+    if done.returncode or len(rows) < len(lines):  # a lost GPU is a sentence between the others
         said = " ".join((done.stdout + done.stderr).split())
-        raise NoAnswerError(f"nvidia-smi fails: {said[:160]}")
-    rows = [line.rpartition(", ") for line in done.stdout.splitlines() if line]
-    return [Gpu(name, driver) for name, _, driver in rows]
+        raise NoAnswerError(f"nvidia-smi says: {said[-160:]}")
+    return [
+        Gpu(name, driver, int(used) if used.isdigit() else 0)
+        for name, driver, used in (row.groups() for row in rows)
+    ]
+
+
+def quiet(gpus: list[Gpu]) -> Iterator[Check]:
+    """Check that no other program uses the GPUs, and that nothing stands in the way of CUDA's libraries."""
+    busy = [
+        f"GPU {i} has {gpu.used_mib:,} MiB in use" for i, gpu in enumerate(gpus) if gpu.used_mib > _IDLE_MIB
+    ]
+    if busy:
+        yield Check(
+            "busy", f"{', '.join(busy)}; stop the programs that nvidia-smi lists", ok=False, needed=False
+        )
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
+        if any(any(Path(folder).glob(f"lib{name}.so*")) for name in _LIBRARIES):
+            said = f"LD_LIBRARY_PATH names {folder}, whose libraries hide those of the wheels; unset it"
+            yield Check("libraries", said, ok=False, needed=False)
+    memory = Path("/dev/shm")
+    if len(gpus) > 1 and memory.exists() and (size := shutil.disk_usage(memory).total) < _SHARED_BYTES:
+        need = f"NCCL needs {quantity(_SHARED_BYTES, 'B')}: docker run --shm-size 16g"
+        yield Check("shared memory", f"{memory} has {quantity(size, 'B')}; {need}", ok=False, needed=False)
 
 
 def identity(gpus: list[Gpu]) -> Check:

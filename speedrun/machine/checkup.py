@@ -15,6 +15,7 @@ from typing import Any
 
 from speedrun.base import provenance, runlog
 from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
 from speedrun.data import hub, overview
 from speedrun.data.shards import data_folder
@@ -48,9 +49,15 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
                 yield check
                 if check.name == "devices":
                     machine = check_devices.Machine(**check.facts)  # pyright: ignore[reportArgumentType]
-        except RuntimeError as error:  # what JAX raises when a driver or a plugin is broken
+        except (
+            RuntimeError,
+            UsageError,
+        ) as error:  # of JAX, if a driver or a plugin is broken; of GPUs of two kinds
             reason = str(error).strip().partition("\n")[0]
-            yield Check("devices", f"{reason}; stop what uses them, or repair the driver", ok=False)
+            cure = "stop what uses them, or repair the driver"
+            if "nccl" in str(error).lower():
+                cure = "try again with NCCL_NVLS_ENABLE=0; NCCL_DEBUG=WARN says more"
+            yield Check("devices", f"{reason}; {cure}", ok=False)
     yield disk(track)
     if not frugal:
         yield reachable()
@@ -69,12 +76,13 @@ def _gpus(found: list[check_devices.Gpu], *, needed: bool) -> Iterator[Check]:
         found += check_devices.found()
     except check_devices.NoAnswerError as error:
         if any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi"):
-            said = f"{error}; repair the driver, or rent another image"
+            said = f"{error}; restart the machine, repair the driver, or rent another"
             yield Check("driver", said, ok=False, needed=needed)
         return
     if not found:
         return
     yield check_devices.identity(found)
+    yield from check_devices.quiet(found)
     plugins = (re.fullmatch(r"jax-cuda(\d+)-plugin", name) for name in provenance.installed())
     release = max((int(match[1]) for match in plugins if match), default=None)
     said, facts = f"wheels of CUDA {release}", {"cuda_release": release}
@@ -195,17 +203,28 @@ _ANSWER_S = 4.0  #: of the hub
 
 
 def disk(track: Track) -> Check:
-    """Check that the disk has room for a track's data and is writable; the folder need not exist yet."""
-    root = data_folder(track, None).parent.absolute()
-    there = next(folder for folder in (root, *root.parents) if folder.is_dir())
-    free_bytes, need_bytes = shutil.disk_usage(there).free, overview.disk_bytes(track)
-    found = f"{free_bytes / 1e9:,.1f} GB free in {there}; {track.name} needs {need_bytes / 1e9:.1f} GB"
-    enough, writable = free_bytes >= need_bytes, os.access(there, os.W_OK)
-    if not (enough and writable):
-        problem = "free some" if writable else "it cannot be written: change its permissions"
-        found += f"; {problem}, or name another disk with SPEEDRUN_DATA"
-    facts = {"free_bytes": free_bytes, "need_bytes": need_bytes}
-    return Check("disk", found, ok=enough and writable, facts=facts)
+    """Check that each disk has room for what a batch writes there, and is writable; folders need not exist yet."""
+    needs = {
+        data_folder(track, None).parent: overview.to_fetch_bytes(track),
+        Path("runs"): overview.WRITTEN_BYTES,
+    }
+    disks: dict[int, tuple[Path, int]] = {}
+    for folder, need_bytes in needs.items():
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
+        first, sum_bytes = disks.get(there.stat().st_dev, (there, 0))
+        disks[there.stat().st_dev] = first, sum_bytes + need_bytes
+    said, facts, ok = [], {}, True
+    for there, need_bytes in disks.values():
+        free_bytes, writable = shutil.disk_usage(there).free, os.access(there, os.W_OK)
+        said.append(
+            f"{free_bytes / 1e9:,.1f} GB free in {there}; {track.name} needs {need_bytes / 1e9:.1f} GB"
+        )
+        if free_bytes < need_bytes or not writable:
+            problem = "free some" if writable else "it cannot be written: change its permissions"
+            said.append(f"{problem}, or name another disk with SPEEDRUN_DATA or --out")
+            ok = False
+        facts = facts or {"free_bytes": free_bytes, "need_bytes": need_bytes}
+    return Check("disk", "; ".join(said), ok=ok, facts=facts)
 
 
 def reachable() -> Check:
@@ -213,7 +232,7 @@ def reachable() -> Check:
     try:
         hub.reach(_ANSWER_S)
     except hub.HubError as error:
-        found = f"{error}; data cannot be fetched; set HF_ENDPOINT to a mirror"
+        found = f"data cannot be fetched: {error}; HF_ENDPOINT may name a mirror"
         return Check("hub", found, ok=False, needed=False)
     return Check("hub", "answers", ok=True, needed=False)
 
