@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
+import compiled_cost
 import jax
 import msgspec
 import numpy as np
@@ -71,7 +72,7 @@ def prices(compiled: jax.stages.Compiled, program: Program, step: int) -> tuple[
     simulated = dataclasses.replace(program, mesh=mesh.make_mesh(program.num_devices))
     counted, _ = fusion.count(step_jaxpr(simulated, step, device))
     attention_flops = sum(work.flops for work in counted if work.kind == "attention")
-    priced = cost.priced(hlo.parse(compiled.as_text() or ""), attention_flops)
+    priced = compiled_cost.priced(hlo.parse(compiled.as_text() or ""), attention_flops)
     lines = cost.table([work.repeated(step.times) for step, work in priced if work], device)
     planned_s, compiled_s = (
         sum(one.seconds for one in each) for each in (cost.table(counted, device), lines)

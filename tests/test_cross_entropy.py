@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.plan import cost
+from speedrun.plan import traced
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.choose import HeadCall, choose_head
@@ -287,4 +287,4 @@ def test_a_logit_takes_as_few_instructions_as_the_model_of_costs_says(tmp_path):
     assert {opcodes.count("DEPBAR") for opcodes in kernels} == {1}
     counts = [sum(opcode != "NOP" for opcode in opcodes) / a_thread for opcodes in kernels]
     assert counts == pytest.approx([8.2, 11.4, 14.4], abs=0.5)
-    assert max(counts) < cost.HEAD_SLOTS
+    assert max(counts) < traced.HEAD_SLOTS

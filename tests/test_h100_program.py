@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import anatomy
+import compiled_cost
 import deviceless
 import jax
 import pytest
@@ -94,7 +95,7 @@ def flops(compiled: Any) -> dict[str, float]:
     found = {"f8e4m3fn": 0.0, "f8e5m2": 0.0, "bf16": 0.0, "f32": 0.0}
     for step in hlo.parse(compiled.as_text()):
         if "muon" not in step.instruction.source:
-            for product in step.products:
+            for product in compiled_cost.products(step):
                 found[product.dtype] += step.times * product.flops
     return found
 

@@ -102,11 +102,9 @@ def test_a_call_inside_a_fusion_is_that_fusion_though_it_starts_two_kernels():
     schedule = hlo.parse(SLICED)
     rows = profiles.rows_of([*profiles.events_of(data, schedule)], schedule, num_runs=1)
     assert [(row.name, row.calls, row.ms) for row in rows] == [("fusion.9", 2, pytest.approx(1e-5))]
-    (one,) = schedule[-1:]
-    device = accelerators.load("h100")
-    work = cost.Work("elementwise", num_bytes=1e6)
-    (kind,) = profiles.compared(rows, [(one, work)], device)
-    assert kind.predicted_ms == pytest.approx(1e3 * cost.seconds(work, device)[0])
+    counted = cost.table([cost.Work("elementwise", num_bytes=1e6)], accelerators.load("h100"))
+    (kind,) = profiles.compared(rows, schedule, counted)
+    assert kind == ("elementwise", pytest.approx(1e-5), pytest.approx(1e3 * counted[0].seconds))
 
 
 @pytest.mark.compile

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import jax
 
 from speedrun.base import accelerators
-from speedrun.base.accelerators import Device
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import lowered_step
 from speedrun.plan import cost, fusion, hlo
-from speedrun.plan.shares import Kind
+from speedrun.plan.cost import Line
+from speedrun.plan.shares import GEMMS, Unit
 from speedrun.plan.traced import step_jaxpr
 from speedrun.train.program import Program, finite_step
 
+#: Kinds of the cost model by scope of the operation.
+_SCOPES = {"attention": "attention", "loss_head": "head passes"}
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
 
 
@@ -72,7 +74,7 @@ class Row(NamedTuple):
 class Compared(NamedTuple):
     """Kernels of one kind: a step of one device, against the cost model."""
 
-    kind: Kind
+    kind: str
     ms: float
     predicted_ms: float
 
@@ -121,25 +123,37 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     schedule = hlo.parse(train_step.as_text())
     found = _read(folder, schedule, num_steps)
     if device := accelerators.named(program.mesh.devices.flat[0].device_kind):
-        stated, _ = fusion.count(step_jaxpr(program, first_step, device))
-        works = cost.priced(schedule, sum(work.flops for work in stated if work.kind == "attention"))
-        found = found._replace(kinds=compared(found.rows, works, device))
+        counted, _ = fusion.count(step_jaxpr(program, first_step, device))
+        found = found._replace(kinds=compared(found.rows, schedule, cost.table(counted, device)))
     return found
 
 
-def compared(
-    rows: list[Row], works: Iterable[tuple[hlo.Executed, cost.Work | None]], device: Device
-) -> list[Compared]:
-    """Sum measured and predicted time by kind, longest first."""
-    by_name = {step.instruction.name: (step.times, work) for step, work in works if work}
-    sums: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
+def compared(rows: list[Row], schedule: list[hlo.Executed], counted: Iterable[Line]) -> list[Compared]:
+    """Compare measured kernels with counted ones, by kind, longest first."""
+    kinds = {step.instruction.name: _cost_kind(step) for step in schedule}
+    sums: defaultdict[str | None, float] = defaultdict(float)
     for row in rows:
-        if found := by_name.get(row.name):
-            times, work = found
-            sums[work.kind][0] += row.ms
-            sums[work.kind][1] += 1e3 * times * cost.seconds(work, device)[0]
-    longest_first = sorted(sums.items(), key=lambda item: -item[1][0])
-    return [Compared(kind, *both) for kind, both in longest_first]
+        sums[kinds.get(row.name)] += row.ms
+    found = [
+        Compared(line.kind, sums[line.kind], 1e3 * line.seconds) for line in counted if line.kind in sums
+    ]
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def _cost_kind(step: hlo.Executed) -> str | None:
+    """Return the cost model's kind of a kernel; None for a collective, and for what starts no kernel."""
+    one = step.instruction
+    if not step.traffic_bytes or one.kind in hlo.COLLECTIVES:
+        return None
+    scope = next((kind for name, kind in _SCOPES.items() if name in one.source), None)
+    if scope and one.target and not one.target.startswith("__cublas"):
+        return scope
+    for call in step.inside.values():
+        if call.opcode == "dot" or call.target.startswith(("__cublas", "mosaic_gpu")):
+            unit = cost.product(step.around[call.operands[0]].arrays[0].dtype, 1, (1, 1), 0.0).unit
+            of_mosaic: Unit = "mosaic fp8" if unit == "fp8" else "mosaic"
+            return GEMMS[of_mosaic if call.target.startswith("mosaic_gpu") else unit]
+    return scope or "elementwise"
 
 
 def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile:

@@ -8,15 +8,13 @@ Each rate is the vendor's, times a share that programs reach (`shares`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from speedrun.base.accelerators import Device
-from speedrun.plan import hlo
 from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Unit, errors
-from speedrun.plan.traced import HEAD_SLOTS
 
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
@@ -25,12 +23,9 @@ _LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
 
 #: SASS instructions per element, by opcode, from XLA's loss head of record 21 on sm_90a: 41 per logit in its sum and 63
 #: in its gradient; this table gave 38 and 65. XLA's tanh is a rational function with a division.
-INSTRUCTIONS = {"tanh": 22, "exponential": 8, "divide": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "power": 30}
-INSTRUCTIONS |= {"logistic": 12, "sine": 20, "cosine": 20, "erf": 20, "remainder": 12, "clamp": 2}
-#: The same by the names of JAX.
-INSTRUCTIONS |= {"exp": 8, "exp2": 8, "div": 8, "pow": 30, "sin": 20, "cos": 20, "rem": 12}
-INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "reshape"), 0)
-INSTRUCTIONS |= dict.fromkeys(("tuple", "get-tuple-element", "broadcast_in_dim", "squeeze", "transpose"), 0)
+INSTRUCTIONS = {"tanh": 22, "exp": 8, "exp2": 8, "div": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "pow": 30}
+INSTRUCTIONS |= {"logistic": 12, "sin": 20, "cos": 20, "erf": 20, "rem": 12, "clamp": 2}
+INSTRUCTIONS |= dict.fromkeys(("reshape", "broadcast_in_dim", "squeeze", "transpose"), 0)
 #: Seconds to start a collective, and per step of a ring. From NCCL's tuning (`src/graph/tuning.cc`: baseLat and hwLat,
 #: with the protocol Simple), fitted to machines of NVIDIA.
 _RING_START_S, _RING_STEP_S = 8.4e-6, 3.4e-6
@@ -178,45 +173,6 @@ def mean(each: Sequence[tuple[float, Sequence[Line]]]) -> tuple[Line, ...]:
         means = {name: sum(share * getattr(line, name) for share, line in same) for name in sums}
         found.append(msgspec.structs.replace(same[0][1], **means))
     return tuple(found)
-
-
-def priced(
-    steps: Sequence[hlo.Executed], attention_flops: float
-) -> Iterator[tuple[hlo.Executed, Work | None]]:
-    """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel.
-
-    Attention is divided evenly over its kernels, which are opaque to XLA.
-    """
-    calls = sum(step.times for step in steps if _is_opaque(step.instruction, "attention"))
-    for step in steps:
-        yield step, _work(step, attention_flops / max(1, calls))
-
-
-def _work(step: hlo.Executed, attention_flops: float) -> Work | None:
-    one, num_bytes = step.instruction, step.traffic_bytes
-    if not num_bytes or one.kind in hlo.COLLECTIVES:
-        return None
-    if _is_opaque(one, "attention"):
-        return Work("attention", attention_flops, "attention", num_bytes=num_bytes)
-    if _is_opaque(one, "loss_head"):
-        logits = max(array.size for name in one.operands for array in step.around[name].arrays)
-        return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
-    if products := step.products:
-        largest = max(products, key=lambda p: p.flops)
-        work = product(largest.dtype, largest.depth, largest.dims, num_bytes)
-        if largest.is_mosaic:
-            unit: Unit = "mosaic fp8" if work.unit == "fp8" else "mosaic"
-            work = work._replace(kind=GEMMS[unit], unit=unit, tiles=math.inf)
-        return work._replace(flops=sum(p.flops for p in products))
-    computed = sum(INSTRUCTIONS.get(opcode, 1) * n for opcode, n in step.computed.items())
-    of_head: Kind = "head passes" if "loss_head" in one.source else "elementwise"
-    kind: Kind = "attention" if "attention" in one.source else of_head
-    return Work(kind, instructions=computed + ACCESS * step.accessed, num_bytes=num_bytes)
-
-
-def _is_opaque(one: hlo.Instruction, scope: str) -> bool:
-    """Whether this is a kernel of a scope not written by XLA, which shows its operands but not its arithmetic."""
-    return one.kind == "custom-call" and not one.target.startswith("__cublas") and scope in one.source
 
 
 def gb(num_bytes: float) -> str:

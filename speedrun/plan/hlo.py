@@ -6,7 +6,6 @@ Needs no JAX.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,10 +24,7 @@ _ENTERED = {
 #: Opcodes that read only the part of their first operand that they return.
 _SLICES = ("slice", "dynamic-slice", "gather")
 #: Opcodes that update their first operand in place -> index of the operand with the update.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-
-#: Opcodes whose work is the size of their first operand.
-_REDUCTIONS = {"reduce", "reduce-window"}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
@@ -107,20 +103,6 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-class Product(NamedTuple):
-    """A matrix product inside a kernel."""
-
-    dtype: str  #: of the left factor
-    depth: int  #: terms of each sum
-    dims: tuple[int, ...]  #: of the result
-    is_mosaic: bool  #: a kernel of `mlp_mosaic`
-
-    @property
-    def flops(self) -> float:
-        """Two per multiply-add."""
-        return 2.0 * self.depth * math.prod(self.dims)
-
-
 class Executed(NamedTuple):
     """An instruction of the schedule: a kernel by itself, or a fusion."""
 
@@ -140,7 +122,7 @@ class Executed(NamedTuple):
     def written(self) -> list[Array]:
         """What it writes."""
         ends = (one for one in self.inside.values() if one.is_root or one is self.instruction)
-        return _written(next(ends), self.around)
+        return written(next(ends), self.around)
 
     @property
     def traffic_bytes(self) -> int:
@@ -153,35 +135,8 @@ class Executed(NamedTuple):
         opcode = self.instruction.opcode
         if opcode in _FREE:
             return 0
-        reads = 0 if opcode.endswith("-done") else sum(_taken(one, self.inside) for one in self.sources)
+        reads = 0 if opcode.endswith("-done") else sum(taken(one, self.inside) for one in self.sources)
         return reads + (0 if opcode.endswith("-start") else sum(array.num_bytes for array in self.written))
-
-    @property
-    def products(self) -> list[Product]:
-        """Matrix products: its own, or those inside a fusion."""
-        return [found for one in self.inside.values() if (found := _product(one, self.around))]
-
-    @property
-    def computed(self) -> Counter[str]:
-        """Elements that it computes, by opcode: of a reduction its input, of an update in place the update."""
-        elements: Counter[str] = Counter()
-        for one in self.inside.values():
-            of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
-            arrays = [array for name in of for array in self.around[name].arrays]
-            arrays = arrays or (_written(one, self.around) if one.opcode in _UPDATES else one.arrays)
-            elements[one.opcode] += max((array.size for array in arrays), default=0)
-        return elements
-
-    @property
-    def accessed(self) -> int:
-        """Elements that it reads, each once, and writes; of an update in place, only the update counts."""
-        read = [
-            x.size * _taken(one, self.inside) // one.num_bytes
-            for one in self.sources
-            if one.num_bytes
-            for x in one.arrays
-        ]
-        return max(read, default=0) + sum(x.size for x in self.written)
 
 
 def parse(text: str) -> list[Executed]:
@@ -250,19 +205,7 @@ def trip_count(instruction: Instruction) -> int | None:
     return int(text) if instruction.opcode == "while" and text else None
 
 
-def _product(one: Instruction, computation: Computation) -> Product | None:
-    """Return the product of a dot, of a library call that computes one, or of a kernel in `mlp_mosaic`."""
-    target = one.attribute(r'custom_call_target="((?:__cublas|mosaic_gpu)[^"]*)"')
-    of_mlp = one.attribute(r'custom_call_target="(mosaic_gpu).*op_name="[^"]*\bmlp\b') and "1"
-    summed = of_mlp or one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)')
-    if summed is None or not one.results or (one.opcode != "dot" and target is None):
-        return None
-    (left, *_) = computation[one.operands[0]].arrays
-    depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", summed))
-    return Product(left.dtype, depth, one.results[0].dims, bool(of_mlp))
-
-
-def _taken(source: Instruction, users: Computation) -> int:
+def taken(source: Instruction, users: Computation) -> int:
     """Bytes that `users` read of `source`: slices, if all of them only slice."""
     total = 0
     for user in users.values():
@@ -270,18 +213,18 @@ def _taken(source: Instruction, users: Computation) -> int:
             continue
         only_first = user.operands.index(source.name) == 0 and user.operands.count(source.name) == 1
         if user.opcode == "bitcast":
-            total += _taken(user, users)
+            total += taken(user, users)
         elif only_first and user.opcode in _SLICES:
             total += user.num_bytes
-        elif not (only_first and user.opcode in _UPDATES):
+        elif not (only_first and user.opcode in UPDATES):
             return source.num_bytes
     return min(total, source.num_bytes)
 
 
-def _written(instruction: Instruction, computation: Computation) -> list[Array]:
+def written(instruction: Instruction, computation: Computation) -> list[Array]:
     """Return the arrays that an instruction writes: of an update in place, the update."""
     if instruction.opcode in ("bitcast", "tuple"):  # the root of a fusion
-        return [array for name in instruction.operands for array in _written(computation[name], computation)]
-    if instruction.opcode in _UPDATES:
-        return list(computation[instruction.operands[_UPDATES[instruction.opcode]]].arrays)
+        return [array for name in instruction.operands for array in written(computation[name], computation)]
+    if instruction.opcode in UPDATES:
+        return list(computation[instruction.operands[UPDATES[instruction.opcode]]].arrays)
     return list(instruction.results)
