@@ -550,7 +550,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V305", "one stopped early", with_runs([SHORTER], seeds=(1,), declared=(1, 2))),
     ("V305", "fewer than in its config", configured({"stages": [{"num_steps": 14}]})),
     ("V305", "other than declared", made(promise=promised(num_steps=12))),
-    ("V306", "declared afterwards", made(promise=promised(created_utc="2026-10-02T01:30:00+00:00"))),
     ("V306", "declared by nothing", lambda folder: alone(folder, Spec(seed=1), Spec(seed=2))),
     ("V306", "seeds were picked", made(promise=promised(seeds_chosen=False))),
     ("V306", "another config", made(promise=promised(config_sha256=HASH))),

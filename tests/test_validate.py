@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import forgeries
 import pytest
 import record_forge
-from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of
+from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import _nowhere_else, unfollowed
 from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.checks.v5_source import _inputs, leaves
-from speedrun.record.logged_run import FormatError
+from speedrun.record.logged_run import FormatError, Run
 from speedrun.record.reader import About, decode, encode, load
 from speedrun.record.validate import Report, find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS
@@ -545,8 +546,9 @@ def attempts(text: str) -> list[Any]:
     """
     runs = []
     for hour, (name, *resumed, end) in enumerate(text.split()):
-        run = SimpleNamespace(begun=hour, folder=name, outcome="finished" if end == "f" else "aborted")
+        run: Any = SimpleNamespace(begun=hour, folder=name, outcome="finished" if end == "f" else "aborted")
         run.resumed, run.origin = bool(resumed), SimpleNamespace(run_id="".join(resumed))
+        run.lines, run.began_after = [SimpleNamespace(t_mono_ns=hour)], partial(Run.began_after, run)
         run.start, run.vals = SimpleNamespace(num_steps=12), [SimpleNamespace(step=12 if end == "!" else 0)]
         run.of = lambda kind, end=end: [] if end == "0" else [kind]
         runs.append(run)
@@ -570,6 +572,17 @@ def attempts(text: str) -> list[Any]:
 )
 def test_runs_that_go_on_from_one_checkpoint_are_one_until_a_result_is_known(runs, left):
     assert "".join(run.folder for run in unfollowed(attempts(runs))) == left
+
+
+def test_a_wall_clock_that_was_set_back_spoils_neither_a_batch_nor_a_resumed_run(folder):
+    back = forge(
+        folder, seeds=(1, 2), declared=(1, 2), promise=promised(created_utc="2027-01-01T00:00:00+00:00")
+    )
+    assert "V306" not in found(back)
+    runs = attempts("aa baa caf")
+    for run in runs:
+        run.begun *= -1
+    assert "".join(run.folder for run in unfollowed(runs)) == "c"
 
 
 RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/about.json"))

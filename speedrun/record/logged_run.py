@@ -101,6 +101,10 @@ class Run:
         """Time of the first line."""
         return datetime.fromisoformat(self.lines[0].t_utc)
 
+    def began_after(self, other: "Run") -> bool:
+        """Whether it began later by the wall clock or, in case somebody set that back, by the clock since boot."""
+        return self.begun > other.begun or self.lines[0].t_mono_ns > other.lines[0].t_mono_ns
+
     @cached_property
     def end(self) -> runlog.RunEnd:
         """The last event of a run that was not killed."""
@@ -156,7 +160,7 @@ class Run:
 def rounds_of(runs: Iterable[Run]) -> list[tuple[str, runlog.Round]]:
     """Return all rounds of runs that go on from each other, each with the folder of the run whose islands played it."""
     found = []
-    for run in sorted(runs, key=lambda run: run.begun):
+    for run in sorted(runs, key=lambda run: (run.origin.step, run.begun)):
         for one in run.of(runlog.Round):
             # A run that goes on first logs the last round of the one before, if that was killed too early.
             is_old = any(one.version * each.every < run.origin.step for each in run.of(runlog.Islands))

@@ -239,8 +239,10 @@ def lost_s(record: Path, step: int) -> float:
 
 
 def _latest(record: Path, but: str) -> str:
-    """Return the id of the latest run in a record except `but`; empty if there is none."""
+    """Return the id of the run in a record that none but `but` goes on from; of several, the latest; or empty."""
     logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
     # On another node the log of this run may be missing, or still empty.
-    firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}
-    return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")
+    lines = {run_id: [*runlog.read(path)] for run_id, path in logs.items() if run_id != but}
+    events = (line.event for each in lines.values() for line in each)
+    followed = {event.run_id for event in events if isinstance(event, runlog.Resume)}
+    return max(lines.keys() - followed, key=lambda run_id: lines[run_id][0].t_utc, default="")
