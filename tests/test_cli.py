@@ -199,6 +199,15 @@ def test_a_name_that_no_disk_holds_is_told(argv):
     assert told.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize("target", ["link", "nothing"])
+def test_a_link_to_nothing_or_itself_is_told_before_anything_runs(tmp_path, target):
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    for path in (tmp_path / "link", tmp_path / "link" / "below"):
+        found = invoke("run", "--out", path)
+        assert (found.exit_code, found.stderr.count("\n"), found.stdout) == (2, 1, "")
+        assert "is a link to nothing, or to itself; remove it" in found.stderr
+
+
 def test_a_quoted_file_is_harmless_and_a_bug_keeps_its_traceback(raiser):
     raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
     assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"

@@ -201,6 +201,8 @@ def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
 def test_a_sweep_is_every_combination_of_values():
     assert trials.values("(0, -1),(1, 2)") == ("(0, -1)", "(1, 2)")
     assert trials.values("float32, bfloat16") == ("float32", "bfloat16")
+    with pytest.raises(UsageError, match="an empty value"):
+        trials.values("1,,2")
     every = [{"a": a, "b": b} for a in "12" for b in "xyz"]
     assert trials.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
     with pytest.raises(UsageError, match="at most 200"):

@@ -5,6 +5,7 @@ docstring. No heavy imports.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from inspect import Parameter, cleandoc, signature
@@ -166,14 +167,28 @@ class Number(click.FloatRange):
         return number
 
 
-_KINDS = {Path: click.Path(path_type=Path)}
+class Place(click.Path):
+    """A path; none through a link that leads nowhere, or to itself, on which a run would end late or never."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path, or fail in one line."""
+        path = Path(str(super().convert(value, param, ctx)))
+        for link in (path, *path.parents):
+            if os.path.islink(link) and not os.path.exists(link):
+                self.fail(
+                    f"{link} is a link to nothing, or to itself; remove it, or name another path", param, ctx
+                )
+        return path
+
+
+_KINDS = {Path: Place()}
 _METAVARS = {int: "N", float: "X", Path: "PATH"}
 
 Count = Annotated[int, Integer(1)]
-Natural = Annotated[int, Integer(0)]
 Seed = Annotated[int, Integer(0, 2**31 - 1)]
+Natural = Annotated[int, Integer(0, 2**31 - 1)]  #: as large as JAX counts
 Amount = Annotated[float, Number(0)]
-Folder = Annotated[Path, click.Path(path_type=Path, file_okay=False)]
+Folder = Annotated[Path, Place(file_okay=False)]
 Track = Annotated[str, "--track NAME", "Rules of the run; 'speedrun data list' has all tracks."]
 Recipe = Annotated[str, click.types.FuncParamType(resolve), "--recipe NAME|FILE"]
 Settings = Annotated[tuple[str, ...], "--set KEY=VALUE", "Change a setting of the recipe."]
@@ -264,7 +279,7 @@ def on_nodes(ctx: click.Context, address: str | None, say: Callable[[str], None]
 def numbers(option: str, text: str) -> list[int]:
     """Parse `1,2,3`."""
     try:
-        return [int(word) for word in text.split(",") if word.strip()]
+        return [int(word) for word in text.split(",")]
     except ValueError:
         need = f"need whole numbers with commas between them: {option} 1,2,3"
         raise UsageError(f"{option} {text!r}; {need}") from None

@@ -86,8 +86,10 @@ def sample(
     prompts: Annotated[tuple[str, ...], "--prompt TEXT"] = (),
     ids: Annotated[tuple[str, ...], "--ids I,J,...", "A prompt as token ids."] = (),
     tokens: Annotated[cli.Count, "Number of tokens to write."] = 100,
-    samples: Annotated[cli.Count, "Number of texts for each prompt."] = 1,
-    temperature: Annotated[cli.Amount, "Softmax temperature; 0: always the most probable token."] = 0.8,
+    samples: Annotated[int, cli.Integer(1, 1000), "Number of texts for each prompt."] = 1,
+    temperature: Annotated[
+        float, cli.Number(0, 10), "Softmax temperature; 0: always the most probable token."
+    ] = 0.8,
     top_k: Annotated[cli.Natural, "--top-k K", "Draw from the K most probable tokens; 0: all."] = 0,
     top_p: Annotated[float, cli.Number(0, 1), "--top-p P"] = 1.0,
     seed: Annotated[cli.Seed, "Seed of the draws."] = 0,

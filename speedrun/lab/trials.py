@@ -160,7 +160,10 @@ MOST_ARMS = 200
 
 def values(text: str) -> tuple[str, ...]:
     """Split values at their commas; commas inside brackets belong to a value."""
-    return tuple(value.strip() for value in re.split(r",(?![^()]*\))", text) if value.strip())
+    found = tuple(value.strip() for value in re.split(r",(?![^()]*\))", text))
+    if "" in found:
+        raise UsageError(f"{text!r} has an empty value; need values with commas between them")
+    return found
 
 
 def grid(space: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
