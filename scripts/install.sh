@@ -7,7 +7,7 @@
 #   prep     also what makes shards from text: datasets, pyarrow, tiktoken, and the fast tokenizer
 #   islands  what a run needs, and Ray
 #   dev      also the tools of scripts/test.sh
-#   compile  also the compiler for absent GPUs (Linux), Ray, and what tests/test_judges.py needs
+#   compile  also the compiler for absent GPUs (Linux), and Ray
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)
@@ -97,7 +97,7 @@ main() {
     run) locks=(requirements/run.lock) ;;
     prep | islands) locks=("requirements/$want.lock") ;;
     dev) locks=(requirements/dev.lock) ;;
-    compile) locks=(requirements/dev.lock requirements/islands.lock requirements/judges.lock) ;;
+    compile) locks=(requirements/dev.lock requirements/islands.lock) ;;
     *) die "got $want; need run, prep, islands, dev or compile" ;;
   esac
   # The CUDA locks already contain a compiler, of the same version as JAX.

@@ -42,8 +42,6 @@ lock prep.lock "What making shards of text needs, too: speedrun data prep." \
 lock islands.lock "What islands need, too: speedrun islands." \
   pyproject.toml --group build --extra islands --constraint requirements/dev.lock "$@"
 lock site.lock "What scripts/site.sh needs." --group build --group site --constraint requirements/dev.lock "$@"
-lock judges.lock "What judges of other projects need: tests/test_judges.py." \
-  --group build --group judges --constraint requirements/dev.lock "$@"
 
 # Another JAX and its compiler, installed over the others: SPEEDRUN_JAX=0.11.2 scripts/test.sh.
 overlay=0.11.2

@@ -2,18 +2,14 @@
 
 import csv
 import errno
-import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec import structs
 from typed import invoke
 
 from speedrun.base import console, runlog
@@ -158,28 +154,3 @@ def test_the_folder_is_named_after_the_record(record, tmp_path, monkeypatch):
 def test_a_record_and_its_checkpoints_hold_nothing_else(record, tmp_path, folder):
     with pytest.raises(UsageError, match="is inside the record"):
         export(record, "csv", record.root.with_name(folder) / "50")
-
-
-def test_an_mlperf_log_says_whether_the_target_was_reached_and_goes_by_one_clock(record, tmp_path):
-    def facts(path: Path) -> list[dict[str, Any]]:
-        return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
-
-    first, _ = export(record, "mlperf", tmp_path / "out")
-    lines = facts(first)
-    keys = [line["key"] for line in lines]
-    at_ms = {line["key"]: line["time_ms"] for line in lines}
-    (pause, *_) = (line for line in record.runs[0].lines if isinstance(line.event, runlog.ClockPause))
-    (start,) = (line for line in record.runs[0].lines if isinstance(line.event, runlog.ClockStart))
-    began = next(line["time_ms"] for line in lines if line["key"] == "block_stop")
-    assert began - at_ms["run_start"] == pytest.approx((pause.t_mono_ns - start.t_mono_ns) / 1e6, abs=1)
-    assert keys.count("block_start") == keys.count("block_stop") == keys.count("eval_start")
-    assert (keys[-1], lines[-1]["metadata"]["status"]) == ("run_stop", "success")
-    assert [line["value"] for line in lines if line["key"] == "eval_accuracy"] == [5.5, 4.0, 3.4, 3.25]
-    hard = replace(
-        record, track=structs.replace(record.track, target=structs.replace(record.track.target, loss=3.2))
-    )
-    missed, _ = export(hard, "mlperf", tmp_path / "missed")
-    assert facts(missed)[-1]["metadata"]["status"] == "aborted"
-    (record.root / "source.txt").write_text("")
-    with pytest.raises(UsageError, match="is refused"):
-        export(load(record.root), "mlperf", tmp_path / "refused")

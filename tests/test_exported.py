@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 from small_run import SMALL
-from test_trained import laptop
 from typed import invoke
 
 from speedrun import recipes
@@ -309,61 +308,7 @@ def test_what_is_no_sound_source_is_refused(copy, tmp_path, monkeypatch):
 
 
 def test_where_nothing_may_be_written_nothing_is(folder):
-    for form in ("safetensors", "web", "transformers"):
+    for form in ("safetensors", "web"):
         refused("export", folder, "--to", form, "--out", folder, exit_code=2)
+    refused("export", folder, "--to", "transformers", exit_code=2)  # it has no such architecture
     refused("export", RECORD, "--to", "csv", "--step", 6, exit_code=2)
-
-
-def written(name: str, out: Path, **settings: str) -> tuple[np.ndarray, np.ndarray]:
-    """Write a folder for transformers with random weights; return tokens i32 [1, T], and their logits [T, V]."""
-    recipe = laptop(name).override({"eval_seq_len": "128", "eval_sequences": "8", **settings})
-    program = Program(recipe, mesh.make_mesh(1), vocabulary=tuple(bytes([i]) for i in range(256)))
-    packed = {k: 0.05 * x for k, x in jax.jit(program.layout.pack)(drawn(program.layout.table)).items()}
-    trained = Trained(program, track.load("smoke-cpu"), out, recipe.num_steps, packed)
-    transformers_folder.write(trained, out)
-    tokens_BT = np.random.default_rng(1).integers(0, 256, (1, 128), dtype=np.int32)
-
-    def compute(params: Params, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = program.forward(recipe.read(params, tokens_BT), tokens_BT, trained.inputs)
-        return program.logits(params, x_BTD[0], trained.inputs)[:, :256]
-
-    return tokens_BT, np.asarray(jax.jit(compute)(trained.params, tokens_BT))
-
-
-def test_a_program_for_transformers_computes_the_logits_of_the_model(tmp_path):
-    tokens_BT, want_TV = written("smoke", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: list(x.shape) for name, x in weights.items()} == config["shapes"]
-    for length in config["lengths"]:
-        raw = (tmp_path / "out" / f"logits-{length}.jax").read_bytes()
-        assert str(ROOT).encode() not in raw, "a folder of this machine"
-        given = [weights[name] for name in sorted(weights)], tokens_BT[0, :length]
-        found_TV = jax.jit(jax.export.deserialize(bytearray(raw)).call)(*given)
-        np.testing.assert_allclose(found_TV, want_TV[:length], atol=1e-5)
-    assert config["lengths"] == [64, 128]
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    ("name", "table_dtype"), [*((name, "float32") for name in recipes.names()), ("record89", "bfloat16")]
-)
-def test_transformers_loads_any_recipe(name, table_dtype, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    needed = "needs torch and transformers, which are in no lock: they take gigabytes"
-    torch, transformers = (pytest.importorskip(name, reason=needed) for name in ("torch", "transformers"))
-    changed = {} if table_dtype == "float32" else {"config.table_dtype": table_dtype}
-    tokens_BT, want_TV = written(name, tmp_path / "out", **changed)
-    ids_BT = torch.tensor(tokens_BT[:, :100].astype(np.int64))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    found = model(ids_BT).logits.detach()
-    longer_BT = model.generate(ids_BT, max_new_tokens=2, do_sample=False)
-    np.testing.assert_allclose(found[0], want_TV[:100], atol=1e-5)
-    assert int(longer_BT[0, 100]) == int(np.argmax(want_TV[99]))
-    if name != "gpt2":  # which takes padding anywhere
-        for mask_T in (torch.arange(100) > 0, torch.arange(100) != 50):
-            with pytest.raises(ValueError, match="tokens after padding"):
-                model(ids_BT, attention_mask=mask_T[None].long())
-        with pytest.raises(ValueError, match="129 tokens; the model takes at most 128"):
-            model(torch.zeros((1, 129), dtype=torch.long))

@@ -1,4 +1,4 @@
-"""A record in other formats (printed text, logs of modded-nanogpt and MLPerf, CSV), and its growing logs sent to wandb.
+"""A record in other formats (printed text, logs of modded-nanogpt, CSV), and its growing logs sent to wandb.
 
 A child process sends to wandb, so that no failure of wandb reaches the run:
 
@@ -8,7 +8,6 @@ A child process sends to wandb, so that no failure of wandb reaches the run:
 import csv
 import importlib
 import io
-import json
 import os
 import select
 import shlex
@@ -31,7 +30,6 @@ from speedrun.board import leaks
 from speedrun.board.submission import require_outside
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
-from speedrun.record.validate import examine
 
 _LEAVE_S = 10.0  #: between the end of the run and the kill of the child
 _POLL_S = 1.0  #: between two reads of the logs
@@ -93,57 +91,6 @@ def _csv(record: Record) -> dict[str, bytes]:
     return files
 
 
-#: What begins and ends in MLPerf's logs at our events.
-_MLPERF = {
-    runlog.ClockStart: ("init_stop", "run_start", "block_start"),
-    runlog.ClockPause: ("block_stop", "eval_start"),
-    runlog.Val: ("eval_stop",),
-    runlog.ClockResume: ("block_start",),
-    runlog.ClockStop: ("block_stop", "eval_start"),
-    runlog.RunEnd: ("run_stop",),
-}
-
-
-def _mlperf(record: Record, run: Run) -> str:
-    """Return a log of MLPerf's open division. Samples are tokens; accuracy is the loss in nats per token.
-
-    Its time from `run_start` to `run_stop` includes validations and the last checks, which the ranked one does not.
-    Source: mlcommons/training_policies, with the keys of ruleset 5.1.0.
-    """
-    if run.resumed:
-        raise UsageError(f"{run.folder} was resumed; MLPerf's logs have one start; export another record")
-    facts = {
-        "submission_benchmark": run.start.track,
-        "submission_org": ", ".join(record.about.authors) or "not stated",
-        "submission_division": "open",
-        "submission_platform": "{} {}".format(*run.hardware),
-        "cache_clear": False,
-        "init_start": None,
-        "seed": run.start.seed,
-        "train_samples": sum(plan.total_tokens for plan in run.of(runlog.Plan)),
-        "eval_samples": sum(data.val_tokens for data in run.of(runlog.DataReady)),
-    }
-    log = partial(_mllog, run.lines[0])
-    said = [log(run.lines[0], key, value) for key, value in facts.items()]
-    is_good = run.finished and run.val_loss <= record.rules.target.loss
-    about = {"samples_count": 0, "status": "success" if is_good else "aborted"}
-    for line in run.lines:
-        if isinstance(line.event, runlog.Step):
-            about["samples_count"] = line.event.tokens_seen
-        elif isinstance(line.event, runlog.Val):
-            said.append(log(line, "eval_accuracy", loss_of(line.event), **about))
-        said += [log(line, key, None, **about) for key in _MLPERF.get(type(line.event), ())]
-    return "".join(said)
-
-
-def _mllog(first: runlog.Line, line: runlog.Line, key: str, value: object, **metadata: object) -> str:
-    after_s = (line.t_mono_ns - first.t_mono_ns) / 1e9
-    time_ms = round(1e3 * (datetime.fromisoformat(first.t_utc).timestamp() + after_s))
-    kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
-    said = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key, "value": value}
-    return f":::MLLOG {json.dumps({**said, 'metadata': metadata})}\n"
-
-
 # --- wandb
 
 
@@ -184,7 +131,7 @@ def _log(run: Any, line: runlog.Line) -> None:
 
 
 #: From a record and a run to the text of a file; of CSV, from a record to files.
-_TEXTS = {"classic": _classic, "mlperf": _mlperf, "text": lambda _, run: console.render(run.lines)}
+_TEXTS = {"classic": _classic, "text": lambda _, run: console.render(run.lines)}
 FORMS = (*_TEXTS, "csv")
 
 
@@ -194,8 +141,6 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
     leaks.refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
     require_outside(record.root, out)
-    if form == "mlperf" and examine(record).exit_code:
-        raise UsageError(f"{record.root} is refused; 'speedrun validate {record.root}' says what to do first")
     if form == "csv":
         files = _csv(record)
     else:
