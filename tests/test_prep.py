@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,12 +131,33 @@ def test_files_and_folders_are_sorted_by_name(tmp_path):
         file.write('\ufeff{"text": "one", "n": [NaN, 1e999]}\n\n  \n{"text": "two"}')
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "z.txt").write_bytes(b"\xef\xbb\xbffive\r\nlines\n")
-    (tmp_path / "other.csv").write_text("not read")
     source = open_source([str(tmp_path)])
-    assert list(documents.texts(source)) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
+    assert list(documents.texts(source)) == ["one", "two", "three", "four", "five\r\nlines\n"]
     places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
     assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
     assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
+
+
+def test_each_file_of_a_folder_is_read_or_named(tmp_path, capsys):
+    """Compressed, with capitals, through links; not hidden, in a loop, or of another kind."""
+    folder, linked = tmp_path / "texts", tmp_path / "linked"
+    for path in (folder, linked, folder / ".ipynb_checkpoints"):
+        path.mkdir()
+    write_rows(folder / "A.JSONL", ["a"])
+    write_rows(folder / ".ipynb_checkpoints" / "a.jsonl", ["hidden"])
+    for path, text in ((folder / "b.jsonl.zst", '{"text": "b"}\n'), (folder / "c.txt.zst", "c\n")):
+        with pyarrow.CompressedOutputStream(pyarrow.OSFile(str(path), "wb"), "zstd") as file:
+            file.write(text.encode())
+    write_rows(linked / "d.jsonl", ["d"])
+    (folder / "dir").symlink_to(linked)
+    (folder / "loop").symlink_to(folder)
+    (folder / "gone.txt").symlink_to("nowhere")
+    (folder / "._e.jsonl").write_bytes(b"\0")
+    (folder / "x.json.gz").write_bytes(b"")
+    (folder / "z.TXT.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfz"))
+    assert list(documents.texts(open_source([str(folder)]))) == ["a", "b", "c\n", "d", "z"]
+    left = "2 hidden (._e.jsonl, ...), 1 no file (gone.txt), 1 linked twice (loop), 1 .json.gz (x.json.gz)"
+    assert capsys.readouterr().err == f"left out of {folder}: {left}\n"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +165,11 @@ def test_files_and_folders_are_sorted_by_name(tmp_path):
     [
         ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is not a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
+        (
+            "x.jsonl.zst",
+            pyarrow.Codec("zstd").compress(b"{}", asbytes=True)[:-1],
+            "Truncated compressed stream",
+        ),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
         ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),

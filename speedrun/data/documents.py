@@ -1,15 +1,17 @@
 """Documents in the order of their source: files and folders, or a dataset of the hub.
 
-A document is a row of parquet, a non-blank line of JSON, or a whole .txt file. A source yields blocks of documents,
-starting at any document. `pyarrow` and `datasets` are imported on use.
+A document is a row of parquet, a non-blank line of JSON, or a whole .txt file; the last two may be compressed. A source
+yields blocks of documents, starting at any document. `pyarrow` and `datasets` are imported on use.
 """
 
 import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from itertools import islice
@@ -39,8 +41,8 @@ class Block(NamedTuple):
 def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> "Source":
     """Return the source with these names: files and folders, or one `hub:OWNER/NAME[:CONFIG]`.
 
-    A folder stands for all its readable files, sorted by name. `column` is the field of a row that holds the text. The
-    `revision` of a dataset is resolved to a commit.
+    A folder stands for all its readable files, sorted by name; a line says what is left out. `column` is the field of a
+    row that holds the text. The `revision` of a dataset is resolved to a commit.
     """
     remote = [name for name in names if name.startswith(HUB)]
     if not remote:
@@ -110,7 +112,7 @@ def _unreachable(name: str, error: Exception) -> DataError:
 
 
 class Files:
-    """Files of parquet, JSON lines (also gzipped) and plain text."""
+    """Files of parquet, JSON lines and plain text, also compressed."""
 
     def __init__(self, names: Sequence[str], column: str) -> None:
         """Find the files and read none; raise UsageError if two have the same name, as places would be ambiguous."""
@@ -123,7 +125,7 @@ class Files:
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
                 raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
-        if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
+        if any(form_of(path)[0] == ".parquet" or form_of(path)[1] == ".zst" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
         self.total_bytes = sum(self._bytes.values())
@@ -150,7 +152,7 @@ class Files:
             path = self._paths[label]
             row = start.row if label == start.file else 0
             with _one_line(path):
-                for block in READERS[suffix_of(path)](path, row, self._column):
+                for block in _READERS[form_of(path)[0]](path, row, self._column):
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             read_bytes += self._bytes[label]
@@ -163,32 +165,79 @@ def _one_line(path: Path) -> AbstractContextManager[None]:
     return translate_read_errors(path, "need a readable file; get it again", EOFError, zlib.error)
 
 
-def suffix_of(path: Path) -> str:
-    """Return the suffix of a file, a key of `READERS` if possible."""
-    return next((suffix for suffix in READERS if path.name.endswith(suffix)), path.suffix)
+def form_of(path: Path) -> tuple[str, str]:
+    """Return the suffix of a file in small letters, and that of its compression, which may be empty."""
+    name = path.name.lower()
+    packed = next((suffix for suffix in _PACKED if name.endswith(suffix)), "")
+    return Path(name.removesuffix(packed)).suffix, packed
+
+
+def _is_readable(path: Path) -> bool:
+    return "".join(form_of(path)) in READERS
 
 
 def _files_of(path: Path) -> list[tuple[str, Path]]:
-    """Return the files of a name, with their labels in places."""
+    """Return the files of a name, with their labels in places; `say` what is left out."""
     if path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if suffix_of(file) in READERS and file.is_file())
+        inside, others = [], defaultdict[str, list[str]](list)
+        for file, why in _below(path, set()):
+            label = file.relative_to(path).as_posix()
+            others[why].append(label) if why else inside.append((label, file))
+        said = (f"{len(some)} {why} ({some[0]}{', ...' * (len(some) > 1)})" for why, some in others.items())
+        left = ", ".join(said)
         if not inside:
-            raise DataError(f"{path}: no file to read; need {', '.join(READERS)}; name another folder")
-        return [(file.relative_to(path).as_posix(), file) for file in inside]
+            found = f"no file to read{', only ' * bool(left)}{left}"
+            raise DataError(f"{path}: {found}; need {', '.join(READERS)}; name another folder")
+        if left:
+            say(f"left out of {path}: {left}")
+        return inside
     if not path.is_file():
         raise DataError(f"{path}: no such file; a --source is a file, a folder, or hub:OWNER/NAME[:CONFIG]")
-    if suffix_of(path) not in READERS:
+    if not _is_readable(path):
         raise DataError(f"{path}: cannot be read; need {', '.join(READERS)}; convert it first")
     return [(path.name, path)]
 
 
+def _below(folder: Path, seen: set[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the files below a folder, also through links, in order, with the reason to leave one out, or none."""
+    if (real := os.path.realpath(folder)) in seen:
+        yield folder, "linked twice"
+        return
+    seen.add(real)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            yield path, "hidden"
+        elif path.is_dir():
+            yield from _below(path, seen)
+        else:
+            others = "".join(path.suffixes[-2:]) or "without suffix"
+            yield (
+                path,
+                "" if _is_readable(path) and path.is_file() else others if path.is_file() else "no file",
+            )
+
+
+def _zstd(file: IO[bytes]) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, "zstd")
+
+
+#: Suffix of a compression -> what reads it. Python splits the lines of both slowly, so they are read through a buffer.
+_PACKED: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".zst": _zstd,
+}
+
+
+def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
+    packed = form_of(path)[1]
+    return io.BufferedReader(_PACKED[packed](file), BLOCK_BYTES) if packed else file
+
+
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
     with path.open("rb") as file:
-        # Buffered, since GzipFile splits lines in Python.
-        unpacked: IO[bytes] = (
-            io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
-        )
-        texts, size = [], 0
+        texts, size, unpacked = [], 0, _unpacked(file, path)
         for number, line in islice(enumerate(line for line in unpacked if not line.isspace()), row, None):
             texts.append(_of_line(line, column, str(path), number))
             size += len(line)
@@ -201,7 +250,8 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
     if row == 0:
-        text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
+        with path.open("rb") as file:
+            text = _unpacked(file, path).read().decode("utf-8-sig")  # keeps CRLF
         yield Block(Place("", 0), [text], path.stat().st_size)
 
 
@@ -227,7 +277,9 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
         raise DataError(f"{path}: {reason}; need a whole parquet file; get it again") from None
 
 
-READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}
+_READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".txt": _text}
+#: Suffixes of files that are read, in any case.
+READERS = [".parquet", *(form + packed for form in (".jsonl", ".txt") for packed in ("", *_PACKED))]
 
 
 def texts(source: Source) -> Iterator[str]:
