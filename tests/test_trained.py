@@ -25,8 +25,6 @@ from speedrun.lab import single_run
 from speedrun.lab.single_run import Extras
 from speedrun.model import eval_tasks, exported, samples, weights
 from speedrun.model.decode import Decoder, Draw, Text, drawn
-from speedrun.model.equations import shape_of
-from speedrun.model.incremental import DecodingKernels, Incremental
 from speedrun.model.weight_sources import start_from
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
@@ -37,7 +35,6 @@ from speedrun.train.checkpoint import folder_of
 from speedrun.train.program import Program
 from speedrun.train.request import RunConfig, seal, unseal
 
-T = 48
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
 
 
@@ -57,127 +54,6 @@ def moved(recipe: Recipe) -> tuple[Params, Inputs]:
     plan = Program(recipe, mesh.make_mesh(1), vocabulary=()).step.plan
     static = plan.static_at(recipe.num_steps, integers=False)
     return params, plan.at(recipe.num_steps, plan.schedule, static)
-
-
-def token_by_token(function, params, tokens_BT, known: int) -> tuple[jax.Array, Incremental, float]:
-    """States of the positions from `known` on, each from a prefix, and how much the cache depends on later tokens."""
-    model = Incremental(function, params, tokens_BT.shape[1])
-
-    def run(params, tokens_BT: jax.Array):
-        fixed = model.fixed(params)
-
-        def step(cache, t: jax.Array):
-            so_far_BT = jnp.where(jnp.arange(tokens_BT.shape[1])[None] <= t, tokens_BT, 0)
-            x_BTD, cache = model.step(fixed, cache, so_far_BT, t)
-            return cache, x_BTD[0, 0]
-
-        prefix_BT = jnp.where(jnp.arange(tokens_BT.shape[1])[None] < known, tokens_BT, 0)
-        cache = model.start(fixed, prefix_BT)[1]
-        difference = model.differences(cache, model.start(fixed, tokens_BT)[1], jnp.int32(known))
-        return jax.lax.scan(step, cache, jnp.arange(known, tokens_BT.shape[1]))[1], difference
-
-    found_TD, difference = jax.jit(run)(params, tokens_BT)
-    return found_TD, model, float(difference)
-
-
-FAST = ("gpt2", "smoke")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*FAST, *(pytest.param(name, marks=pytest.mark.compile) for name in recipes.names() if name not in FAST)],
-)
-def test_a_recipe_token_by_token_is_its_forward_pass(name):
-    """With several documents, and windows shorter than the text."""
-    recipe = laptop(name)
-    params, inputs = moved(recipe)
-    tokens_BT = np.random.default_rng(0).integers(0, recipe.config.vocab_size, (1, T), dtype=np.int32)
-    tokens_BT[0, [0, 19, 37]] = getattr(recipe.config, "document_token", 0)
-
-    def states(kernels: Kernels, params: Params, tokens_BT: jax.Array) -> jax.Array:
-        return recipe.forward(params, tokens_BT, inputs, recipe.config, kernels)
-
-    found_TD, model, difference = token_by_token(partial(states, DecodingKernels()), params, tokens_BT, 21)
-    assert difference < 1e-5
-    want_BTD = jax.jit(partial(states, Kernels("cpu", "")))(params, tokens_BT)
-    np.testing.assert_allclose(found_TD, want_BTD[0, 21:], atol=1e-4)
-    if name != "record89":  # which shifts keys and embeddings, and composes heads
-        assert {len(shape_of(x)) for x in model.kept} == {4}, "more is kept than keys and values"
-        assert len(model.kept) % 2 == 0
-
-
-LOW_TT = jnp.tril(jnp.ones((T, T)))
-
-
-def attended(x: jax.Array, seen_BTS: jax.Array) -> jax.Array:
-    z_BTS = jnp.where(seen_BTS & (LOW_TT[None] > 0), jnp.einsum("btd,bsd->bts", x, x), -jnp.inf)
-    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(z_BTS, axis=-1), x)
-
-
-def attention_free(x: jax.Array) -> jax.Array:
-    """As in the Attention Free Transformer: a maximum over all positions cancels."""
-    w = jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
-    return jnp.cumsum(w * x, axis=1) / jnp.cumsum(w, axis=1)
-
-
-def centred(x: jax.Array) -> jax.Array:
-    mean = jnp.mean(x, axis=1, keepdims=True)
-    return jnp.cumsum(x - mean, axis=1) + (1 + jnp.arange(T))[None, :, None] * mean
-
-
-def kind(x: jax.Array) -> jax.Array:
-    return (x[..., 0] > 0).astype(jnp.int32)
-
-
-def relative(x: jax.Array) -> jax.Array:
-    place = jnp.cumsum(kind(x), axis=1)
-    bias = (place[:, None, :] - place[:, :, None]).astype(jnp.float32)
-    return jnp.einsum("bts,bsd->btd", jnp.where(LOW_TT[None] > 0, bias, 0.0), x)
-
-
-#: Causal functions of x [1, T, 6]. Some have intermediate values that depend on later positions.
-CAUSAL = {
-    "mask with keys first": lambda x: attended(x, kind(x)[:, None, :] == kind(x)[:, :, None]),
-    "mask with queries first": lambda x: attended(x, kind(x)[:, :, None] == kind(x)[:, None, :]),
-    "relative positions": relative,
-    "attention-free": attention_free,
-    "centred over all": centred,
-    "reshape in another order": lambda x: x * jnp.ravel(x, order="F").reshape(1, 6, T).swapaxes(1, 2),
-    "reduction by a function": lambda x: (
-        x + jax.lax.reduce(x, 0.0, lambda a, b: a * 0 + jnp.maximum(a, b), (2,))[..., None]
-    ),
-    "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
-    "several axes": lambda x: jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2),
-    "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
-    "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
-    "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
-    "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
-    "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
-    "loop": lambda x: (
-        jnp.swapaxes(jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1)
-        * x
-    ),
-    "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
-    "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
-}
-
-
-MIXING = {"attention-free", "centred over all"}
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_causal_function_has_the_rows_of_the_whole_or_is_noticed(name):
-    table_VD = jax.random.normal(jax.random.key(0), (11, 6))
-    tokens_BT = np.random.default_rng(1).integers(0, 11, (1, T), dtype=np.int32)
-
-    def function(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        return CAUSAL[name](table_VD[tokens_BT])
-
-    found_TD, _, difference = token_by_token(function, table_VD, tokens_BT, 7)
-    assert (difference > 1e-3) == (name in MIXING)
-    if name not in MIXING:
-        want_TD = function(table_VD, jnp.asarray(tokens_BT))[0, 7:]
-        np.testing.assert_allclose(found_TD, want_TD, rtol=1e-5, atol=1e-5)
 
 
 def test_draws_have_the_distribution_of_the_model():

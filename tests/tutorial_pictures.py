@@ -21,7 +21,7 @@ from speedrun.board.drawing import GREY, INK, TARGET, TRAIN, VAL
 from speedrun.data.shards import open_shard
 from speedrun.data.synthetic import DOCUMENT, FIRST_WORD, REPEAT
 from speedrun.model import weights
-from speedrun.model.incremental import DecodingKernels
+from speedrun.model.decode import DecodingKernels
 from speedrun.record import reader
 
 if TYPE_CHECKING:

@@ -1,11 +1,14 @@
 """Continues prompts: one jitted loop over tokens for all prompts, and the text of each.
 
-Legend: P prompts, T positions, V vocabulary, N new tokens.
+Each token costs a forward pass over all positions, since a recipe's `forward` maps whole sequences.
+
+Legend: P prompts, T positions, V vocabulary, N new tokens, H heads, K head width, D model.
 """
 
 import codecs
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedrun.base.errors import UsageError
-from speedrun.model.incremental import DecodingKernels, Incremental
 from speedrun.model.weights import Trained, Words
 from speedrun.science.inputs import Inputs
+from speedrun.science.kernels import attention as definition
+from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 
@@ -44,7 +48,22 @@ class Texts(NamedTuple):
     tokens_PT: jax.Array  #: i32, zero after the last token
     length_P: jax.Array  #: i32
     stream_P: jax.Array  #: u32, number of the random stream
-    caches: list[jax.Array]  #: [P, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodingKernels(Kernels):
+    """The reference implementations of all operations, without opaque kernels or limits on sequence length."""
+
+    platform: str = "cpu"
+    compute_capability: str = ""
+
+    def attention(
+        self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: jax.Array, /, **more: Any
+    ) -> jax.Array:
+        """Compute `Kernels.attention`."""
+        if more.get("angles"):
+            q_BTHK, k_BTHK = self.qk_norm(q_BTHK, k_BTHK, more["angles"])
+        return definition.attention(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=more["scale"])
 
 
 def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
@@ -84,19 +103,17 @@ class Decoder:
         self.num_positions = min(longest, -(-num_positions // POSITIONS) * POSITIONS)
         self._params, self._vocab_size, kernels = params, vocab_size, DecodingKernels()
 
-        def forward(params: Params, tokens_BT: jax.Array) -> jax.Array:
-            return recipe.forward(recipe.read(params, tokens_BT), tokens_BT, inputs, recipe.config, kernels)
+        def forward(params: Params, tokens_T: jax.Array) -> jax.Array:
+            read = recipe.read(params, tokens_T[None])
+            return recipe.forward(read, tokens_T[None], inputs, recipe.config, kernels)[0]
 
+        self._forward = forward
         self._logits = lambda params, x_ND: recipe.logits(params, x_ND, inputs, recipe.config)[:, :vocab_size]
-        self._is_new = True  #: whether caches were not yet compared since the last start
-        # A single row and one of many are summed in different orders.
+        self._is_new = True  #: whether causality was not yet checked since the last start
         dtypes = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
         self._tolerance = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) ** 0.5
-        self.model = Incremental(forward, params, self.num_positions)
-        self._fixed = jax.jit(self.model.fixed)(params)
-        self._start = jax.jit(self._read)
-        self._extend = jax.jit(self._write, static_argnums=4, donate_argnums=2)
-        self._differ = jax.jit(jax.vmap(self.model.differences))
+        self._extend = jax.jit(self._write, static_argnums=3)
+        self._differ = jax.jit(self._differences)
 
     def start(self, prompts: Sequence[np.ndarray]) -> Texts:
         """Read prompts of at least one id. Equal prompts get different random streams."""
@@ -105,36 +122,40 @@ class Decoder:
             row_T[: len(ids)] = ids
         lengths, raw = np.array([len(ids) for ids in prompts], np.int32), [ids.tobytes() for ids in prompts]
         # A stream depends on its prompt and on the number of equal ones before it only.
-        streams = [zlib.crc32(one) + raw[:number].count(one) for number, one in enumerate(raw)]
+        streams = np.array([zlib.crc32(one) + raw[:number].count(one) for number, one in enumerate(raw)])
         self._is_new = True
-        return self._start(self._fixed, tokens_PT, lengths, np.array(streams, np.uint64).astype(np.uint32))
+        return Texts(*map(jnp.asarray, (tokens_PT, lengths, streams.astype(np.uint32))))
 
     def extend(self, texts: Texts, num_tokens: int, how: Draw) -> tuple[Texts, np.ndarray]:
-        """Write tokens after each text; return the texts and the new ids [P, N]. `texts` is donated.
+        """Write tokens after each text; return the texts and the new ids [P, N].
 
         Ids beyond `num_positions` are garbage.
 
         Raises:
-            UsageError: from the first call after `start`, if the caches differ from the forward pass.
+            UsageError: from the first call after `start`, if states depend on later tokens.
         """
-        texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)
-        if self._is_new and (found := self._difference(texts)) > self._tolerance:
+        texts, ids_PN = self._extend(self._params, texts, how, num_tokens)
+        if self._is_new and (found := float(self._differ(self._params, texts))) > self._tolerance:
             raise UsageError(
-                f"the states of this model depend on later tokens: its cache differs by {found:.1e} from the forward "
-                "pass; need a causal model; if this is rounding, `speedrun sample --dtype float32` computes without it"
+                f"the states of this model depend on later tokens: others change them by {found:.1e}; need a "
+                "causal model; if this is rounding, `speedrun sample --dtype float32` computes without it"
             )
         self._is_new = False
         return texts, np.asarray(ids_PN)
 
-    def _difference(self, texts: Texts) -> float:
-        """Return the difference between the caches and those of a forward pass with other tokens at the end."""
-        # The last token was not read; positions past the end overwrite the last one.
-        read_P = np.minimum(texts.length_P, self.num_positions) - 1
-        other_PT = np.random.default_rng(0).integers(0, self._vocab_size, texts.tokens_PT.shape, np.int32)
-        is_read_PT = np.arange(self.num_positions) < read_P[:, None]
-        tokens_PT = np.where(is_read_PT, texts.tokens_PT, other_PT)
-        whole = self._start(self._fixed, tokens_PT, texts.length_P, texts.stream_P)
-        return float(jnp.max(self._differ(texts.caches, whole.caches, read_P)))
+    def _differences(self, params: Params, texts: Texts) -> jax.Array:
+        """Return how much other tokens at the end change the states before, relative to the largest: f32 []."""
+        other_T = jax.random.randint(jax.random.key(0), (self.num_positions,), 0, self._vocab_size)
+
+        def changed(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            is_read_T = jnp.arange(self.num_positions) < row[1]
+            x_TD, y_TD = (
+                jnp.where(is_read_T[:, None], self._forward(params, tokens_T).astype(jnp.float32), 0)
+                for tokens_T in (row[0], jnp.where(is_read_T, row[0], other_T))
+            )
+            return jnp.max(jnp.abs(x_TD - y_TD)) / jnp.maximum(jnp.max(jnp.abs(x_TD)), 1e-30)
+
+        return jnp.max(jax.lax.map(changed, (texts.tokens_PT, texts.length_P)))
 
     def continued(self, prompts: Sequence[np.ndarray], num_tokens: int, how: Draw) -> Iterator[np.ndarray]:
         """Yield the new ids of all prompts in chunks [P, N] with N up to `CHUNK`."""
@@ -143,30 +164,22 @@ class Decoder:
             texts, ids_PN = self.extend(texts, CHUNK, how)  # another number would need a compilation
             yield ids_PN[:, :left]
 
-    def _read(
-        self, fixed: list[jax.Array], tokens_PT: jax.Array, length_P: jax.Array, stream_P: jax.Array
-    ) -> Texts:
-        # One by one, since each needs a score for every pair of positions.
-        caches = jax.lax.map(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1], tokens_PT)
-        return Texts(tokens_PT, length_P, stream_P, caches)
-
-    def _write(
-        self, params: Params, fixed: list[jax.Array], texts: Texts, how: Draw, num_tokens: int
-    ) -> tuple[Texts, jax.Array]:
+    def _write(self, params: Params, texts: Texts, how: Draw, num_tokens: int) -> tuple[Texts, jax.Array]:
         rows_P, draw = jnp.arange(len(texts.length_P)), jax.vmap(partial(drawn, how=how))
 
-        def after(tokens_T: jax.Array, length: jax.Array, cache: list[jax.Array]) -> Any:
-            x_BTD, cache = self.model.step(fixed, cache, tokens_T[None], length - 1)
-            return self._logits(params, x_BTD[0])[0], cache
+        def after(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            x_TD = self._forward(params, row[0])
+            return self._logits(params, jax.lax.dynamic_slice_in_dim(x_TD, row[1] - 1, 1))[0]
 
         def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
-            z_PV, caches = jax.vmap(after)(texts.tokens_PT, texts.length_P, texts.caches)
+            # One by one, since each needs a score for every pair of positions.
+            z_PV = jax.lax.map(after, (texts.tokens_PT, texts.length_P))
             # Keys depend on text and position only, not on chunks.
             keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
             keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
             new_P = draw(z_PV, keys_P)
             tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
-            return Texts(tokens_PT, texts.length_P + 1, texts.stream_P, caches), new_P
+            return Texts(tokens_PT, texts.length_P + 1, texts.stream_P), new_P
 
         texts, ids_NP = jax.lax.scan(write, texts, length=num_tokens)
         return texts, ids_NP.T

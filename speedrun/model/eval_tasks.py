@@ -25,7 +25,7 @@ from speedrun.base.errors import DataError, NonFiniteError, translate_read_error
 from speedrun.base.wholefile import read_regular
 from speedrun.data.shards import Shard, open_shard, open_track
 from speedrun.data.stream import validation_batches
-from speedrun.model.incremental import DecodingKernels
+from speedrun.model.decode import DecodingKernels
 from speedrun.model.weights import Trained
 from speedrun.science.params import SHARDS, Params
 from speedrun.train.program import nll_sums

@@ -20,8 +20,7 @@ from speedrun.base.canonical import replayed
 from speedrun.base.errors import DataError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_record, make_folder
-from speedrun.model.decode import lengths
-from speedrun.model.incremental import DecodingKernels
+from speedrun.model.decode import DecodingKernels, lengths
 from speedrun.model.page_program import Constants, program
 from speedrun.model.weights import Trained
 from speedrun.science.inputs import Inputs
