@@ -141,7 +141,7 @@ def test_who_knows_no_loss_must_say_a_number():
 #: Options that leave alone what is declared, or all but its folder.
 BESIDE = {"dry_run", "kind", "dollars", "as_json", "resume", "title", "ghost", "wandb", "on", "out", "data"}
 BESIDE |= {"seed", "deadlines", "init_from", "keep_checkpoints", "coordinator", "processes", "process"}
-BESIDE |= {"heartbeat", "meet_within", "watch", "watch_port", "sample_prompts", "unranked"}
+BESIDE |= {"heartbeat", "meet_within", "watch", "watch_port", "sample_prompts", "unranked", "check"}
 OTHER: dict[str, tuple[str, ...]] = {
     "track": ("capped-8xh100",),
     "recipe": ("windows",),

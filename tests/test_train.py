@@ -117,6 +117,19 @@ def test_a_run_that_no_ranked_record_could_hold_does_not_start_on_a_track_that_r
     assert all("validate will not pass" in line for line in approve(unranked, first))
 
 
+STILL = {f"optimizer.{group}_lr": "0.0" for group in ("muon", "embed", "head", "scalar")}
+
+
+@pytest.mark.parametrize(("settings", "code", "verdict"), [({}, 0, "falls"), (STILL, 1, "does NOT fall")])
+def test_a_check_says_whether_the_loss_falls_and_keeps_no_record(
+    smoke_data, tmp_path, monkeypatch, settings, code, verdict
+):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("run", "--check", "--data", smoke_data, *as_words(SMALL | settings))
+    assert (result.exit_code, f"the loss {verdict}: " in result.stdout) == (code, True), result.output
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):
     with runlog.RunLog(tmp_path / "log") as log, compilations(log):
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()

@@ -5,6 +5,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import click
@@ -48,6 +49,7 @@ class Single(NamedTuple):
         init_from: Start from the weights of an exported folder or a GPT-2, as in 'speedrun eval'. Never ranked.
         checkpoint_every: Steps between checkpoints in DIR.checkpoints; saving counts as train time. Default: none.
         resume: Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.
+        check: Only a few steps: does it run, and does the loss fall? Writes no record, and keeps compiled programs.
     """
 
     seed: Annotated[cli.Seed, "Seed of the initial weights."] = 0
@@ -57,6 +59,7 @@ class Single(NamedTuple):
     keep_checkpoints: Annotated[cli.Natural, "Number of checkpoints to keep, the newest ones; 0: all."] = 2
     resume: Annotated[Path | None, "--resume DIR"] = None
     unranked: cli.Unranked = False
+    check: bool = False
     deadlines: Annotated[
         tuple[str, ...],
         "--deadline PHASE=SECONDS",
@@ -103,6 +106,7 @@ class Extras(NamedTuple):
     "speedrun run --track smoke-cpu",
     "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.04",
     "speedrun run --track webmini --data DIR --checkpoint-every 50",
+    "speedrun run --track smoke-cpu --recipe mine.py --check",
     "speedrun run --resume runs/2026-11-21-webmini-1",
 )
 def run(
@@ -115,7 +119,7 @@ def run(
 ) -> cli.Answer | None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
-    Exits with 0 if the target is reached and every check passes, else with 1.
+    Exits with 0 if the target is reached and every check passes, else with 1; with --check, if the loss falls.
     """
     tracks.load(options.track)
     # Before JAX, whose import is slow.
@@ -123,6 +127,10 @@ def run(
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
     ctx.with_resource(children.stoppable())
+    if single.check:
+        return _checked(
+            ctx, options.request(Path(gettempdir(), f"check-{os.getpid()}"), overrides, seed=single.seed)
+        )
     if not dry.dry_run:
         import_jax()
     config = options.request(
@@ -149,6 +157,20 @@ def run(
     beside = single_run.Extras(**same, init_from=single.init_from, to_stderr=ctx.params["as_json"])
     done = single_run.run(config, joined, beside)
     return None if done is None else told(done)
+
+
+def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
+    """Train the first steps."""
+    for param in cli.typed(ctx):
+        if param.name not in ("check", "seed", "as_json", *set(requests.RunOptions._fields) - {"out"}):
+            raise UsageError(
+                f"--check writes no record, so it takes no {param.opts[-1]}; leave one of them out"
+            )
+    import_jax()
+    from speedrun.lab import first_steps
+
+    found = first_steps.check(config, partial(click.echo, err=True))
+    return cli.Answer(found.facts(), [found], int(not found.fell))
 
 
 def told(done: "single_run.Single", *more: str) -> cli.Answer:

@@ -234,7 +234,7 @@ class Layout:
     def flags(self, packed: Mapping[str, Any]) -> Params:
         """Flag what is not finite, per matrix of a bank, per device of a table or its `Rows`, per entry of a vector."""
         bad = {name: ~jnp.isfinite(getattr(x, "values_ND", x)) for name, x in packed.items()}
-        for name in bad.keys() - self.vectors.keys():
+        for name in sorted(bad.keys() - self.vectors.keys()):  # a set would give each process another program
             bad[name] = jnp.any(bad[name], axis=(1, 2)) if name in self.banks else jnp.any(bad[name])[None]
         return bad
 
