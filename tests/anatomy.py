@@ -7,13 +7,14 @@ from collections import Counter
 from typing import Any
 
 import compiled_cost
+import hlo
 import jax
 import msgspec
 import numpy as np
 from deviceless import CUBLAS_GEMMS, compile_for_target, ended, schedule_of
 
 from speedrun.base import accelerators, mesh
-from speedrun.plan import cost, fusion, hlo
+from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Collective, Line
 from speedrun.plan.traced import step_jaxpr
 from speedrun.train.program import Program

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from speedrun.plan import hlo
+import hlo
+from hlo import UPDATES, Computation, Executed, Instruction, taken, written
+
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Work, product
-from speedrun.plan.hlo import UPDATES, Computation, Executed, Instruction, taken, written
 from speedrun.plan.shares import GEMMS, Kind, Unit
 from speedrun.plan.traced import HEAD_SLOTS
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable
 from typing import Any
 
+import hlo
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -18,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import accelerators, provenance
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import arranged, setting
-from speedrun.plan import hlo
 from speedrun.plan.cost import Collective
 from speedrun.train.program import Program
 

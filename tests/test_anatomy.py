@@ -2,6 +2,7 @@
 
 import anatomy
 import deviceless
+import hlo
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import accelerators
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
-from speedrun.plan import hlo
 
 HEADER = "HloModule test, is_scheduled=true\n"
 

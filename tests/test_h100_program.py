@@ -10,11 +10,12 @@ from typing import Any
 import anatomy
 import compiled_cost
 import deviceless
+import hlo
 import jax
 import pytest
 
 from speedrun import recipes
-from speedrun.plan import hlo, traced
+from speedrun.plan import traced
 from speedrun.train import footprint
 from speedrun.train.program import Program
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import hlo
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from speedrun.base.mesh import make_mesh
 from speedrun.machine import profile as profiles
 from speedrun.machine.bench_step import lowered_step
 from speedrun.machine.profile import Event, Profile, profile, usage
-from speedrun.plan import cost, hlo
+from speedrun.plan import cost
 from speedrun.science.recipe import Recipe
 from speedrun.train.program import Program
 
@@ -99,11 +100,11 @@ def test_a_call_inside_a_fusion_is_that_fusion_though_it_starts_two_kernels():
 
     line = SimpleNamespace(name="Stream #7", events=[event(0), event(5)])
     data = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[line])])
-    schedule = hlo.parse(SLICED)
-    rows = profiles.rows_of([*profiles.events_of(data, schedule)], schedule, num_runs=1)
+    known = profiles.parse(SLICED)
+    rows = profiles.rows_of([*profiles.events_of(data, known)], known, num_runs=1)
     assert [(row.name, row.calls, row.ms) for row in rows] == [("fusion.9", 2, pytest.approx(1e-5))]
     counted = cost.table([cost.Work("elementwise", num_bytes=1e6)], accelerators.load("h100"))
-    (kind,) = profiles.compared(rows, schedule, counted)
+    (kind,) = profiles.compared(rows, counted)
     assert kind == ("elementwise", pytest.approx(1e-5), pytest.approx(1e3 * counted[0].seconds))
 
 

@@ -208,10 +208,7 @@ def profile(
     top: Annotated[cli.Count, "Rows of the table."] = 20,
     out: Annotated[cli.Folder | None, "--out DIR", "Keep the trace, for XProf or Perfetto."] = None,
 ) -> cli.Answer:
-    """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives.
-
-    Bytes are those of the compiled program, without caching.
-    """
+    """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives."""
     program = asked.program()
     from speedrun.machine import profile as profiles
     from speedrun.train.footprint import fitted_here
@@ -261,18 +258,15 @@ def _table(found: "Profile", top: int) -> list[str]:
     """Format the longest operations, then all others in one row."""
     shown, rest = found.rows[:top], found.rows[top:]
     lines = [
-        f"{'ms':>9} {'share':>6} {'calls':>6} {'GB/s':>6}  {'kind':<24} name, source",
+        f"{'ms':>9} {'share':>6} {'calls':>6}  {'kind':<24} name, source",
         *map(_line, shown),
     ]
     if rest:
         ms, share = sum(row.ms for row in rest), sum(row.share for row in rest)
-        lines.append(f"{ms:9.3f} {share:6.1%} {'':>6} {'':>6}  {len(rest)} others")
+        lines.append(f"{ms:9.3f} {share:6.1%} {'':>6}  {len(rest)} others")
     return lines
 
 
 def _line(row: "Row") -> str:
-    rate = "" if row.gb_per_s is None else f"{row.gb_per_s:.0f}"
     kind = row.kind if len(row.kind) <= 24 else f"{row.kind[:23]}~"
-    return (
-        f"{row.ms:9.3f} {row.share:6.1%} {row.calls:6.1f} {rate:>6}  {kind:<24} {row.name} {row.source[-70:]}"
-    )
+    return f"{row.ms:9.3f} {row.share:6.1%} {row.calls:6.1f}  {kind:<24} {row.name} {row.source[-70:]}"

@@ -14,15 +14,28 @@ import jax
 from speedrun.base import accelerators
 from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import lowered_step
-from speedrun.plan import cost, fusion, hlo
+from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Line
-from speedrun.plan.shares import GEMMS, Unit
+from speedrun.plan.shares import GEMMS, Kind, Unit
 from speedrun.plan.traced import step_jaxpr
 from speedrun.train.program import Program, finite_step
 
-#: Kinds of the cost model by scope of the operation.
-_SCOPES = {"attention": "attention", "loss_head": "head passes"}
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
+_COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}
+#: Kinds of a plan by scope of the operation.
+_SCOPES: dict[str, Kind] = {"attention": "attention", "loss_head": "head passes"}
+_HEADER = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\{$")
+_ASSIGNMENT = re.compile(r" +(?:ROOT )?%([\w.-]+) = \(*([a-z]\w*)?.*? ([\w-]+)\((.*)")
+_ATTRIBUTES = [*map(re.compile, (r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"', r"calls=%([\w.-]+)"))]
+
+
+class Instruction(NamedTuple):
+    """An instruction of the compiled program."""
+
+    name: str
+    kind: str  #: opcode, without the suffix of an asynchronous pair, or target of a custom call
+    source: str = ""  #: JAX's name of the operation
+    work: Kind | None = None  #: as in a plan; None for what starts no kernel of a plan
 
 
 class Event(NamedTuple):
@@ -68,7 +81,7 @@ class Row(NamedTuple):
     calls: float  #: per step and device
     ms: float  #: per step and device
     share: float  #: of the time of all instructions
-    gb_per_s: float | None  #: memory traffic by `hlo`; None if unknown
+    work: Kind | None  #: as in a plan
 
 
 class Compared(NamedTuple):
@@ -120,83 +133,101 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         for _ in range(num_steps):
             state, _ = train_step(state, *batch, schedule)
         jax.block_until_ready(state)
-    schedule = hlo.parse(train_step.as_text())
-    found = _read(folder, schedule, num_steps)
+    found = _read(folder, parse(train_step.as_text()), num_steps)
     if device := accelerators.named(program.mesh.devices.flat[0].device_kind):
         counted, _ = fusion.count(step_jaxpr(program, first_step, device))
-        found = found._replace(kinds=compared(found.rows, schedule, cost.table(counted, device)))
+        found = found._replace(kinds=compared(found.rows, cost.table(counted, device)))
     return found
 
 
-def compared(rows: list[Row], schedule: list[hlo.Executed], counted: Iterable[Line]) -> list[Compared]:
+def parse(text: str) -> dict[str, Instruction]:
+    """Return what the text of a compiled program executes, by name; for a custom call inside a fusion, the fusion."""
+    current = list[Instruction]()
+    computations: dict[str, list[Instruction]] = {}
+    dtypes, fusions = dict[str, str](), list[tuple[list[Instruction], int, str]]()
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = computations.setdefault(header[1], [])
+        elif assigned := _ASSIGNMENT.match(line):
+            name, dtype, opcode, rest = assigned.groups()
+            target, source, fused = (m[1] if (m := one.search(rest)) else "" for one in _ATTRIBUTES)
+            kind = target or opcode.removesuffix("-start").removesuffix("-done")
+            left = re.search(r"%([\w.-]+)", rest)
+            work = _work(kind, source, dtypes.get(left[1], "") if left else "")
+            dtypes[name] = dtype or ""
+            if kind == "fusion":
+                fusions.append((current, len(current), fused))
+            current.append(Instruction(name, kind, source, work))
+    known = {one.name: one for instructions in computations.values() for one in instructions}
+    for around, place, fused in fusions:
+        inside = computations.get(fused, [])
+        product = next((one.work for one in inside if one.work in GEMMS.values()), None)
+        whole = around[place]._replace(work=product or around[place].work)
+        # A trace has the name of a custom call that is inside a fusion, because it reads a slice.
+        known |= {one.name: whole for one in inside} | {whole.name: whole}
+    return known
+
+
+def _work(kind: str, source: str, dtype: str) -> Kind | None:
+    """Return the plan's kind of an instruction; `dtype` is that of the left factor if it is a product."""
+    scope: Kind | None = next((_SCOPES[name] for name in _SCOPES if name in source), None)
+    if kind in _COLLECTIVES | _CONTROL:
+        return None
+    is_mosaic = kind.startswith("mosaic_gpu")
+    if kind != "dot" and not kind.startswith("__cublas") and (scope or not is_mosaic):
+        return "elementwise" if scope is None else scope
+    unit = cost.product(dtype, 1, (1, 1), 0.0).unit
+    of_mosaic: Unit = "mosaic fp8" if unit == "fp8" else "mosaic"
+    return GEMMS[of_mosaic if is_mosaic else unit]
+
+
+def compared(rows: list[Row], counted: Iterable[Line]) -> list[Compared]:
     """Compare measured kernels with counted ones, by kind, longest first."""
-    kinds = {step.instruction.name: _cost_kind(step) for step in schedule}
     sums: defaultdict[str | None, float] = defaultdict(float)
     for row in rows:
-        sums[kinds.get(row.name)] += row.ms
+        sums[row.work] += row.ms
     found = [
         Compared(line.kind, sums[line.kind], 1e3 * line.seconds) for line in counted if line.kind in sums
     ]
     return sorted(found, key=lambda one: -one.ms)
 
 
-def _cost_kind(step: hlo.Executed) -> str | None:
-    """Return the cost model's kind of a kernel; None for a collective, and for what starts no kernel."""
-    one = step.instruction
-    if not step.traffic_bytes or one.kind in hlo.COLLECTIVES:
-        return None
-    scope = next((kind for name, kind in _SCOPES.items() if name in one.source), None)
-    if scope and one.target and not one.target.startswith("__cublas"):
-        return scope
-    for call in step.inside.values():
-        if call.opcode == "dot" or call.target.startswith(("__cublas", "mosaic_gpu")):
-            unit = cost.product(step.around[call.operands[0]].arrays[0].dtype, 1, (1, 1), 0.0).unit
-            of_mosaic: Unit = "mosaic fp8" if unit == "fp8" else "mosaic"
-            return GEMMS[of_mosaic if call.target.startswith("mosaic_gpu") else unit]
-    return scope or "elementwise"
-
-
-def _read(folder: Path, schedule: list[hlo.Executed], num_steps: int) -> Profile:
+def _read(folder: Path, known: dict[str, Instruction], num_steps: int) -> Profile:
     """Join the newest trace in a folder with the program."""
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    events = [*events_of(jax.profiler.ProfileData.from_file(str(path)), schedule)]
+    events = [*events_of(jax.profiler.ProfileData.from_file(str(path)), known)]
     if not events:
         raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
     step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
-    return Profile(step_ms, rows_of(events, schedule, num_steps * len(devices)), devices, num_steps, [])
+    return Profile(step_ms, rows_of(events, known, num_steps * len(devices)), devices, num_steps, [])
 
 
-def rows_of(events: Sequence[Event], schedule: list[hlo.Executed], num_runs: int) -> list[Row]:
+def rows_of(events: Sequence[Event], known: dict[str, Instruction], num_runs: int) -> list[Row]:
     """Sum events by instruction, longest first, for one of `num_runs` steps of a device."""
-    known = {step.instruction.name: step for step in schedule}
     calls = Counter(event.name for event in events)
     total_ns: defaultdict[str, float] = defaultdict(float)
     for event in events:
         total_ns[event.name] += event.end_ns - event.start_ns
     whole_ns, rows = sum(total_ns.values()), []
     for name, ns in sorted(total_ns.items(), key=lambda item: -item[1]):
-        step = known.get(name)
-        moved = step.traffic_bytes * step.times * num_runs if step else 0
+        one = known.get(name, Instruction(name, "kernel"))
         rows.append(
             Row(
                 name=name,
-                kind=_kind(step),
-                source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", step.instruction.source if step else ""),
+                kind=one.kind,
+                source=re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", one.source),
                 calls=calls[name] / num_runs,
                 ms=ns / num_runs / 1e6,
                 share=ns / whole_ns,
-                gb_per_s=moved / ns if moved and ns else None,
+                work=one.work,
             )
         )
     return rows
 
 
-def events_of(data: Any, schedule: list[hlo.Executed]) -> Iterator[Event]:
+def events_of(data: Any, known: dict[str, Instruction]) -> Iterator[Event]:
     """Yield kernels of GPUs, which have a plane each, or instructions from threads of a CPU."""
-    # A trace has the name of a custom call that is inside a fusion, because it reads a slice.
-    known = {one.name: step for step in schedule for one in step.inside.values() if one.target}
-    known |= {step.instruction.name: step for step in schedule}
     for plane in data.planes:
         gpu = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
         for line in plane.lines:
@@ -205,16 +236,13 @@ def events_of(data: Any, schedule: list[hlo.Executed]) -> Iterator[Event]:
             for event in line.events:
                 stats = dict(event.stats)
                 if gpu or "hlo_op" in stats:
-                    step = known.get(name := str(stats.get("hlo_op", event.name)))
-                    name, kind = (step.instruction.name if step else name), _kind(step)
+                    name = str(stats.get("hlo_op", event.name))
+                    one = known.get(name, Instruction(name, "kernel"))
                     device = int(gpu[1] if gpu else stats["device_ordinal"])
-                    sends = "nccl" in event.name.lower() or kind in hlo.COLLECTIVES
-                    if step is None or step.instruction.opcode not in _CONTROL:
-                        yield Event(name, device, event.start_ns, event.start_ns + event.duration_ns, sends)
-
-
-def _kind(step: hlo.Executed | None) -> str:
-    return "kernel" if step is None else step.instruction.target or step.instruction.kind
+                    sends = "nccl" in event.name.lower() or one.kind in _COLLECTIVES
+                    if one.kind not in _CONTROL:
+                        end_ns = event.start_ns + event.duration_ns
+                        yield Event(one.name, device, event.start_ns, end_ns, sends)
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
