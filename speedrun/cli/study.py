@@ -71,7 +71,7 @@ def _lines(found: proof.Stats, against: Path | None) -> list[str]:
     elif found.sd is None and found.rule == "t":
         lines.append("power   noise needs at least two runs")
     elif not found.passed:
-        lines.append("power   no number of runs proves this mean")
+        lines.append("power   the mean is too high for a proof: more runs cannot help")
     if same := found.equivalent:
         verdict = "equivalent" if same.passed else "not shown to be equivalent"
         lines.append(
