@@ -4,14 +4,12 @@ A document is a row of parquet, a non-blank line of JSON, or a whole .txt file; 
 yields blocks of documents, starting at any document. `pyarrow` and `datasets` are imported on use.
 """
 
-import gzip
 import hashlib
 import io
 import json
 import os
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from itertools import islice
@@ -125,7 +123,7 @@ class Files:
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
                 raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
-        if any(form_of(path)[0] == ".parquet" or form_of(path)[1] == ".zst" for path in self._paths.values()):
+        if any(form_of(path)[0] == ".parquet" or form_of(path)[1] for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
         self.total_bytes = sum(self._bytes.values())
@@ -162,7 +160,7 @@ Source = Dataset | Files
 
 
 def _one_line(path: Path) -> AbstractContextManager[None]:
-    return translate_read_errors(path, "need a readable file; get it again", EOFError, zlib.error)
+    return translate_read_errors(path, "need a readable file; get it again")
 
 
 def form_of(path: Path) -> tuple[str, str]:
@@ -185,11 +183,10 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
             others[why].append(label) if why else inside.append((label, file))
         said = (f"{len(some)} {why} ({some[0]}{', ...' * (len(some) > 1)})" for why, some in others.items())
         left = ", ".join(said)
-        if not inside:
-            found = f"no file to read{', only ' * bool(left)}{left}"
-            raise DataError(f"{path}: {found}; need {', '.join(READERS)}; name another folder")
         if left:
             say(f"left out of {path}: {left}")
+        if not inside:
+            raise DataError(f"{path}: no file to read; need {', '.join(READERS)}; name another folder")
         return inside
     if not path.is_file():
         raise DataError(f"{path}: no such file; a --source is a file, a folder, or hub:OWNER/NAME[:CONFIG]")
@@ -209,30 +206,21 @@ def _below(folder: Path, seen: set[str]) -> Iterator[tuple[Path, str]]:
             yield path, "hidden"
         elif path.is_dir():
             yield from _below(path, seen)
+        elif not path.is_file():
+            yield path, "no file"
         else:
-            others = "".join(path.suffixes[-2:]) or "without suffix"
-            yield (
-                path,
-                "" if _is_readable(path) and path.is_file() else others if path.is_file() else "no file",
-            )
+            yield path, "" if _is_readable(path) else "".join(path.suffixes[-2:]) or "without suffix"
 
 
-def _zstd(file: IO[bytes]) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(file, "zstd")
-
-
-#: Suffix of a compression -> what reads it. Python splits the lines of both slowly, so they are read through a buffer.
-_PACKED: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".zst": _zstd,
-}
+_PACKED = {".gz": "gzip", ".zst": "zstd"}  #: suffix of a compression -> its name in Arrow
 
 
 def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
-    packed = form_of(path)[1]
-    return io.BufferedReader(_PACKED[packed](file), BLOCK_BYTES) if packed else file
+    if not (packed := form_of(path)[1]):
+        return file
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, _PACKED[packed]), BLOCK_BYTES)
 
 
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
