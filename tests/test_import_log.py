@@ -59,6 +59,11 @@ def curve(*points: tuple[int, float | None, float | None]) -> tuple[Point, ...]:
         ("[METRICS (latest)] step: 1674  |  val_loss: 3.2750809192657", 1674, None, 3.2750809192657, None),
         ("[METRICS] step: 7  |  val_loss: 4.5  |  tokens/sec: 1.2e6", 7, None, 4.5, None),
         ("step: 7  |  val_loss: 4.5  |  note: two words", 7, None, 4.5, None),
+        ("50%|### | 7/9\rstep:7.0/9 val_loss:4.5\r99%", 7, 9, 4.5, None),
+        ("\0\0 12: step:7/9 val_loss:4.5", 7, 9, 4.5, None),
+        ("[1,0]<stdout>:step:7/9 val_loss:4.5", 7, 9, 4.5, None),
+        ("[2026-11-28 12:00:01,123] INFO | s:7 tel:4.5", 7, None, 4.5, None),
+        ("2026-11-28T12:00:01.123Z step:7/9 val_loss:4.5", 7, 9, 4.5, None),
     ],
 )
 def test_every_dialect_of_a_validation_is_read(line, step, num_steps, loss, train_time_s):
@@ -106,14 +111,35 @@ def test_one_file_may_hold_several_runs():
         ("step:20/30 val_loss:4.0 train_time:20weeks", "cannot be read", ()),
         ("step:20/30 val_loss:-4.0 train_time:20ms", "out of range", ()),
         ("step:20/30 val_loss:4.0 " + "x:1 " * 500, "characters", ()),
+        ("step:20/30 val_loss:NaN train_time:20ms", "is nan", curve((20, None, 0.02))),
+        ("step:20/30 val_loss:3.2\0\0", "cannot be read", ()),
+        ("50%|### | 20/30 step:20/30 val_loss:4.0", "unknown text before the step", ()),
     ],
 )
 def test_impossible_lines_are_reported_by_number(bad, said, left):
-    found = read(f"step:0/30 val_loss:9.0 train_time:0ms\nstep:10/30 val_loss:5.0 train_time:10ms\n{bad}")
+    found = read(f"step:0/30 val_loss:9.0 train_time:0ms\nstep:10/30 val_loss:5.0 train_time:10ms\n{bad}\n")
     (run,) = found.runs
     assert run.validations == curve((0, 9.0, 0.0), (10, 5.0, 0.01)) + left
     assert [problem.line for problem in found.problems] == [3]
     assert said in found.problems[0].message
+
+
+def test_a_log_that_is_cut_anywhere_names_its_step_or_says_so():
+    """A loss from a cut line would look like a result."""
+    text = "step:0/20 val_loss:9.25 train_time:1ms\nstep:20/20 val_loss:3.279 train_time:50ms\n"
+    for raw in (
+        text.encode(),
+        text.encode("utf-16"),
+        b"log,step,num_steps,val_loss\na,0,20,9.25\na,20,20,3.279\n",
+    ):
+        (whole,) = read(raw).runs
+        assert whole.final_loss == 3.279
+        for end in range(len(raw)):
+            found = read(raw[:end])
+            for run in found.runs:
+                last = run.validations[-1]
+                assert last == whole.validations[0]
+                assert found.problems or raw[:end].rstrip(b"\0").endswith(b"\n")
 
 
 def test_a_table_gives_the_same_runs_as_logs():
@@ -123,6 +149,8 @@ def test_a_table_gives_the_same_runs_as_logs():
     assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
     assert found.runs[1].validations == curve((9, None, None))
     assert found == read(table.replace("\n", "\r\n"))
+    assert found == read(table.replace(",", " ; "))
+    assert found == read(table.replace("log,step", f'{"x" * 300},"log", "step"').replace("x/", "0,x/"))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@
     [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax
     log,step,num_steps,val_loss,train_time_ms                             head of a table; rows of a run are adjacent
 
-A line counts only if it consists of `key:value` words, or fields between bars, and starts with the step: a log may
-begin with the script that wrote it. The file is not trusted: its size is limited, and names are cleaned.
+A line counts only if it consists of `key:value` words, or fields between bars, and starts with the step, after what
+launchers and loggers write before it: a log may begin with the script that wrote it. A last line without its end may be
+cut off, so it does not count. What looks like a validation and does not count becomes a problem. The file is not
+trusted: its size is limited, and names are cleaned.
 """
 
+import codecs
 import csv
 import io
 import math
@@ -32,11 +35,29 @@ _NAME_LIMIT = 200  #: characters
 _MOST = 1e12  #: of a loss, of seconds
 MAX_BYTES = 32 * 2**20
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
-_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|nan|inf)")
-_WHOLE = re.compile(r"[0-9]{1,12}")
+_NUMBER = re.compile(
+    r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:e[+-]?[0-9]{1,3})?|nan|inf(?:inity)?)", re.IGNORECASE
+)
+_WHOLE = re.compile(r"[0-9]{1,12}(?:\.0{1,9})?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
-_MARK = re.compile(r"\s*(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*")
+#: What may come before a step, up to eight of them.
+_PREFIX = re.compile(
+    r"""\A[\s\0]*(?:(?:
+        \[[^][{}"']{1,80}\](?:<std(?:out|err)>)?:?                                # torchrun, Open MPI, many loggers
+      | \d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d)?(?:[.,]\d{1,9})?)?(?:Z|[+-]\d\d:?\d\d)?  # date and time
+      | \d\d:\d\d:\d\d(?:[.,]\d{1,9})?
+      | \d{1,5}:                                                               # srun --label
+      | DEBUG | INFO | WARNING
+      | [\w.-]{1,40}\s+\|                                                      # docker compose
+      | [|:-]
+    )[\s\0]*){0,8}""",
+    re.VERBOSE,
+)
 _STEP = re.compile(r"(?:step|s):\s*[0-9]")
+#: A validation behind another text, unless that is a comment or a program.
+_HIDDEN = re.compile(r"""(?!\s*\#)[^"'({=]{1,200}?\b(?:step|s):\s*[0-9].{0,200}?\b(?:val_loss|tel):""")
+_TABLE = {"log", "step", "val_loss"}
+_LONGEST_HEAD = 20_000  #: characters of a table's first line
 
 
 class Point(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -140,6 +161,11 @@ def import_file(path: Path, name: str) -> Context:
     if not context.runs:
         first = next(iter(context.problems), None)
         why = f" (line {first.line}: {first.message})" if first else ""
+        why = (
+            " (it looks like UTF-16 without a mark; convert it to UTF-8)"
+            if 4 * raw.count(0) > len(raw)
+            else why
+        )
         raise UsageError(
             f"{clean(str(path))} holds no line of a known log{why}; need lines like 'step:125/1770 val_loss:4.6539 "
             "train_time:12051ms', or a CSV with columns log,step,val_loss"
@@ -150,12 +176,18 @@ def import_file(path: Path, name: str) -> Context:
 def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
     """Return the runs of uncompressed bytes; there may be none."""
     problems: list[Problem] = []
-    text = raw.decode("utf-8-sig", errors="replace")
-    head = text[:200].partition("\n")[0].strip().split(",")
-    if {"log", "step", "val_loss"} <= {*head}:
-        readings = _readings_of_table(text, problems)
+    is_utf16 = raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell writes files
+    text = raw.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+    end = 1 + max(text.rfind("\n"), text.rfind("\r"))
+    whole, rest = text[:end], text[end:]
+    names, mark = _head(whole)
+    if rest.strip():
+        said = f"the last line has no end, so the file may be cut off: {rest.strip()[:60]!r}; left out"
+        problems.append(_problem(1 + whole.count("\n"), said))
+    if names:
+        readings = _readings_of_table(whole, names, mark, problems)
     else:
-        readings = _readings_of_log(text, name, problems)
+        readings = _readings_of_log(whole, name, problems)
     runs = tuple(_runs_of(readings, problems))
     return Context(clean(source, limit=200), digest, runs, tuple(sorted(problems, key=lambda one: one.line)))
 
@@ -168,11 +200,15 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def _readings_of_log(text: str, name: str, problems: list[Problem]) -> Iterator[Reading]:
-    for number, raw in enumerate(text.split("\n"), 1):
-        line = _MARK.sub("", _COLOURS.sub("", raw[: _LONGEST_LINE + 1]), count=1).strip()
-        if not _STEP.match(line):
-            continue
+    """Yield the validations of a log. Progress bars separate what they print by carriage returns."""
+    lines = ((number, raw) for number, row in enumerate(text.split("\n"), 1) for raw in row.split("\r"))
+    for number, raw in lines:
+        line = _PREFIX.sub("", _COLOURS.sub("", raw[: _LONGEST_LINE + 1]), count=1).strip()
         try:
+            if not _STEP.match(line):
+                if _HIDDEN.match(line):
+                    raise ValueError("an unknown text before the step")
+                continue
             if len(raw) > _LONGEST_LINE:
                 raise ValueError(f"{len(raw):,} characters")
             words = _words(line)
@@ -206,11 +242,24 @@ def _reading(line: int, name: str, step: str, num_steps: str, loss: str, time: s
     nats, time_s = float(loss), float(time) / per_s if time else None
     if (math.isfinite(nats) and not 0 <= nats <= _MOST) or not 0 <= (time_s or 0) <= _MOST:
         raise ValueError("a number out of range")
-    return Reading(line, name, int(step), int(num_steps) if num_steps else None, nats, time_s)
+    return Reading(line, name, int(float(step)), int(float(num_steps)) if num_steps else None, nats, time_s)
 
 
-def _readings_of_table(text: str, problems: list[Problem]) -> Iterator[Reading]:
-    rows = csv.DictReader(io.StringIO(text, newline=""))
+def _head(text: str) -> tuple[list[str], str]:
+    """Return the columns of a table and what separates them; no columns if the text is no table."""
+    first = next(iter(text[:_LONGEST_HEAD].splitlines()), "")
+    for mark in ",;\t":
+        names = [
+            name.strip() for name in next(csv.reader([first], delimiter=mark, skipinitialspace=True), [])
+        ]
+        if {*names} >= _TABLE:
+            return names, mark
+    return [], ""
+
+
+def _readings_of_table(text: str, names: list[str], mark: str, problems: list[Problem]) -> Iterator[Reading]:
+    body = io.StringIO(text.partition("\n")[2], newline="")
+    rows = csv.DictReader(body, names, delimiter=mark, skipinitialspace=True)
     try:
         for row in rows:
             cells = {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}
@@ -218,9 +267,9 @@ def _readings_of_table(text: str, problems: list[Problem]) -> Iterator[Reading]:
             try:
                 if None in row:
                     raise ValueError("more cells than columns")
-                yield _reading(rows.line_num, cells["log"], *steps, cells["val_loss"], time_ms, 1e3)
+                yield _reading(1 + rows.line_num, cells["log"], *steps, cells["val_loss"], time_ms, 1e3)
             except ValueError as error:
                 said = f"{error} in {','.join(cells.values())!r}; left out"
-                problems.append(_problem(rows.line_num, said))
+                problems.append(_problem(1 + rows.line_num, said))
     except csv.Error as error:
-        problems.append(_problem(rows.line_num, f"{error}; the rest is left out"))
+        problems.append(_problem(1 + rows.line_num, f"{error}; the rest is left out"))
