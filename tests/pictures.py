@@ -132,11 +132,12 @@ def _draw_losses(axes: "Axes", rungs: tuple[Rung, ...]) -> None:
 
 
 def _draw_minutes(axes: "Axes", minutes: list[list[float]]) -> None:
-    form: dict[str, Any] = {"va": "center", "fontsize": 8, "xytext": (3, 0), "textcoords": "offset points"}
+    form: dict[str, Any] = {"va": "center", "fontsize": 8, "xytext": (6, 0), "textcoords": "offset points"}
     for place, (published, predicted) in enumerate(minutes):
-        for shift, length, colour in ((-0.18, published, TRAIN), (0.18, predicted, VAL)):
-            axes.barh(place + shift, length, 0.32, color=colour, zorder=2)
-            axes.annotate(f"{length:.3g}", (length, place + shift), color=GREY, **form)
+        # Points: a bar has no length on a logarithmic axis, which has no zero.
+        for shift, time, colour in ((-0.18, published, TRAIN), (0.18, predicted, VAL)):
+            axes.plot(time, place + shift, "o", color=colour, markersize=5, zorder=2)
+            axes.annotate(f"{time:.3g}", (time, place + shift), color=GREY, **form)
     axes.set_xscale("log")
     svg_pictures.number_decades(axes.xaxis)
     axes.margins(x=0.15)
