@@ -1,12 +1,13 @@
 import io
 import re
 from itertools import pairwise
+from queue import SimpleQueue
 
 import forgeries
 import pytest
 from record_forge import Spec, chain, change, moments
 
-from speedrun.base import runlog
+from speedrun.base import progress, runlog
 from speedrun.base.console import Printer, TextLog, clean, duration, quantiles_ms, quantity, render
 
 
@@ -148,3 +149,15 @@ def test_on_a_terminal_the_newest_step_stands_below_the_lines(spec_lines, monkey
     assert len(below[0]) == 59
     printed = re.sub(r"\r\x1b\[Kstep  \d+/40  \d.*?(?=\r)", "", stream.getvalue()).replace("\r\x1b[K", "")
     assert re.sub(r"  ghost .*|^ghost\n", "", printed) == render(lines)
+
+
+def test_what_takes_long_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_LINE_S", 0.0)
+    assert list(progress.over("read", "abc", "files")) == ["a", "b", "c"]
+    first, second = capsys.readouterr().err.splitlines()
+    assert (first[:30], second[:30]) == ("read  33%  1.00 files of 3.00 ", "read  67%  2.00 files of 3.00 ")
+    assert "files/s  eta " in second
+    lines: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(progress.click, "echo", lambda line, **_: lines.put(line))
+    with progress.working("speedrun export"):
+        assert lines.get(timeout=60) == "speedrun export  0s so far"

@@ -156,7 +156,7 @@ def pull_request_text(record: Record, report: Report, archive: str) -> str:
         f"## What changed\n\n{changes or 'No change is named.'}",
         "## Rules",
         f"- [x] `speedrun validate --strict` passes: {passed}\n"
-        f"- [x] Not applicable to such a record: {skipped or 'none'}\n"
+        f"- [x] Skipped for such a record: {skipped or 'none'}\n"
         "- [x] No file holds anything that looks like a secret",
         "To be ticked by the submitter, since no check can verify it:",
         "\n".join(f"- [ ] {promise}" for promise in PROMISES),

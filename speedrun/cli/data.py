@@ -11,10 +11,10 @@ from speedrun.base import track as tracks
 from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
+from speedrun.base.progress import Progress, resumable
 from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
-from speedrun.cli.progress import Progress, resumable
 from speedrun.data import fetch, generated, overview, prepare
 from speedrun.data import tokenizer as tokenizers
 from speedrun.data.documents import HUB, READERS, open_source, texts
@@ -171,7 +171,9 @@ def list_() -> cli.Answer:
     return cli.Answer({"tracks": [holding._asdict() for holding in holdings]}, lines)
 
 
-@cli.command("speedrun data train-bpe --source texts/ --vocab-size 4096 --out mine.json", of=data)
+@cli.command(
+    "speedrun data train-bpe --source texts/ --vocab-size 4096 --out mine.json", of=data, silent=True
+)
 def train_bpe(
     reading: Reading,
     *,

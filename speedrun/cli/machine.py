@@ -68,7 +68,7 @@ def _answer(found: Any) -> cli.Answer:
     return cli.Answer(found, found if isinstance(found, list) else [found])
 
 
-@cli.command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=bench)
+@cli.command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=bench, silent=True)
 def head(
     *,
     tokens: Annotated[cli.Count, "Rows of the logits."] = 1024,
@@ -96,6 +96,7 @@ class AttentionSizes(NamedTuple):
     "speedrun bench attention",
     "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
     of=bench,
+    silent=True,
 )
 def attention(sizes: AttentionSizes) -> cli.Answer:
     """Attention and its gradients, in every form that runs here, against the definition."""
@@ -133,7 +134,7 @@ class ProgramOptions(NamedTuple):
         return Program(chosen, devices, self.microbatches, self.attention)
 
 
-@cli.command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=bench)
+@cli.command("speedrun bench step --recipe smoke", "speedrun bench step --steps 20", of=bench, silent=True)
 def step(
     asked: ProgramOptions,
     *,
@@ -200,6 +201,7 @@ _SHOWN_SHARE = 0.01
 @cli.command(
     "speedrun profile --recipe smoke",
     "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
+    silent=True,
 )
 def profile(
     asked: ProgramOptions,

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from types import NoneType
@@ -17,6 +18,7 @@ import click
 
 from speedrun.base import clock
 from speedrun.base.errors import SpeedrunError, UsageError
+from speedrun.base.progress import working
 from speedrun.base.recipe_files import resolve
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ _Function = Callable[..., Answer | None]
 
 
 class Command(click.Command):
-    """A command with `--json`."""
+    """A command with `--json`. A `silent` one shows no progress of its own."""
+
+    silent = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read a bare `--replay` as `--replay=some`, since click would take the record as its value."""
@@ -53,7 +57,9 @@ class Command(click.Command):
         assert self.callback is not None
         hints = get_type_hints(self.callback)
         given = {name: _given(ctx, name, kind) for name, kind in hints.items() if name != "return"}
-        if isinstance(answer := ctx.invoke(self.callback, **given), Answer):
+        with working(ctx.command_path) if self.silent else nullcontext():
+            answer = ctx.invoke(self.callback, **given)
+        if isinstance(answer, Answer):
             as_json = ctx.params["as_json"]
             show(answer.facts, answer.lines, as_json=as_json)
             if answer.error and not as_json:
@@ -70,7 +76,9 @@ def _given(ctx: click.Context, name: str, kind: Any) -> Any:
     return ctx.params[name]
 
 
-def command(*examples: str, of: click.Group | None = None) -> Callable[[_Function], Command]:
+def command(
+    *examples: str, of: click.Group | None = None, silent: bool = False
+) -> Callable[[_Function], Command]:
     """Return a decorator that makes a command from a function; its help ends with the examples.
 
     Positional parameters are arguments. A NamedTuple stands for its fields.
@@ -85,6 +93,7 @@ def command(*examples: str, of: click.Group | None = None) -> Callable[[_Functio
             help=cleandoc(function.__doc__ or "").partition(_TEXTS)[0],
             epilog=epilog(*examples),
         )
+        found.silent = silent
         if of is not None:
             of.add_command(found)
         return found

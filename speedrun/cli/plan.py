@@ -52,6 +52,7 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
     "speedrun plan --recipe webmini --device-kind a100",
     "speedrun plan --track main-8xh100 --dollars 2.50",
     "speedrun plan --check records/webmini/2026-11-26-first-gpu",
+    silent=True,
 )
 def plan(
     ctx: click.Context,

@@ -87,10 +87,9 @@ def submit(
         return cli.Answer({"error": error, "exit_code": 1, "findings": ready.findings}, found, error=error)
     if not dry_run:
         submission.write(ready, archive)
-    passed, skipped = len(report.having("ok")), len(report.having("skipped"))
     done = "  (not written)" if dry_run else ""
     lines = [
-        f"checks  {passed} passed, {skipped} not applicable; no secrets found",
+        f"checks  {report.verdict}; no secrets found",
         *found,
         f"archive {ready.archive}  {ready.archive_bytes:,} bytes, sha256 {ready.archive_sha256}{done}",
         f"text    {ready.text_path}{done}",
@@ -119,7 +118,12 @@ def leaderboard() -> None:
     """Build the board from records, or check that it is up to date."""
 
 
-@cli.command("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=leaderboard)
+@cli.command(
+    "speedrun leaderboard build",
+    "speedrun leaderboard build --records DIR --json",
+    of=leaderboard,
+    silent=True,
+)
 def build(*, records: _Records = Path("records")) -> cli.Answer:
     """Validate every record again and write LEADERBOARD.md and leaderboard.json.
 
@@ -136,7 +140,7 @@ def build(*, records: _Records = Path("records")) -> cli.Answer:
     return cli.Answer(board, rows, error=error if board.left_out else None)
 
 
-@cli.command("speedrun leaderboard check", of=leaderboard)
+@cli.command("speedrun leaderboard check", of=leaderboard, silent=True)
 def check(*, records: _Records = Path("records")) -> cli.Answer:
     """Exit with 1 if the board is out of date."""
     files = _files(read(records), records).items()
@@ -166,6 +170,7 @@ MODEL_FORMS = {
     "speedrun export records/smoke-cpu/2026-11-25-first --to classic",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",
+    silent=True,
 )
 def export(
     record: Path,

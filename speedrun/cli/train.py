@@ -18,7 +18,7 @@ from speedrun.board.exports import relayed
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.record.about import Summary
-from speedrun.record.validate import Report, Status, validate
+from speedrun.record.validate import Report, validate
 from speedrun.train import connect, watchdog
 from speedrun.train.request import RunConfig
 
@@ -253,16 +253,8 @@ def _answer(folder: Path, done: "Outcome") -> cli.Answer:
 def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
     """Return the result in three lines, then a line for each check that failed or warned."""
     reached = "reached" if summary.target_reached else "NOT reached"
-    words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
-    others = [(word, report.having(status)) for status, word in words.items() if report.having(status)]
-    checks = [f"{len(report.having('ok'))} checks passed"]
-    checks += [f", {len(results)} {word}" for word, results in others]
-    checks += [
-        f"\n        {r.check.id} {word}: {'; '.join(r.messages)}"
-        for word, rs in others
-        for r in rs
-        if r.status != "skipped"
-    ]
+    problems = [*report.having("failed"), *report.having("warning")]
+    told = [f"\n        {one.check.id} {one.status}: {'; '.join(one.messages)}" for one in problems]
     head = f"card    {rules.id}: target {rules.target.loss:g} {reached}"
     if summary.num_finished:
         head += (
@@ -272,7 +264,7 @@ def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
         )
     else:
         head += ", no run finished"
-    return f"{head}\nchecks  {''.join(checks)}"
+    return f"{head}\nchecks  {report.verdict}{''.join(told)}"
 
 
 def _standing(rules: tracks.Rules, summary: Summary) -> str:

@@ -13,9 +13,9 @@ from speedrun.base import signals
 from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
+from speedrun.base.progress import Progress
 from speedrun.base.serving import serving, stoppable
 from speedrun.cli import options as cli
-from speedrun.cli.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,7 @@ def _newest() -> Path:
     "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
     "speedrun sample runs/first --ids 0,17,4",
     "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
+    silent=True,
 )
 def sample(
     ctx: click.Context,

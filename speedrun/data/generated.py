@@ -17,6 +17,7 @@ import msgspec
 
 from speedrun.base.console import memory
 from speedrun.base.errors import DataError, UsageError, translate_os_errors
+from speedrun.base.progress import Progress, over, working
 from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.data import prepare, synthetic, tokenizer
@@ -86,7 +87,7 @@ def collect(roots: dict[str, Path]) -> dict[str, str]:
     files.sort(key=lambda named: hashlib.sha256(named[0].encode()).digest())
     found: dict[str, str] = {}
     seen: set[str] = set()
-    for name, path in files:
+    for name, path in over("read", files, "files"):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about escapes in other people's code
@@ -131,7 +132,8 @@ def _make_docs(track: Track, folder: Path) -> Manifest:
     texts = collect(installed())
     rows = ({"name": name, "text": text} for name, text in texts.items())
     write_whole(folder / CORPUS, *(msgspec.json.encode(row) + b"\n" for row in rows))
-    size = tokenizer.train_bpe(iter(texts.values()), settings["vocab_size"], folder / TOKENIZER)
+    with working("tokenizer"):
+        size = tokenizer.train_bpe(iter(texts.values()), settings["vocab_size"], folder / TOKENIZER)
     if size != track.data.vocab_size:
         raise DataError(
             f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
@@ -144,4 +146,6 @@ def _make_docs(track: Track, folder: Path) -> Manifest:
     )
     source = open_source([str(folder / CORPUS)])
     source.name = SOURCE  # independent of the folder's path
-    return prepare.prepare(source, tokenizer.load(str(folder / TOKENIZER)), cut, folder).manifest
+    chosen = tokenizer.load(str(folder / TOKENIZER))
+    with Progress("shards") as progress:
+        return prepare.prepare(source, chosen, cut, folder, report=progress.update).manifest

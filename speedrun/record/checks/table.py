@@ -10,7 +10,7 @@ from speedrun.record.reader import Record
 
 
 class Skip(Exception):
-    """Raised by a check that does not apply to this record; its text is the reason."""
+    """Raised by a check that is skipped for this record; its text is the reason."""
 
 
 def if_ranked(record: Record, problem: str) -> str:

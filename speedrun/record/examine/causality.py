@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedrun.base.progress import over
+
 _BLOCK = 64  #: positions cover every residue modulo this
 _EDGES = 3  #: positions at each end of a sequence
 _ROUNDS = 2  #: changed ends of each text
@@ -77,7 +79,7 @@ def known(
     rows_RT = ids_MBT.reshape(-1, ids_MBT.shape[-1])
     places_QMB = [places(rows_RT, text.separator, draw).reshape(num_batches, batch) for _ in range(_ROUNDS)]
     found = found._replace(changes=found.changes + _ROUNDS * len(rows_RT))
-    for ids_BT, *places_QB in zip(ids_MBT, *places_QMB, strict=True):
+    for ids_BT, *places_QB in over("leaks", [*zip(ids_MBT, *places_QMB, strict=True)], "batches"):
         x_ND = _flat(model.hidden(ids_BT))
         cases = [_other_ends(model, ids_BT, at_B, text, draw) for at_B in places_QB]
         if batch > 1:

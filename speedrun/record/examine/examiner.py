@@ -21,6 +21,7 @@ from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.output import reported
+from speedrun.base.progress import over
 from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.record.examine import causality
@@ -153,7 +154,8 @@ class _Examiner:
         The order is random, so that a sequence or token cannot profit from its neighbours.
         """
         found_R, batch = np.empty(len(text.tokens_BT)), self._shape_BT[0]
-        for rows_B in causality.parts(len(found_R), batch, self._draw) if len(found_R) else ():
+        batches = causality.parts(len(found_R), batch, self._draw) if len(found_R) else ()
+        for rows_B in over("score", [*batches], "batches"):
             x_ND = np.concatenate(np.asarray(model.hidden(text.tokens_BT[rows_B])))
             targets_N, costs_N = text.targets_BT[rows_B].reshape(-1), np.empty(len(x_ND))
             for rows_K in causality.parts(len(x_ND), model.chunk, self._draw):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.errors import CheckpointError, UsageError
+from speedrun.base.progress import over
 from speedrun.base.rounds import Work
 from speedrun.data import shards, stream
 from speedrun.islands.outer import Weights
@@ -58,7 +59,7 @@ class Trainer:
         leaves, cursor = self.restored(stretch.start) if stretch.from_checkpoint else self._initial()
         began, begun, losses, vals, first = state_hash(leaves), cursor, [], [], ""
         tokens = self._stream(cursor)
-        for at in range(stretch.start, stretch.stop):
+        for at in over("train", range(stretch.start, stretch.stop), "steps"):
             if self.track.validates_at(at):
                 vals.append((at, self.loss(leaves, at)))
             leaves, loss, batch = self._step(leaves, at, tokens)

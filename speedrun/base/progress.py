@@ -1,10 +1,12 @@
-"""The progress of a long transfer or check on stderr: one line on a terminal, elsewhere a line every ten seconds."""
+"""The progress of what takes long, on stderr: one line on a terminal, elsewhere a line every ten seconds."""
 
 import shutil
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -13,6 +15,7 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration, quantity
 from speedrun.base.errors import Terminated
 
+_Item = TypeVar("_Item")
 _LINE_S, _REWRITE_S = 10.0, 0.25  #: between two lines, and on a terminal
 _ERASE = "\r\x1b[K"  #: the line of the cursor
 
@@ -28,6 +31,22 @@ def resumable(what: str, folder: Path) -> Iterator["Progress"]:
             f"stopped; the shards in {folder} are whole; run the same command again to continue", err=True
         )
         raise
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say every ten seconds that a command without other progress is still working."""
+    watch, done = Stopwatch(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(_LINE_S):
+            click.echo(f"{what}  {duration(watch.seconds)} so far", err=True)
+
+    threading.Thread(target=tell, name=what, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -65,3 +84,11 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __exit__(self, *exc: object) -> None:
         click.echo(self._erase, err=True, nl=False)
+
+
+def over(what: str, items: Collection[_Item], unit: str) -> Iterator[_Item]:
+    """Yield items, and show how many are done."""
+    with Progress(what, unit) as progress:
+        for number, item in enumerate(items):
+            progress.update(number, len(items))
+            yield item
