@@ -394,7 +394,8 @@ def test_golden92_rows_segments_and_columns_of_each_batch_agree(golden):
             np.testing.assert_array_equal(rows, places(config["ngram_rows"])[batch[f"{m}/rows"]])
             first = tokens92.segments(ids, config["document_token"], recipe.config.segment_tokens)[0]
             ends = [*(np.flatnonzero(np.diff(first)) + 1), len(first)]
-            np.testing.assert_array_equal(ends, batch[f"{m}/ends"])
+            # Upstream lists empty segments, too.
+            np.testing.assert_array_equal(ends, np.unique(batch[f"{m}/ends"]))
             if count := recipe.inputs_at(step)["columns"]:
                 targets = jnp.asarray(batch[f"{m}/targets"], jnp.int32)
                 found = tokens92.sampled(targets, jnp.int32(offsets[m]), count, config["vocab_size"])
