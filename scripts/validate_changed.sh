@@ -22,30 +22,22 @@ if [[ -n ${GITHUB_ACTIONS:-} ]]; then
 fi
 
 # A record is a folder in records/<track>/, neither a file nor a link.
-declare -A seen=()
 records=() status=0
-while IFS= read -rd '' path; do
-  if [[ -L $checkout/$path ]]; then
-    printf 'refused: %q is a link\n' "$path"
-    status=1
-  fi
-  if ! [[ $path =~ ^records/[^/]+/[^/]+ ]]; then
-    printf 'not a record: %q, for a maintainer to read\n' "$path"
-    continue
-  fi
-  record=${BASH_REMATCH[0]}
-  if [[ -n ${seen[$record]:-} ]]; then continue; fi
-  seen[$record]=1
-  if [[ -d $checkout/$record ]]; then
-    records+=("$checkout/$record")
-  elif [[ -e $checkout/$record ]]; then
-    printf 'refused: %q is no folder of a record\n' "$record"
-    status=1
+while IFS= read -rd '' place; do
+  at=$checkout/$place why=""
+  if [[ -L $at ]]; then
+    why="is a link"
+  elif [[ $place != records/*/* ]]; then
+    printf 'not a record: %q, for a maintainer to read\n' "$place"
+  elif [[ -d $at ]]; then
+    records+=("$at")
+  elif [[ -e $at ]]; then
+    why="is no folder of a record"
   else
-    printf 'refused: %q is removed; only a maintainer removes records\n' "$record"
-    status=1
+    why="is removed; only a maintainer removes records"
   fi
-done < <(git -C "$checkout" diff --no-ext-diff --no-renames --name-only -z "$base" HEAD -- records)
+  if [[ -n $why ]]; then printf 'refused: %q %s\n' "$place" "$why" && status=1; fi
+done < <(git -C "$checkout" diff --no-ext-diff --no-renames --name-only -z "$base" HEAD -- records | cut -zd/ -f1-3 | sort -zu)
 wait $! # fails if BASE is no commit
 
 echo "${#records[@]} records added or changed"

@@ -33,6 +33,19 @@ COMPILERS = (
 #: Makes all GEMMs cuBLAS calls, also in FP8, as autotuning often does. Without a GPU the default is Triton for all.
 CUBLAS_GEMMS: Options = {"xla_gpu_enable_triton_gemm": False}
 
+#: Versions of all targets. Without them, XLA silently builds no FP8 GEMM.
+_CUDA = "12.9.0"
+_CUDNN = (9, 10, 2)
+#: Threads and bytes of shared memory of a multiprocessor, bytes of the L2 cache, NVLinks in use.
+_CORES = {
+    "h100": (2048, 233_472, 50 * 2**20, 18),
+    "b200": (2048, 233_472, 132_644_864, 18),
+    "a100": (2048, 167_936, 40 * 2**20, 12),
+    "a100-40gb": (2048, 167_936, 40 * 2**20, 12),
+    "l40s": (1536, 102_400, 96 * 2**20, 0),
+    "4090": (1536, 102_400, 72 * 2**20, 0),
+}
+
 
 def missing_wheels() -> list[str]:
     """Return the missing wheels of the first compiler, or none if any is complete. A CUDA toolkit on PATH counts."""
@@ -59,7 +72,7 @@ def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
             f"scripts/install.sh compile, or pip install --no-deps {exact}"
         )
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=accelerators.target(device), topology=f"1x{num_nodes}x{num_devices}"
+        platform="cuda", target_config=target(device), topology=f"1x{num_nodes}x{num_devices}"
     )
     return arranged(topology.devices, num_nodes)
 
@@ -110,3 +123,51 @@ def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
 def _collective(end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed) -> Collective:
     sent_bytes = sum(step.around[name].num_bytes for name in start.operands)
     return Collective(end.kind, max(end.num_bytes, sent_bytes), step.times)
+
+
+def target(device: accelerators.Device) -> str:
+    """Return a device as a `GpuTargetConfigProto` in text form, for XLA's compiler."""
+    major, minor = device.compute_capability
+    kind = next(kind for kind, one in accelerators.DEVICES.items() if one == device)
+    threads_per_core, shared_bytes_per_core, l2_bytes, num_links = _CORES.get(kind, _CORES["h100"])
+    # The tensor cores of Hopper and Blackwell are compiled for sm_90a and sm_100a only.
+    features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    # CUDA reserves 1 KiB of the shared memory of a core.
+    return f"""
+platform_name: "CUDA"
+device_description_str: "{device.name}"
+dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: {_CUDNN[2]} }}
+gpu_device_info {{
+  name: "{device.name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "{major}.{minor}"
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {device.num_cores}
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {threads_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared_bytes_per_core - 1024}
+  shared_memory_per_core: {shared_bytes_per_core}
+  l2_cache_size: {l2_bytes}
+  memory_bandwidth: {device.memory_rate:.0f}
+  device_memory_size: {device.memory_bytes}
+  clock_rate_ghz: {device.clock_ghz}
+  device_address_bits: 64
+  pcie_bandwidth: {32 * 2**30}
+  device_interconnect_info {{ active_links: {num_links} }}
+  driver_version: "{_CUDA}"
+  runtime_version: "{_CUDA}"
+  compile_time_toolkit_version: "{_CUDA}"
+  dnn_version: "{".".join(map(str, _CUDNN))}"
+}}
+"""

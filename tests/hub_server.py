@@ -74,8 +74,16 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if self.hub.repo in path:  # the client has other requests
             self.hub.tokens.add(self.headers.get("Authorization"))
-        if path.startswith(f"/api/datasets/{self.hub.repo}/revision/"):
+        of_repo = (
+            path.removeprefix("/api/datasets").removeprefix("/api/models").removeprefix(f"/{self.hub.repo}")
+        )
+        if of_repo.startswith("/revision/"):
             self._listing(path.rpartition("/")[2])
+        elif of_repo == f"/tree/{self.hub.commit}":
+            files = self.hub.files.items()
+            tree = [{"type": "file", "path": name, "size": len(x), "oid": "0" * 40} for name, x in files]
+            self._begin(200, len(raw := json.dumps(tree).encode()), Content_Type="application/json")
+            self.wfile.write(raw)
         elif path.removeprefix("/datasets").startswith(f"/{self.hub.repo}/resolve/"):
             self._file(head=False)
         else:

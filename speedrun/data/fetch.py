@@ -5,14 +5,12 @@ shards before it: an interrupted folder holds the first shards of the track.
 """
 
 import fnmatch
-import multiprocessing
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
-from multiprocessing.pool import IMapIterator, ThreadPool
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,6 @@ Report = Callable[[int, int], None]
 STAGING = ".partial"  #: the hidden folder
 
 _NUM_TRANSFERS = 4
-_UPDATE_S = 0.2  #: between two updates of the progress
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -146,11 +143,11 @@ class _Download:
         total = self._size_bytes(names)
         say(f"{self._repo}@{self._commit}: {len(names)} shards, {total / 1e9:.2f} GB")
         with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
-            transfers = pool.imap(partial(self._obtain, say=say), names)
+            obtain = partial(
+                self._obtain, say=say, report=lambda: report(sum(self._received.values()), total)
+            )
             try:
-                for name in names:
-                    while (entry := _next(transfers)) is None:
-                        report(sum(self._received.values()), total)
+                for name, entry in zip(names, pool.imap(obtain, names), strict=True):
                     self._finish(name, entry)
                     shown = f"{entry.tokens:,} tokens  {entry.documents:,} documents"
                     say(f"{self._folder / name}  {shown}")
@@ -173,27 +170,28 @@ class _Download:
 
     # --- on a thread of the pool --------------------------------------------------------------------------
 
-    def _obtain(self, name: str, say: Callable[[str], None]) -> ShardEntry:
+    def _obtain(self, name: str, say: Callable[[str], None], report: Callable[[], None]) -> ShardEntry:
         """Check a present shard, or download it, with retries."""
         if (self._folder / name).exists():
             return self._checked(self._folder / name, "delete it and get it again")
-        return hub.patiently(partial(self._transfer, name), say)
+        return hub.patiently(partial(self._transfer, name, report), say)
 
-    def _transfer(self, name: str) -> ShardEntry:
+    def _transfer(self, name: str, report: Callable[[], None]) -> ShardEntry:
         self._received[name] = 0
-        hub.download(self._repo, self._commit, name, self._staging, partial(self._count, name))
+        hub.download(self._repo, self._commit, name, self._staging, partial(self._count, name, report))
         try:
             return self._checked(self._staging / name, "deleted; try again later")
         except DataError:
             (self._staging / name).unlink()
             raise
 
-    def _count(self, name: str, num_bytes: int) -> None:
+    def _count(self, name: str, report: Callable[[], None], num_bytes: int) -> None:
         if self._stopped.is_set():
             raise hub.HubError("stopped")
         if num_bytes < 0:  # the client would start over without end
             raise hub.HubError("a broken transfer cannot be resumed", may_pass=True)
         self._received[name] += num_bytes
+        report()
 
     def _checked(self, path: Path, advice: str) -> ShardEntry:
         """Compare a shard with all known digests, and check every id."""
@@ -201,9 +199,3 @@ class _Download:
         known = self._manifest.shards.get(path.name)
         digests = {"the hub": lfs.sha256 if lfs else None, MANIFEST: known.sha256 if known else None}
         return read_whole(shard, self._data, digests, advice)
-
-
-def _next(transfers: "IMapIterator[ShardEntry]") -> ShardEntry | None:
-    """Return the next finished shard; None if it takes long."""
-    with suppress(multiprocessing.TimeoutError):
-        return transfers.next(timeout=_UPDATE_S)

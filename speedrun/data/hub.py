@@ -144,18 +144,15 @@ def model_folder(repo: str, names: Sequence[str]) -> Path:
         reach(_TIMEOUT_S)
     except HubError as error:  # the client would retry for half a minute
         offline = error
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
-    fetch = partial(hf_hub_download, repo, endpoint=_endpoint(), local_files_only=offline is not None)
     with translate_os_errors(repo):
         try:
             with _client_errors():
-                folder = Path(fetch(names[0], revision="main")).parent
-                for name in names[1:]:
-                    fetch(name, revision=folder.name)
+                here = {"endpoint": _endpoint(), "local_files_only": offline is not None}
+                return Path(snapshot_download(repo, allow_patterns=[*names], **here))
         except HubError as error:
             raise offline or error from None
-    return folder
 
 
 def _endpoint() -> str:
