@@ -154,6 +154,7 @@ def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
     """Draw published records with claims and our qualified records of `MAIN_TRACK`; return an SVG."""
     ours = [row for row in board.of(MAIN_TRACK) if row.standing == "qualified" and row.train_time_s]
     claims = [one for one in board.published if one.claim and f"{one.track}@1" == MAIN_TRACK]
+    claims = [one for one in claims if not one.rules.startswith("impossible")]  # by our rules: no goal here
     with drawing.canvas(8.0, 4.2) as figure:
         _draw_history(figure.add_subplot(), sorted(history, key=lambda one: one.date), claims, ours)
         return svg_pictures.svg(figure)
@@ -185,17 +186,17 @@ def _draw_history(
     if claims:
         best = min(claims, key=lambda one: one.minutes)
         place = float(date2num(date.fromisoformat(best.date))), best.minutes
-        drawing.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (-6, -3), ha="right", **plain)
+        drawing.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (8, -22), ha="right", **plain)
     for row in ours:
         day, time_min = float(date2num(row.moment)), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
         drawing.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
-    since = (("small and hollow: claimed since, not verified", VAL),) if claims else ()
+    since = (("small and hollow: claimed since, not against our rules, not verified", VAL),) if claims else ()
     own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
     drawing.key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
     svg_pictures.number_decades(axes.yaxis)
-    axes.set_ylim(bottom=0.7 * axes.dataLim.ymin)
+    axes.set_ylim(bottom=0.5 * axes.dataLim.ymin)
     axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=8))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.set_ylabel("minutes to a loss of 3.28")
