@@ -6,7 +6,8 @@ A page has a figure between two marks: `<!-- figure: published 89 minutes -->1.2
 from records/leaderboard.json, so run `speedrun leaderboard build` first.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import fmean
@@ -16,9 +17,9 @@ import svg_pictures
 
 from speedrun.base import accelerators
 from speedrun.base import track as tracks
+from speedrun.base.errors import UsageError, unknown
 from speedrun.base.wholefile import write_whole
 from speedrun.board import drawing
-from speedrun.board import pages as marks
 from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.standings import (
     Board,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
+_MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 MAIN = ("h100", 8)  #: kind and number of devices of the published records
 MAIN_TRACK = "main-8xh100@1"
 LADDER_TRACK = "smoke-cpu"  #: of the losses of the ladder
@@ -56,13 +59,22 @@ def outputs() -> dict[Path, bytes]:
     assert board is not None, "run 'speedrun leaderboard build' first"
     stated = texts(context, board)
     pages = {path: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
-    files = {path: marks.filled(page, stated).encode() for path, page in pages.items() if marks.END in page}
+    files = {path: filled(page, stated).encode() for path, page in pages.items() if END in page}
     files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
     files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)
     return files
 
 
 # --- pages ------------------------------------------------------------------------------------------------
+
+
+def filled(page: str, figures: Mapping[str, str]) -> str:
+    """Return a page with these figures between their marks; raise UsageError for a mark of another figure."""
+    if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
+        raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
+    for name in {mark[2] for mark in _MARK.finditer(page)} - figures.keys():
+        raise unknown("figure", name, figures)
+    return _MARK.sub(lambda mark: f"{mark[1]}{figures[mark[2]]}{mark[4]}", page)
 
 
 def texts(context: Context, board: Board) -> dict[str, str]:

@@ -9,7 +9,6 @@ from test_leaderboard import CONTEXT as RESULT
 
 from speedrun import recipes
 from speedrun.base.errors import UsageError
-from speedrun.board.pages import filled
 from speedrun.board.standings import Context, read_built, read_context
 from speedrun.plan import estimate as planning
 
@@ -63,10 +62,10 @@ def test_every_colour_of_a_picture_has_a_dark_one(name):
 
 def test_a_wrong_mark_is_refused():
     with pytest.raises(UsageError, match="unknown figure 'b'"):
-        filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
+        pictures.filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
         with pytest.raises(UsageError, match="has no <!-- end -->"):
-            filled(page, {"a": "1"})
+            pictures.filled(page, {"a": "1"})
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,11 @@
-"""The board as Markdown, and figures in pages.
-
-A page has a figure between two marks, `<!-- figure: NAME -->1.23<!-- end -->`. Titles, authors and folder names come
-from strangers, so they are escaped.
-"""
+"""The board as Markdown. Titles, authors and folder names come from strangers, so they are escaped."""
 
 import re
-from collections.abc import Mapping
 from urllib.parse import quote
 
 from speedrun.base.console import clean, quantity
-from speedrun.base.errors import UsageError, unknown
 from speedrun.board.standings import Board, Published, Row
 
-BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
-_MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
     *("track", "rank", "train time", "val loss", "record", "standing", "runs", "date", "by our rules"),
@@ -84,12 +76,3 @@ def _seconds(mean: float | None, half_width: float | None) -> str:
 def _words(text: str, limit: int = _LONGEST) -> str:
     """Return a stranger's text as plain text in Markdown."""
     return _MARKUP.sub(r"\\\1", clean(text, limit=limit))
-
-
-def filled(page: str, figures: Mapping[str, str]) -> str:
-    """Return a page with these figures between their marks; raise UsageError for a mark of another figure."""
-    if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
-        raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
-    for name in {mark[2] for mark in _MARK.finditer(page)} - figures.keys():
-        raise unknown("figure", name, figures)
-    return _MARK.sub(lambda mark: f"{mark[1]}{figures[mark[2]]}{mark[4]}", page)

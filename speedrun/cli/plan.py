@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import click
-
 from speedrun.base import accelerators as kinds
 from speedrun.base import track as tracks
 from speedrun.base.children import say
@@ -51,11 +49,9 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
     "speedrun plan --recipe record21 --device-kind h100 --devices 8",
     "speedrun plan --recipe webmini --device-kind a100",
     "speedrun plan --track main-8xh100 --dollars 2.50",
-    "speedrun plan --check records/webmini/2026-11-26-first-gpu",
     silent=True,
 )
 def plan(
-    ctx: click.Context,
     size: requests.Size,
     *,
     recipe: Annotated[cli.Recipe | None, "Recipe to train. Default: the track's, or smoke."] = None,
@@ -67,17 +63,11 @@ def plan(
     microbatches: Annotated[cli.Count, "Parts of a node's batch."] = 8,
     settings: cli.Settings = (),
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
-    check: Annotated[tuple[Path, ...], "--check RECORD"] = (),
 ) -> cli.Answer:
     """Predict memory, bounds, time and cost of a recipe on devices that need not be here.
 
     Exits with 1 if it does not fit into memory, with advice.
-
-    Options:
-        check: Instead, compare the steps of a record from a GPU with the plan of its recipe.
     """
-    if check:
-        return _checked(ctx, check)
     kinds.load(kind)
     if track is None and any(number is not None for number in size):
         raise UsageError("a number of runs needs a track; add --track NAME")
@@ -102,14 +92,3 @@ def plan(
     return cli.Answer(
         {"error": found.error, **facts, "batch": found.budget.facts()}, lines, error=found.error
     )
-
-
-def _checked(ctx: click.Context, paths: tuple[Path, ...]) -> cli.Answer:
-    """Compare the model with records."""
-    from speedrun.plan import calibration
-
-    if other := [option.opts[0] for option in cli.typed(ctx) if option.name not in ("check", "as_json")]:
-        raise UsageError(f"--check measures nothing with {other[0]}; leave it out")
-    stages = {str(path): calibration.check(path) for path in paths}
-    lines = [line for path, found in stages.items() for line in (f"record {path}", *found)]
-    return cli.Answer({"records": stages}, lines)
