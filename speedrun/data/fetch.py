@@ -174,7 +174,7 @@ class _Download:
         """Check a present shard, or download it, with retries."""
         if (self._folder / name).exists():
             return self._checked(self._folder / name, "delete it and get it again")
-        return hub.patiently(partial(self._transfer, name, report), say)
+        return hub.patiently(partial(self._transfer, name, report), lambda line: say(f"{name}: {line}"))
 
     def _transfer(self, name: str, report: Callable[[], None]) -> ShardEntry:
         self._received[name] = 0
