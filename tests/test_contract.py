@@ -9,7 +9,7 @@ from test_checkpoint import went_on
 from test_referee import examination
 
 from speedrun import recipes
-from speedrun.base import recipe_files, runlog, track
+from speedrun.base import recipe_files, runlog
 from speedrun.base.errors import UsageError
 from speedrun.base.recipe_files import resolve
 from speedrun.base.sourcefile import RECIPES_VARIABLE
@@ -19,7 +19,6 @@ from speedrun.record.findings import Stretch
 from speedrun.record.reader import load
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe
-from speedrun.train import contract
 from speedrun.train.preflight import prepare
 from speedrun.train.request import RunConfig
 from speedrun.train.run import train
@@ -186,12 +185,3 @@ def test_a_mistake_of_a_recipe_is_refused_before_it_is_compiled(
     with pytest.raises(UsageError, match=f"^recipe bad_{mistake}: .*{said}") as info:
         prepare(RunConfig("smoke-cpu", tmp_path / "out", recipe=resolve(str(file)), data=smoke_data))
     assert "\n" not in str(info.value)
-
-
-def test_a_track_may_cap_parameters():
-    rules = track.load("capped-8xh100")
-    table, larger = (one.table(one.config) for one in map(recipes.load, ("record21", "record89")))
-    contract.check_size(table, rules)
-    contract.check_size(larger, track.load("main-8xh100"))
-    with pytest.raises(UsageError, match="got 635,887,015 parameters; capped-8xh100@1 permits 300,000,000"):
-        contract.check_size(larger, rules)

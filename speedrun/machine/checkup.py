@@ -99,8 +99,8 @@ def fitting(track: Track, machine: check_devices.Machine, *, needed: bool) -> Ch
     fits, found = has_them or rules.platform in ("any", "cpu"), "fits this machine"
     if not fits:
         found = f"needs {need} {rules.platform} devices, {machine.num_devices} x {machine.kind} are here"
-    elif rules.ranked and (wrong := refusals(track, machine)):
-        fits, found = False, f"no ranked record could be made here: {prospect.told(wrong)}"
+    elif wrong := refusals(track, machine if has_them else machine._replace(platform="cpu", kind="cpu")):
+        fits, found = False, f"no record that is made here would be accepted: {prospect.told(wrong)}"
     return Check(f"track {track.name}", f"{found}: {track.summary}", ok=fits, needed=needed)
 
 

@@ -16,7 +16,6 @@ from speedrun import recipes
 from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
 from speedrun.science.inputs import Plan
-from speedrun.science.params import Table, count
 from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
 from speedrun.science.rows import Rows
 from speedrun.train.checkpoint import differences, form, named
@@ -120,13 +119,6 @@ def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form)
         raise UsageError(f"{what}: {difference}")
     if jax.tree.structure(got) != jax.tree.structure(need):
         raise UsageError(f"{what}: the arrays of init in other containers; keep those")
-
-
-def check_size(table: Table, track: Track) -> None:
-    """Check that a model has no more parameters than the track permits."""
-    most = track.rules.most_params
-    if most is not None and (found := count(table)) > most:
-        raise UsageError(f"got {found:,} parameters; {track.id} permits {most:,}; choose smaller tables")
 
 
 def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track) -> None:
