@@ -6,13 +6,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from hub_server import serve
 from typed import invoke, program, speedrun
 
 from speedrun.base import accelerators, track
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import accelerator
 from speedrun.cli.machine import _print
 from speedrun.machine import check_devices as seen_devices
 from speedrun.machine import checkup as examine
@@ -100,6 +104,15 @@ def test_what_slows_or_breaks_gpus_is_named(tmp_path, monkeypatch):
     assert "GPU 1 has 40,000 MiB in use; stop" in found["busy"]
     assert f"names {tmp_path}" in found["libraries"]
     assert "/dev/shm has 67.1 MB; NCCL needs 1.00 GB" in found["shared memory"]
+
+
+def test_devices_of_two_kinds_train_nothing():
+    devices = [SimpleNamespace(platform="gpu", device_kind=kind) for kind in ("NVIDIA A", "NVIDIA B")]
+    mixed: Any = SimpleNamespace(devices=np.array(devices))
+    with pytest.raises(
+        UsageError, match="found NVIDIA A and NVIDIA B, need one kind; name its GPUs in CUDA_VIS"
+    ):
+        accelerator(mixed)
 
 
 def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch):
