@@ -130,7 +130,7 @@ def check_fixed(recipe: Recipe, rows: Sequence[Mapping[str, Any]], track: Track)
     if track.fixed is None:
         return
     own, num_steps = recipes.load(track.recipe), recipe.num_steps
-    names = {field.name for field in fields(own)} - {*IDENTITY, "optimizer", "schedule", "stages"}
+    names = {one.name for one in fields(own) if one.compare} - {*IDENTITY, "optimizer", "schedule", "stages"}
     differs = [name for name in sorted(names) if getattr(recipe, name) is not getattr(own, name)]
     differs += ["stages"] if _sizes(recipe) != _sizes(own) else []
     wanted = [track.fixed.inputs_at(step, num_steps) for step in range(num_steps + 1)]
