@@ -84,6 +84,7 @@ def run(
     data: Path | str | None = None,
     devices: int | None = None,
     quiet: bool = False,
+    unranked: bool = False,
 ) -> Record:
     """Train once under the clock in a child process and write a record, like `speedrun run`.
 
@@ -95,6 +96,7 @@ def run(
         data: folder with shards; None: the track's folder.
         devices: number of devices; None: as the track requires, or all.
         quiet: print nothing; otherwise print the log during the run.
+        unranked: start on a track that ranks even if no ranked record could hold the run.
 
     Raises:
         SpeedrunError: with the message and exit code of `speedrun run`.
@@ -114,8 +116,9 @@ def run(
     printer = Printer(StringIO() if quiet else sys.stdout)
     generated.ensure(rules, folder, printer.say)
     config = RunConfig(
-        track, out, recipe=name, seed=seed, overrides=settings, data=folder, num_devices=devices
-    )
+        track, out, recipe=name, seed=seed, overrides=settings, data=folder, num_devices=devices,
+        purpose="unranked" if unranked else "",
+    )  # fmt: skip
     try:
         _train(config, printer)
     finally:

@@ -29,6 +29,8 @@ def trained(config: RunConfig, printer: Printer, *, stderr: int | None = None) -
 
         shown = Thread(target=show)
         shown.start()
-        code = children.wait_for(process)
+        assert process.stdin is not None
+        with process.stdin:  # its end would end the child
+            code = children.wait_for(process)
         shown.join()
     return code, said[0]
