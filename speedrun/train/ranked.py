@@ -27,7 +27,7 @@ def approve(ready: Ready, first: run.Opening, num_runs: int | None = None) -> li
     found = prospect.problems(ready.track, ready.source, events, num_runs)
     warnings = prospect.require(ready.track, found, config.purpose)
     if rules.ranked and not (num_runs or config.batch_sha256 or config.purpose):
-        batch = f"speedrun batch --track {config.track} --runs {rules.min_runs}"
+        batch = f"speedrun batch --track {config.track}"
         warnings.append(f"one run is shown, but not ranked; a rank takes a declared batch: {batch}")
     return warnings
 
