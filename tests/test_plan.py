@@ -79,12 +79,11 @@ def test_the_compiled_program_is_the_one_that_runs(tiny, h100):
 
 
 def test_it_prints_for_people_and_for_programs():
-    shown = planned("--recipe", "webmini", "--dollars", "3600")
+    shown = planned("--recipe", "webmini")
     assert shown.exit_code == 0, shown.output
     assert "8 x NVIDIA H100 80GB HBM3" in shown.output
-    plan = json.loads(planned("--recipe", "webmini", "--dollars", "3600", "--json").stdout)
-    assert plan["dollars"] == pytest.approx(8 * plan["total_s"])
-    assert f"${plan['dollars']:,.2f}" in shown.output
+    plan = json.loads(planned("--recipe", "webmini", "--json").stdout)
+    assert f"{8 * plan['total_s'] / 3600:.3f} device-hours" in shown.output
     assert (plan["fits"], plan["error"]) == (True, None)
 
 

@@ -69,8 +69,8 @@ def plan(
     Exits with 1 if it does not fit into memory, with advice.
     """
     kinds.load(kind)
-    if track is None and any(number is not None for number in size):
-        raise UsageError("a number of runs needs a track; add --track NAME")
+    if track is None and any(number is not None for number in (*size, dollars)):
+        raise UsageError("a price or a number of runs is that of a batch on a track; add --track NAME")
     if track is not None and tracks.load(track).rules.platform != "gpu" and devices:
         raise UsageError(f"--devices: {track} needs no GPU; leave it out, or leave out --track")
     overrides = cli.parse_settings(settings)
@@ -81,14 +81,14 @@ def plan(
         chosen = recipes.load(recipe or "smoke").override(overrides)
         planned = planning.plan(chosen, kind, devices or 8, microbatches, say)
         error = planning.refusal(chosen, planned)
-        return cli.Answer({"error": error, **planned.facts(dollars)}, planned.lines(dollars), error=error)
+        return cli.Answer({"error": error, **planned.facts()}, planned.lines(), error=error)
     from speedrun.lab.budget import budget
 
     same = {"recipe": recipe, "num_devices": devices, "microbatches": microbatches}
     options = requests.RunOptions(track, **same)
     found = budget(size.promise(options.request(Path(), overrides)), kind, dollars=dollars, say=say)
-    lines = [*(found.plan.lines(dollars) if found.plan else []), *found.budget.lines()]
-    facts = {} if found.plan is None else found.plan.facts(dollars)
+    lines = [*(found.plan.lines() if found.plan else []), *found.budget.lines()]
+    facts = {} if found.plan is None else found.plan.facts()
     return cli.Answer(
         {"error": found.error, **facts, "batch": found.budget.facts()}, lines, error=found.error
     )

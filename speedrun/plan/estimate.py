@@ -85,17 +85,15 @@ class Plan(msgspec.Struct, frozen=True):
         """Predicted time of all steps, summed over devices."""
         return self.total_s * self.num_devices / 3600
 
-    def facts(self, dollars: float | None) -> dict[str, Any]:
-        """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
+    def facts(self) -> dict[str, Any]:
+        """Return all fields and derived figures, for JSON."""
         names = ("fits", "memory_bytes", "total_s", "device_hours")
         derived: dict[str, object] = {name: getattr(self, name) for name in names}
         derived["relative_error"] = self.error
-        derived["dollars"] = None if dollars is None else self.device_hours * dollars
         return msgspec.structs.asdict(self) | derived
 
-    def lines(self, dollars: float | None) -> list[str]:
-        """Return the plan as text; `dollars` is the price of a device for an hour."""
-        cost = "" if dollars is None else f" | ${self.device_hours * dollars:,.2f}"
+    def lines(self) -> list[str]:
+        """Return the plan as text."""
         recomputed = " | memory is scarce: activations are recomputed" if self.memory == "scarce" else ""
         return [
             f"plan   {self.recipe} on {self.num_devices} x {self.device} | {self.microbatches} microbatches | "
@@ -104,7 +102,7 @@ class Plan(msgspec.Struct, frozen=True):
             f"state {gb(self.state_bytes)} per device",
             *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
             f"val    memory about {gb(self.validation_bytes)}",
-            f"total  {self.total_s:,.1f} s +-{self.error:.0%} | {self.device_hours:.3f} device-hours{cost}",
+            f"total  {self.total_s:,.1f} s +-{self.error:.0%} | {self.device_hours:.3f} device-hours on the clock",
         ]
 
 
