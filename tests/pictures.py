@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import svg_pictures
+from msgspec import Meta
 
 from speedrun.base import accelerators
 from speedrun.base import track as tracks
@@ -23,11 +25,9 @@ from speedrun.board import drawing
 from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.standings import (
     Board,
-    Context,
     PastRecord,
     Published,
     Row,
-    Rung,
     read_built,
     read_context,
 )
@@ -45,7 +45,41 @@ LADDER_TRACK = "smoke-cpu"  #: of the losses of the ladder
 DOLLARS = 2.5  #: a GPU and hour, where a page states a price
 
 
-def rungs(context: Context) -> list[tuple[str, float, float]]:
+class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A recipe of the ladder, oldest first."""
+
+    recipe: str
+    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]  #: published ones that it implements
+    #: At the end of runs on a small track, by seed.
+    losses: Annotated[tuple[float, ...], Meta(min_length=2)]
+
+
+class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The output of `speedrun plan` for a recipe."""
+
+    recipe: str
+    kind: str  #: a key of `accelerators.DEVICES`
+    num_devices: int
+    total_s: float
+    step_ms: float  #: mean
+    memory_gb: float  #: 10^9 bytes, on one device
+    mfu: float  #: of the first stage
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """The tables of context.toml that pages and pictures state."""
+
+    history: tuple[PastRecord, ...]
+    ladder: tuple[Rung, ...]
+    predicted: tuple[Prediction, ...]
+
+
+def read_figures() -> Figures:
+    """Read them."""
+    return msgspec.convert(msgspec.to_builtins(read_context(ROOT / "records")), Figures)
+
+
+def rungs(context: Figures) -> list[tuple[str, float, float]]:
     """Return each recipe of the ladder with its published and its predicted minutes on eight H100."""
     published = {one.record: one.minutes for one in context.history}
     predicted = {(one.recipe, one.kind, one.num_devices): one.total_s / 60 for one in context.predicted}
@@ -55,7 +89,7 @@ def rungs(context: Context) -> list[tuple[str, float, float]]:
 
 def outputs() -> dict[Path, bytes]:
     """Return the pages with figures, and the pictures, by path."""
-    context, board = read_context(ROOT / "records"), read_built(ROOT / "records")
+    context, board = read_figures(), read_built(ROOT / "records")
     assert board is not None, "run 'speedrun leaderboard build' first"
     stated = texts(context, board)
     pages = {path: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
@@ -77,7 +111,7 @@ def filled(page: str, figures: Mapping[str, str]) -> str:
     return _MARK.sub(lambda mark: f"{mark[1]}{figures[mark[2]]}{mark[4]}", page)
 
 
-def texts(context: Context, board: Board) -> dict[str, str]:
+def texts(context: Figures, board: Board) -> dict[str, str]:
     """Return every figure by its name, as pages state it."""
     found = {f"record {row.path} loss": f"{row.val_loss:.4f}" for row in board.rows if row.val_loss}
     for past in context.history:
@@ -113,7 +147,7 @@ def _dollars(time_s: float, num_devices: int) -> str:
 # --- the ladder: what each recipe gains on a small track, beside the published and the predicted minutes ----
 
 
-def draw_ladder(context: Context) -> bytes:
+def draw_ladder(context: Figures) -> bytes:
     """Draw the ladder; return an SVG."""
     ladder = context.ladder
     with drawing.canvas(9.5, 0.8 + 0.62 * len(ladder)) as figure:

@@ -43,8 +43,12 @@ def _nothing_here(tmp_path, monkeypatch) -> None:
 def priced(
     goal: str, runs: int | None = 2, *, records: Path = RECORDS, dollars: float | None = None, **config: Any
 ) -> Any:
-    asked = Promise(RunConfig(track=goal, out=Path(), **config), runs)
-    return budgets.budget(asked, "h100", dollars=dollars, records=records).budget
+    promise = Promise(RunConfig(track=goal, out=Path(), **config), runs)
+    return budgets.budget(promise, "h100", dollars=dollars, records=records).budget
+
+
+def asked(found: Any) -> Any:
+    return next(row for row in found.rows if row.is_asked)
 
 
 def test_a_run_takes_what_the_records_took():
@@ -55,9 +59,9 @@ def test_a_run_takes_what_the_records_took():
         trains.append(280 / runs[0].start.num_steps * fmean(run.train_time_s for run in runs))
         walls.append(trains[-1] + fmean(run.end.cold_wall_s - run.train_time_s for run in runs))
     found = priced("smoke-cpu", dollars=2.5)
-    assert (found.basis, found.asked.dollars) == ("records", 0), "a simulated device costs nothing"
+    assert (found.basis, asked(found).dollars) == ("records", 0), "a simulated device costs nothing"
     assert (found.train_s, found.run_s) == pytest.approx((fmean(trains), fmean(walls)))
-    assert found.asked.total_s == pytest.approx(2 * found.run_s)
+    assert asked(found).total_s == pytest.approx(2 * found.run_s)
     tenth = priced("smoke-cpu", overrides={"stages.0.num_steps": "28"})
     assert tenth.run_s == pytest.approx(found.run_s - 0.9 * found.train_s)
 
@@ -80,7 +84,7 @@ def test_records_count_on_as_many_devices_only(tmp_path):
 
 def test_nobody_knows_what_was_never_run():
     found = priced("docs-cpu")
-    assert (found.basis, found.run_s, found.asked.total_s, found.limit_s) == ("unknown", None, None, None)
+    assert (found.basis, found.run_s, asked(found).total_s, found.limit_s) == ("unknown", None, None, None)
     assert "time is unknown" in found.lines()[1]
 
 
@@ -91,7 +95,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     num_vals = len(range(0, 1770, 125)) + 1
     vals_s = plan.total_s * num_vals * 10_485_760 / 3 / (1770 * 393_216)
     assert found.run_s == pytest.approx(plan.total_s + vals_s + budgets.UNTIMED_S)
-    assert found.asked.dollars == pytest.approx(4 * found.run_s * 8 * 2.5 / 3600)
+    assert asked(found).dollars == pytest.approx(4 * found.run_s * 8 * 2.5 / 3600)
     assert found.limit_s == pytest.approx(2 * 4 * found.run_s + 3600)
     assert (found.basis, found.fetch_bytes) == ("plan", 10 * 200_001_024)
     lines = found.lines()
@@ -130,12 +134,12 @@ def test_a_recipe_states_a_loss_of_itself_on_its_tokens_alone(goal, recipe, chan
 
 def test_who_knows_no_loss_must_say_a_number():
     rules = track.load("main-8xh100")
-    asked = Promise(RunConfig(track=rules.name, out=Path()), None)
+    promise = Promise(RunConfig(track=rules.name, out=Path()), None)
     with pytest.raises(UsageError, match="is not known; pass --expect LOSS"):
-        num_runs(asked, rules, None)
+        num_runs(promise, rules, None)
     with pytest.raises(UsageError, match="1,000 runs would not prove it"):
-        num_runs(asked, rules, Prospect(rules, 3.2801, 0.0019, "nobody"))
-    assert num_runs(asked, rules, Prospect(rules, 3.20, 0.0019, "nobody")) == rules.rules.min_runs
+        num_runs(promise, rules, Prospect(rules, 3.2801, 0.0019, "nobody"))
+    assert num_runs(promise, rules, Prospect(rules, 3.20, 0.0019, "nobody")) == rules.rules.min_runs
 
 
 #: Options that leave alone what is declared, or all but its folder.
@@ -170,11 +174,11 @@ GIVEN = {
 def test_what_is_priced_is_what_would_be_declared_whatever_the_options(command, monkeypatch):
     """Of each option: the request is the same with and without --dry-run, and changes if and only if the price does."""
     base = PLANNED(recipes.load("smoke"), "h100", 8, 8)
-    asked: list[Any] = []
-    monkeypatch.setattr("speedrun.base.children.run_module", lambda _, one: asked.append(one) or 9)
-    monkeypatch.setattr("speedrun.lab.single_run.run", lambda config, *_: asked.append(config))
+    requests: list[Any] = []
+    monkeypatch.setattr("speedrun.base.children.run_module", lambda _, one: requests.append(one) or 9)
+    monkeypatch.setattr("speedrun.lab.single_run.run", lambda config, *_: requests.append(config))
     monkeypatch.setattr(
-        "speedrun.lab.budget.budget", lambda one, *a, **k: asked.append(one) or budget(one, *a, **k)
+        "speedrun.lab.budget.budget", lambda one, *a, **k: requests.append(one) or budget(one, *a, **k)
     )
 
     def plan(recipe: Any, *args: Any, **more: Any) -> Any:
@@ -188,10 +192,10 @@ def test_what_is_priced_is_what_would_be_declared_whatever_the_options(command, 
 
     def dry(words: dict[str, str]) -> tuple[Any, Any]:
         typed = [word for pair in words.items() for word in pair if word]
-        asked.clear()
+        requests.clear()
         shown = invoke(command.name, *typed, "--dry-run", "--json")
         invoke(command.name, *typed)
-        priced, declared = asked
+        priced, declared = requests
         assert (priced.config if command is run else priced) == declared
         assert shown.stdout, shown.exception or shown.stderr
         return declared, json.loads(shown.stdout)

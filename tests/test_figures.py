@@ -15,7 +15,7 @@ from speedrun.plan import estimate as planning
 ROOT = Path(__file__).parent.parent
 
 
-CONTEXT = read_context(ROOT / "records")
+CONTEXT = pictures.read_figures()
 
 
 def test_pages_and_pictures_are_those_of_the_file() -> None:

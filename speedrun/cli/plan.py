@@ -89,6 +89,4 @@ def plan(
     found = budget(size.promise(options.request(Path(), overrides)), kind, dollars=dollars, say=say)
     lines = [*(found.plan.lines() if found.plan else []), *found.budget.lines()]
     facts = {} if found.plan is None else found.plan.facts()
-    return cli.Answer(
-        {"error": found.error, **facts, "batch": found.budget.facts()}, lines, error=found.error
-    )
+    return cli.Answer({"error": found.error, **facts, "batch": found.budget}, lines, error=found.error)

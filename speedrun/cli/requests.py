@@ -81,10 +81,12 @@ class DryRun(NamedTuple):
         """Price a request; refuse to price what is begun."""
         if ctx.params["resume"] is not None:
             raise UsageError("--dry-run prices what would begin; leave out --resume")
+        import msgspec
+
         from speedrun.lab.budget import budget
 
         found = budget(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
-        facts = {"error": found.error, **found.budget.facts()}
+        facts = {"error": found.error, **msgspec.structs.asdict(found.budget)}
         return Answer(facts, found.budget.lines(), error=found.error)
 
 

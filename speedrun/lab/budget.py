@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -66,21 +66,7 @@ class Budget(msgspec.Struct, frozen=True):
     expected: str  #: mean, sd and source, from which chances follow; empty if unknown
     checkpoints: bool  #: are saved, which is in no time here
     rows: tuple[Row, ...]  #: by number of runs
-
-    @property
-    def asked(self) -> Row:
-        """The last row of what was asked."""
-        return [row for row in self.rows if row.is_asked][-1]
-
-    @property
-    def limit_s(self) -> float | None:
-        """A limit for a job: twice the time, and what the track grants for a first compilation."""
-        total_s = self.asked.total_s
-        return None if total_s is None else 2 * total_s + self.untimed_cap_s
-
-    def facts(self) -> dict[str, Any]:
-        """Return all fields and the limit, for JSON."""
-        return {**msgspec.structs.asdict(self), "limit_s": self.limit_s}
+    limit_s: float | None  #: for a job: twice the time, and what the track grants for a first compilation
 
     def lines(self) -> list[str]:
         """Return the budget as text."""
@@ -150,12 +136,12 @@ def budget(
         return Row(number, chance, row_s, cost, is_asked)
 
     looks = [total] if isinstance(asked, Request) or asked.then is None else [total, asked.then]
-    rows = [
-        row(number, mean and mean.chance(looks[: i + 1]), is_asked=True) for i, number in enumerate(looks)
-    ]
-    numbers = [mean.runs_needed(chance) for chance in _CHANCES] if mean else []
-    others = {max(n, rules.rules.min_runs) for n in (1, *filter(None, numbers))} - {*looks} if mean else set()
-    rows += [row(n, mean and mean.chance([n]), is_asked=False) for n in others]
+    rows = [row(n, mean and mean.chance(looks[: i + 1]), is_asked=True) for i, n in enumerate(looks)]
+    asked_s, cap_s = rows[-1].total_s, rules.rules.untimed_cap_s
+    if mean:
+        numbers = [mean.runs_needed(chance) or 0 for chance in _CHANCES]
+        others = {max(n, rules.rules.min_runs) for n in (0, *numbers)} - {*looks}
+        rows += [row(n, mean.chance([n]), is_asked=False) for n in others]
     found = Budget(
         track=rules.id,
         num_devices=num_devices,
@@ -163,13 +149,14 @@ def budget(
         train_s=times[0].train_s,
         basis=times[0].basis,
         error=plan.error if plan else 0.0,
-        untimed_cap_s=rules.rules.untimed_cap_s,
+        untimed_cap_s=cap_s,
         fetch_bytes=overview.to_fetch_bytes(rules) if config.data is None else 0,
         disk_bytes=overview.disk_bytes(rules),
         dollars_per_hour=dollars,
         expected=str(mean or ""),
         checkpoints=config.checkpoint_every > 0,
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
+        limit_s=None if asked_s is None else 2 * asked_s + cap_s,
     )
     return Priced(found, plan, next(filter(None, refusals), None))
 
