@@ -113,7 +113,7 @@ def test_one_file_may_hold_several_runs():
         ("step:20/30 val_loss:4.0 " + "x:1 " * 500, "characters", ()),
         ("step:20/30 val_loss:NaN train_time:20ms", "is nan", curve((20, None, 0.02))),
         ("step:20/30 val_loss:3.2\0\0", "cannot be read", ()),
-        ("50%|### | 20/30 step:20/30 val_loss:4.0", "unknown text before the step", ()),
+        ("50%|### | 20/30 step:20/30 val_loss:4.0", "not the form of a validation", ()),
     ],
 )
 def test_impossible_lines_are_reported_by_number(bad, said, left):

@@ -39,12 +39,12 @@ _NUMBER = re.compile(
     r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:e[+-]?[0-9]{1,3})?|nan|inf(?:inity)?)", re.IGNORECASE
 )
 _WHOLE = re.compile(r"[0-9]{1,12}(?:\.0{1,9})?")
-_COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
+_COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")
 #: What may come before a step, up to eight of them.
 _PREFIX = re.compile(
     r"""\A[\s\0]*(?:(?:
         \[[^][{}"']{1,80}\](?:<std(?:out|err)>)?:?                                # torchrun, Open MPI, many loggers
-      | \d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d)?(?:[.,]\d{1,9})?)?(?:Z|[+-]\d\d:?\d\d)?  # date and time
+      | \d{4}[-/]\d\d[-/]\d\d(?:[ T]\d\d:\d\d(?::\d\d)?(?:[.,]\d{1,9})?)?(?:Z|[+-]\d\d:?\d\d)?  # date and time
       | \d\d:\d\d:\d\d(?:[.,]\d{1,9})?
       | \d{1,5}:                                                               # srun --label
       | DEBUG | INFO | WARNING
@@ -55,7 +55,7 @@ _PREFIX = re.compile(
 )
 _STEP = re.compile(r"(?:step|s):\s*[0-9]")
 #: A validation behind another text, unless that is a comment or a program.
-_HIDDEN = re.compile(r"""(?!\s*\#)[^"'({=]{1,200}?\b(?:step|s):\s*[0-9].{0,200}?\b(?:val_loss|tel):""")
+_HIDDEN = re.compile(r"""(?!\s*\#)[^"'({=]{0,200}?\b(?:step|s):\s*[0-9].{0,200}?\b(?:val_loss|tel):""", re.I)
 _TABLE = {"log", "step", "val_loss"}
 _LONGEST_HEAD = 20_000  #: characters of a table's first line
 
@@ -207,7 +207,7 @@ def _readings_of_log(text: str, name: str, problems: list[Problem]) -> Iterator[
         try:
             if not _STEP.match(line):
                 if _HIDDEN.match(line):
-                    raise ValueError("an unknown text before the step")
+                    raise ValueError("not the form of a validation")
                 continue
             if len(raw) > _LONGEST_LINE:
                 raise ValueError(f"{len(raw):,} characters")
@@ -250,7 +250,8 @@ def _head(text: str) -> tuple[list[str], str]:
     first = next(iter(text[:_LONGEST_HEAD].splitlines()), "")
     for mark in ",;\t":
         names = [
-            name.strip() for name in next(csv.reader([first], delimiter=mark, skipinitialspace=True), [])
+            name.strip().lower()
+            for name in next(csv.reader([first], delimiter=mark, skipinitialspace=True), [])
         ]
         if {*names} >= _TABLE:
             return names, mark
