@@ -144,8 +144,9 @@ def _locked(
     with translate_os_errors(folder, refuse or DataError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=0.2)
         except Timeout:
+            os.lstat(path)  # where no file can be made, as in /proc, filelock waits for one
             if refuse is not None:
                 raise refuse(f"{found}; wait for its end, or choose another folder") from None
             say(f"{found}; waiting for it to end")
