@@ -86,7 +86,7 @@ record could hold the run, unless `--unranked` is given; elsewhere they warn. `d
 def checks_page() -> str:
     """Return each check with its reason, and what to do if it fails."""
     parts = [CHECKS_HEAD]
-    for one in (*CHECKS, *(each.check for each in REPLAY_CHECKS), LOWERED):
+    for one in (*CHECKS, *REPLAY_CHECKS, LOWERED):
         kind = {"error": "", "warning": " (It only warns.)"}.get(
             one.severity, " (On tracks that do not rank, it warns.)"
         )

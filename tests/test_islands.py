@@ -488,8 +488,13 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
     found = examiner.findings()
     assert found.final_hash == run_.final_hash
     assert found.stretches[0].losses == tuple(step.loss for step in run_.steps)
+
+    def said(check: Any, run: Any, found: Any = found) -> list[str]:
+        one: Any = SimpleNamespace(runs=[run], findings={run.folder: found})
+        return [problem.removeprefix(f"{run.folder}: ") for problem in check.find(one)]
+
     sizes = REPLAY_CHECKS[-1]
-    assert [problem for one in (*REPLAY_CHECKS[:5], sizes) for problem in one.find(run_, found)] == []
+    assert [problem for one in (*REPLAY_CHECKS[:5], sizes) for problem in said(one, run_)] == []
 
     def problems(kind: type, version: int | None = None, **changed: Any) -> list[str]:
         lines = [
@@ -498,7 +503,7 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
             else line
             for line in run_.lines
         ]
-        return [*sizes.find(dataclasses.replace(run_, lines=tuple(lines)), found)]
+        return said(sizes, dataclasses.replace(run_, lines=tuple(lines)))
 
     wrong = "the log says {} tokens, its program takes 512, on {} islands"
     assert problems(runlog.Step, batch_tokens=512) == ["step 0: " + wrong.format("512", 2)]
@@ -509,7 +514,7 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
     rest = [line for line in run_.lines if getattr(line.event, "step", 10) >= 10]
     went_on = dataclasses.replace(run_, lines=(*rest, replace(rest[-1], event=resume)))
     grown = replace(found, batch_tokens=(1,) * 10 + found.batch_tokens[10:])
-    assert [*sizes.find(went_on, grown)] == []
+    assert said(sizes, went_on, grown) == []
     parts = examiner.track, examiner.archive, examiner.programs, examiner.shards, lambda *_: 0.0
     other = replace(settings, outer_lr=0.8)
     ((again,), _, _) = Trainer(replace(request, islands=other), *parts).all()

@@ -34,7 +34,7 @@ from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.base.mesh import make_mesh
 from speedrun.data import shards, stream
 from speedrun.record.archive import Archive, Lowered, pack
-from speedrun.record.checks.v6_examination import REPLAY_CHECKS, Examined, tolerance
+from speedrun.record.checks.v6_examination import REPLAY_CHECKS, tolerance
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.causality import Known, Text, apart, changed, places
 from speedrun.record.examine.examiner import _error, _Examiner, examine
@@ -104,7 +104,8 @@ def honest(run) -> Findings:
 
 
 def statuses_of(record, findings: Findings) -> dict[str, str]:
-    results = [ask(one.of([Examined(record.runs[0], findings)]), record) for one in REPLAY_CHECKS]
+    examined = dataclasses.replace(record, findings={record.runs[0].folder: findings})
+    results = [ask(one, examined) for one in REPLAY_CHECKS]
     return {result.check.id: result.status for result in results}
 
 
@@ -118,9 +119,10 @@ def with_checkpoint(record, step: int):
     return relogged(record, *lines, replace(lines[-1], event=runlog.Checkpoint(step, "c" * 16, 0.1)))
 
 
-def asked(id: str, record, *given: Examined):
-    (check,) = (one for one in REPLAY_CHECKS if one.check.id == id)
-    return ask(check.of(given), record)
+def asked(id: str, record, *given: tuple[Any, Findings]):
+    (check,) = (one for one in REPLAY_CHECKS if one.id == id)
+    runs, findings = (run for run, _ in given), {run.folder: findings for run, findings in given}
+    return ask(check, dataclasses.replace(record, runs=tuple(runs), findings=findings))
 
 
 #: Losses of the first forged run.
@@ -262,7 +264,7 @@ def test_large_constants_have_to_be_shown_to_be_no_memory(record, constant_bytes
 
 def test_one_of_two_runs_that_lies_is_enough(record):
     first, second = record.runs[:2]
-    good, bad = Examined(first, honest(first)), Examined(second, replace(honest(second), leak=1.0))
+    good, bad = (first, honest(first)), (second, replace(honest(second), leak=1.0))
     assert asked("V603", record, good).status == "ok"
     result = asked("V603", record, good, bad)
     assert (result.status, result.messages[0].split(":")[0]) == ("failed", second.folder)
@@ -711,7 +713,7 @@ def test_each_sequence_loses_what_its_log_says(record, lie, elsewhere, here):
     told = dataclasses.replace(run, lines=tuple(scored if one is line else one for one in run.lines))
     for foreign, status in ((True, elsewhere), (False, here)):
         found = replace(honest(told), foreign=foreign, sample=tuple(enumerate(nats.tolist())), stretches=())
-        assert asked("V601", record, Examined(told, found)).status == status
+        assert asked("V601", record, (told, found)).status == status
 
 
 def test_programs_of_other_steps_or_validations_than_log_and_track_have_are_refused(trained, tmp_path):

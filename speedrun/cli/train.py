@@ -170,7 +170,7 @@ def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
     from speedrun.lab import first_steps
 
     found = first_steps.check(config, partial(click.echo, err=True))
-    return cli.Answer(found.facts(), [found], int(not found.fell))
+    return cli.Answer(found, [found], int(not found.fell))
 
 
 def told(done: "single_run.Single", *more: str) -> cli.Answer:

@@ -34,16 +34,8 @@ class FirstSteps(msgspec.Struct, frozen=True):
     step_s: float  #: median, without the first
     first_loss: float  #: of some validation tokens before the steps
     last_loss: float  #: and of the same tokens after them
+    fell: bool
     val_tokens: int
-
-    @property
-    def fell(self) -> bool:
-        """Whether the loss fell."""
-        return self.last_loss < self.first_loss
-
-    def facts(self) -> dict[str, Any]:
-        """Return them as `--json` prints them."""
-        return {**msgspec.structs.asdict(self), "fell": self.fell}
 
     def __str__(self) -> str:
         losses = f"{self.first_loss:.4f} -> {self.last_loss:.4f} on {self.val_tokens:,} validation tokens"
@@ -103,5 +95,5 @@ def train(ready: Ready, say: Callable[[str], None]) -> FirstSteps:
         losses.append(finite_step(program, metrics, f"step {step}"))
         seconds.append(watch.seconds)
     step_s = median(seconds[1:] or seconds)
-    found = steps, losses, step_s, first_loss, val_loss(), num_tokens
+    found = steps, losses, step_s, first_loss, (last := val_loss()), last < first_loss, num_tokens
     return FirstSteps(recipe.name, ready.track.id, *found)

@@ -7,8 +7,8 @@ listed with the reason for its refusal.
 import lzma
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ from speedrun.base.track import Track
 from speedrun.base.wholefile import LOCK, PARTIAL, read_regular
 from speedrun.record import archive
 from speedrun.record.batch import Declaration
+from speedrun.record.findings import Findings
 from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, Strict, sha256
 from speedrun.record.logged_run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.record.reproduction import REPRODUCTION, Reproduction
@@ -75,6 +76,9 @@ class Record:
     reproduction: Reproduction | None
     track: Track | None  #: None if this version does not know it
     whole: bool  #: whether every run could be read
+    findings: Mapping[str, Findings] = field(
+        default_factory=dict
+    )  #: of the runs that were examined, by folder
 
     @property
     def finished(self) -> tuple[Run, ...]:

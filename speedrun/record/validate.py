@@ -96,7 +96,7 @@ def ask(check: Check, record: Record) -> Result:
 
 def find_check(id: str) -> Check:
     """Return a check by its id; raise UsageError with the nearest id if there is none."""
-    checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS), LOWERED]
+    checks = [*CHECKS, *REPLAY_CHECKS, LOWERED]
     for check in checks:
         if check.id == id.upper():
             return check

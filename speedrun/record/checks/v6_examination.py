@@ -4,13 +4,12 @@ On one machine a program always gives the same bits. Two honest machines round d
 difference: their losses may differ by `tolerance`, which grows with the steps since both states were equal.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -40,40 +39,21 @@ _NOISE = 4.0  #: standard errors
 _ALIVE = 1.0  #: nats that shuffled targets must cost
 
 
-class Examined(NamedTuple):
-    """A run and its findings."""
-
-    run: Run
-    findings: Findings
-
-
-Find = Callable[[Run, Findings], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class ReplayCheck:
-    """A check that compares a run with its findings."""
-
-    check: Check
-    find: Find
-
-    def of(self, examined: Sequence[Examined]) -> Check:
-        """Return the check with the findings bound."""
-        return dataclasses.replace(self.check, find=lambda _record: problems_of(examined, self.find))
-
-
 def tolerance(dtype: str, start: int, num_steps: int) -> float:
     """Return the nats by which a loss may differ on another machine, `num_steps` after equal states before `start`."""
     return (_FIRST if start >= _SETTLED else _EARLY)[dtype] * (1 + num_steps**_GROWTH)
 
 
-def _unasked(_record: Record) -> Iterator[str]:
-    raise Skip("needs --replay, or --relower")
-
-
-def check_findings(rule: str, **fields: Any) -> Callable[[Find], ReplayCheck]:
+def check_findings(rule: str, **fields: Any) -> Callable[[Callable[[Run, Findings], Iterator[str]]], Check]:
     """Decorate a function that yields the problems of a run, given its findings."""
-    return lambda find: ReplayCheck(check(rule, **fields)(_unasked), find)
+
+    def find_all(find: Callable[[Run, Findings], Iterator[str]], record: Record) -> Iterator[str]:
+        if not record.findings:
+            raise Skip("needs --replay, or --relower")
+        examined = [run for run in record.runs if run.folder in record.findings]
+        yield from problems_of([(run, record.findings[run.folder]) for run in examined], find)
+
+    return lambda find: check(rule, **fields)(partial(find_all, find))
 
 
 @check_findings(
@@ -285,10 +265,10 @@ def _sizes(run: Run, findings: Findings) -> Iterator[str]:
 
 
 #: `record.examine.replay` decides it, for `validate --relower`.
-LOWERED = check(
+LOWERED = check_findings(
     "V610 the source makes the programs",
     why="people read, credit and fork the text, but examiners run the programs",
     hint="use the run's version of JAX, and a GPU for a GPU's; programs may depend only on the recipe and its settings",
-)(_unasked)
+)(lambda *_: iter(()))
 
 REPLAY_CHECKS = (_loss, _normalised, _causal, _separate, _repeated, _its_own, _memory, _generalises, _sizes)

@@ -21,10 +21,10 @@ from speedrun.base import provenance, runlog
 from speedrun.base.errors import UsageError
 from speedrun.record import archive, layout
 from speedrun.record.checks.v5_source import leaves
-from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS, Examined
+from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.rerun import Rerun, plain
-from speedrun.record.findings import Examination, Stretch
+from speedrun.record.findings import Examination, Findings, Stretch
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, load
 from speedrun.record.validate import Report, ask
@@ -94,8 +94,10 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
     print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
+    names = [rerun.old.folder for rerun in reruns]
     found = [_examined(rerun, raw, given.get(rerun.old.folder), options.nonce) for rerun in reruns]
-    return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
+    record = replace(record, findings=dict(zip(names, found, strict=True)))
+    return Report(report.results + tuple(ask(one, record) for one in REPLAY_CHECKS), report.strict)
 
 
 def _sound(folder: Path, report: Report) -> Record:
@@ -169,7 +171,7 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     return found
 
 
-def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) -> Examined:
+def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) -> Findings:
     run, rules = rerun.old, rerun.rules
     draws = drawn(nonce, run.folder)
     rerun.check_data()
@@ -194,4 +196,4 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) ->
             islands=next(iter(run.of(runlog.Islands)), None),
             rounds=rerun.rounds,
         )
-        return Examined(run, rerun.examine(wanted))
+        return rerun.examine(wanted)
