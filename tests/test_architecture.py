@@ -41,13 +41,15 @@ MESH = "speedrun.base.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank. Ten and fifteen are of record 92's allowance: gradients of rows that travel.
-SCIENCE_LINES = 1_190
+#: Twenty are what a recipe expects to reach, and flags of updates, as of gradients.
+SCIENCE_LINES = 1_210
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own. Record 92 reads what it shares with
 #: record 89 from there.
 MORE_SCIENCE = {"record89": 611, "record92": 465, "record92_masked": 100}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
-#: export the programs that the record carries, for its devices and for a CPU; 40 are the events of islands.
-CLOSURE_LINES = 5_009
+#: export the programs that the record carries, for its devices and for a CPU; 40 are the events of islands; 105 refuse
+#: before the clock what `validate` would refuse, write into mounts, end with terminal and parent, and those twenty.
+CLOSURE_LINES = 5_114
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
