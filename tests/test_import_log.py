@@ -108,7 +108,9 @@ def test_one_file_may_hold_several_runs():
         ("step:5/30 val_loss:4.0 train_time:20ms", "step 5 comes after step 10", ()),
         ("step:20/30 val_loss:4.0 train_time:9ms", "goes back", curve((20, 4.0, None))),
         ("step:20/30 val_loss:4.0 train_ti", "cut off", ()),
-        ("step:20/30 val_loss:4.0 train_time:20weeks", "cannot be read", ()),
+        ("step:20/30 val_loss:4.0 train_time:20m", "cannot be read", ()),
+        ("step:\N{FULLWIDTH DIGIT TWO}0/30 val_loss:4.0", "cannot be read", ()),
+        ("(Worker pid=7) step:20/30 val_loss:4.0", "not the form of a validation", ()),
         ("step:20/30 val_loss:-4.0 train_time:20ms", "out of range", ()),
         ("step:20/30 val_loss:4.0 " + "x:1 " * 500, "characters", ()),
         ("step:20/30 val_loss:NaN train_time:20ms", "is nan", curve((20, None, 0.02))),
@@ -149,6 +151,10 @@ def test_a_table_gives_the_same_runs_as_logs():
     assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
     assert found.runs[1].validations == curve((9, None, None))
     assert found == read(table.replace("\n", "\r\n"))
+    assert found == read(table.replace("\n", "\r"))
+    head, *rows = table.splitlines(keepends=True)
+    assert found.runs == read("".join([head, *reversed(rows)])).runs, "sorted by any column"
+    assert not read(table.replace("num_steps", "step", 1)).runs, "no telling which column counts"
     assert found == read(table.replace(",", " ; "))
     assert found == read(table.replace("log,step", f'{"x" * 300},"log", "step"').replace("x/", "0,x/"))
 
@@ -161,6 +167,11 @@ def test_rows_that_cannot_be_read_are_reported(row):
     found = read(f"log,step,num_steps,val_loss,train_time_ms\na,0,9,9.0,0\n{row}\na,9,9,3.0,10\n")
     assert [len(run.validations) for run in found.runs] == [2]
     assert [problem.line for problem in found.problems] == [3]
+
+
+def test_an_open_quote_does_not_swallow_rows_in_silence():
+    found = read('log,step,val_loss,note\na,0,9.0,\na,1,8.0,"oops\na,9,3.0,\n')
+    assert [problem.message for problem in found.problems] == ["unexpected end of data; the rest is left out"]
 
 
 _WORDS = ["step:", "s:", "1", "125", "/", "1770", " ", "val_loss:", "train_loss:", "tel:", "4.5", "nan", "-", "e", "\n",

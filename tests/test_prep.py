@@ -160,6 +160,14 @@ def test_each_file_of_a_folder_is_read_or_named(tmp_path, capsys):
     assert capsys.readouterr().err == f"left out of {folder}: {left}\n"
 
 
+def two_columns() -> bytes:
+    import pyarrow.parquet
+
+    column, sink = pyarrow.array(["a"]), pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column, column], ["text", "text"]), sink)
+    return sink.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -175,6 +183,7 @@ def test_each_file_of_a_folder_is_read_or_named(tmp_path, capsys):
         ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
         ("x.txt", b"abc\xff", "x.txt: .* position 3"),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
+        ("x.parquet", two_columns(), "need 'text' once; it has text, text"),
         ("x.csv", b"a,b", "cannot be read"),
         ("x.jsonl", b"", "holds no document"),
     ],
@@ -194,13 +203,14 @@ def test_a_source_that_cannot_be_read(tmp_path, name, content, said):
         (["a"], "main", UsageError),
         (["latin"], None, DataError),
         (["empty"], None, DataError),
+        ([""], None, UsageError),  # as "$UNSET" in a shell; not the current folder
     ],
 )
 def test_sources_that_cannot_be_combined(tmp_path, names, revision, error):
     for file in ("a/x.jsonl", "b/x.jsonl", "latin/\udcff.txt", "empty/x.csv"):
         (tmp_path / file).parent.mkdir()
         write_rows(tmp_path / file, ["text"])
-    given = [name if ":" in name else str(tmp_path / name) for name in names]
+    given = [name if ":" in name or not name else str(tmp_path / name) for name in names]
     with pytest.raises(error):
         open_source(given, revision=revision)
 

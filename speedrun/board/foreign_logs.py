@@ -4,7 +4,7 @@
     step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms   its third track: seconds
     s:250 tel:6.1710                                                      llm.c: no time
     [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax
-    log,step,num_steps,val_loss,train_time_ms                             head of a table; rows of a run are adjacent
+    log,step,num_steps,val_loss,train_time_ms                             head of a table
 
 A line counts only if it consists of `key:value` words, or fields between bars, and starts with the step, after what
 launchers and loggers write before it: a log may begin with the script that wrote it. A last line without its end may be
@@ -53,9 +53,9 @@ _PREFIX = re.compile(
     )[\s\0]*){0,8}""",
     re.VERBOSE,
 )
-_STEP = re.compile(r"(?:step|s):\s*[0-9]")
+_STEP = re.compile(r"(?:step|s):\s*[+-]?\d")
 #: A validation behind another text, unless that is a comment or a program.
-_HIDDEN = re.compile(r"""(?!\s*\#)[^"'({=]{0,200}?\b(?:step|s):\s*[0-9].{0,200}?\b(?:val_loss|tel):""", re.I)
+_HIDDEN = re.compile(r"""(?!\s*\#)[^"']{0,200}?\b(?:step|s):\s*[0-9].{0,200}?\b(?:val_loss|tel):""", re.I)
 _TABLE = {"log", "step", "val_loss"}
 _LONGEST_HEAD = 20_000  #: characters of a table's first line
 
@@ -159,13 +159,11 @@ def import_file(path: Path, name: str) -> Context:
         raw = read_regular(path, MAX_BYTES)
     context = import_bytes(raw, name, source=path.name, digest=sha256(raw))
     if not context.runs:
-        first = next(iter(context.problems), None)
-        why = f" (line {first.line}: {first.message})" if first else ""
-        why = (
-            " (it looks like UTF-16 without a mark; convert it to UTF-8)"
-            if 4 * raw.count(0) > len(raw)
-            else why
-        )
+        why = "".join(f" (line {first.line}: {first.message})" for first in context.problems[:1])
+        if 4 * raw.count(0) > len(raw):
+            why = " (it looks like UTF-16 without a mark; convert it to UTF-8)"
+        if raw.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+            why = " (it is compressed; unpack it with gunzip or unzstd)"
         raise UsageError(
             f"{clean(str(path))} holds no line of a known log{why}; need lines like 'step:125/1770 val_loss:4.6539 "
             "train_time:12051ms', or a CSV with columns log,step,val_loss"
@@ -185,7 +183,9 @@ def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
         said = f"the last line has no end, so the file may be cut off: {rest.strip()[:60]!r}; left out"
         problems.append(_problem(1 + whole.count("\n"), said))
     if names:
-        readings = _readings_of_table(whole, names, mark, problems)
+        rows = list(_readings_of_table(whole, names, mark, problems))
+        is_once = len({row[1:3] for row in rows}) == len(rows)  # else the order of the steps tells runs apart
+        readings = sorted(rows, key=lambda row: (row.name, is_once * row.step))
     else:
         readings = _readings_of_log(whole, name, problems)
     runs = tuple(_runs_of(readings, problems))
@@ -215,9 +215,9 @@ def _readings_of_log(text: str, name: str, problems: list[Problem]) -> Iterator[
             loss, time = words.get("val_loss", words.get("tel")), words.get("train_time", "")
             if loss is not None:
                 step, _, num_steps = words.get("step", words.get("s", "")).partition("/")
-                is_ms = time.endswith("ms") or not time.endswith("s")
-                per_s = 1e3 if is_ms else 1.0
-                yield _reading(number, name, step, num_steps, loss, time.rstrip("ms"), per_s)
+                per_s = 1e3 if time.endswith("ms") or not time.endswith("s") else 1.0
+                time = time.removesuffix("ms").removesuffix("s")  # other units are no number
+                yield _reading(number, name, step, num_steps, loss, time, per_s)
         except ValueError as error:
             problems.append(_problem(number, f"{error} in {line!r}; left out"))
 
@@ -249,18 +249,17 @@ def _head(text: str) -> tuple[list[str], str]:
     """Return the columns of a table and what separates them; no columns if the text is no table."""
     first = next(iter(text[:_LONGEST_HEAD].splitlines()), "")
     for mark in ",;\t":
-        names = [
-            name.strip().lower()
-            for name in next(csv.reader([first], delimiter=mark, skipinitialspace=True), [])
-        ]
-        if {*names} >= _TABLE:
+        cells = next(csv.reader([first], delimiter=mark, skipinitialspace=True), [])
+        names = [cell.strip().lower() for cell in cells]
+        if all(names.count(one) == 1 for one in _TABLE):
             return names, mark
     return [], ""
 
 
 def _readings_of_table(text: str, names: list[str], mark: str, problems: list[Problem]) -> Iterator[Reading]:
-    body = io.StringIO(text.partition("\n")[2], newline="")
-    rows = csv.DictReader(body, names, delimiter=mark, skipinitialspace=True)
+    body = io.StringIO(text, newline="")
+    next(body)
+    rows = csv.DictReader(body, names, delimiter=mark, skipinitialspace=True, strict=True)
     try:
         for row in rows:
             cells = {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}

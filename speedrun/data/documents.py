@@ -42,12 +42,12 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
     A folder stands for all its readable files, sorted by name; a line says what is left out. `column` is the field of a
     row that holds the text. The `revision` of a dataset is resolved to a commit.
     """
+    if "" in names:
+        raise UsageError("an empty --source; need a file, a folder, or hub:OWNER/NAME[:CONFIG]; name one")
     remote = [name for name in names if name.startswith(HUB)]
     if not remote:
         if revision is not None:
-            raise UsageError(
-                f"--revision {revision} of {names[0]}; only {HUB} sources have one; leave it out"
-            )
+            raise UsageError(f"--revision {revision}; only {HUB} sources have one; leave it out")
         return Files(names, column)
     if len(names) > 1:
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
@@ -160,7 +160,7 @@ Source = Dataset | Files
 
 
 def _one_line(path: Path) -> AbstractContextManager[None]:
-    return translate_read_errors(path, "need a readable file; get it again")
+    return translate_read_errors(path, "need a readable file, its text in UTF-8; convert it or get it again")
 
 
 def form_of(path: Path) -> tuple[str, str]:
@@ -249,7 +249,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
     from pyarrow import ArrowException
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             _require_column(str(path), column, file.schema_arrow.names)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             group, skipped = 0, 0
@@ -299,8 +299,8 @@ def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: 
 
 
 def _require_column(name: str, column: str, names: Sequence[str]) -> None:
-    if column not in names:
-        raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
+    if names.count(column) != 1:
+        raise DataError(f"{name}: need {column!r} once; it has {', '.join(names)}; choose with --column")
 
 
 def _of_line(line: bytes, column: str, name: str, row: int) -> str:
