@@ -29,18 +29,15 @@ find_python() {
   if [[ -x .venv/bin/python && -f .venv/pyvenv.cfg ]]; then candidates=(.venv/bin/python "${candidates[@]}"); fi
   if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
   for name in "${candidates[@]}"; do
-    if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      continue
-    elif "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+    "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    if "$name" -c 'import ensurepip, venv' 2>/dev/null; then
       # Not the one in .venv, which may be removed, but the one that made it.
       "$name" -c 'import sys; print(sys._base_executable)'
       return
     fi
     tried+=" $name"
   done
-  if [[ -n $tried ]]; then
-    die "found$tried, but without the venv module; install it (Debian, Ubuntu: apt install python3-venv)"
-  fi
+  [[ -z $tried ]] || die "found$tried, but without the venv module; install it (Debian, Ubuntu: apt install python3-venv)"
   die "found no Python 3.11 or newer as ${candidates[*]}; install one, or name it: PYTHON=/path/to/python3.12 $0"
 }
 
@@ -123,9 +120,8 @@ main() {
 
   [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"
   echo "install: $("$python" --version), $kind, ${locks[*]}${overlay[*]+ ${overlay[*]}} -> .venv"
-  if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
     echo "install: this Python gets an older JAX than 3.12, which the images have: times and losses of the two differ"
-  fi
   for name in PIP_CONSTRAINT PIP_USER PIP_TARGET PIP_PREFIX; do
     if [[ -n ${!name:-} ]]; then echo "install: leaves out $name=${!name}, with which pip would not fill .venv"; fi
     export "$name=" # also against a pip.conf

@@ -127,9 +127,8 @@ main() {
   for one in ${wanted//,/ }; do
     [[ " ${names[*]} " == *" $one "* ]] || die "no part $one; have: ${names[*]}"
   done
-  if [[ -n $wheels ]]; then
+  [[ -z $wheels ]] ||
     "$python" -m pip install --quiet --no-index --no-deps --upgrade --target .gpu/packages "$wheels"/*.whl
-  fi
   export PYTHONPATH="$PWD:$PWD/.gpu/packages${PYTHONPATH:+:$PYTHONPATH}" JAX_PLATFORMS=cuda # not also cpu: no fallback
   export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.gpu/programs}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}"

@@ -33,16 +33,16 @@ step() {
   while code=0 && { wait "$child" || code=$?; } && kill -0 "$child" 2>/dev/null; do :; done
   if ((stopped)); then code=$stopped; fi
   if ((code > 1)) || [[ $code == 1 && $1 != batch ]]; then
-    echo "run_track: $1 ended with exit code $code; to go on, type the same command"
-    exit "$code"
+    died=$code die "$1 ended with exit code $code; to go on, mend what it says and type the command again"
   fi
 }
 
 main() {
-  track=${1:?need a track} gpus=${2:?need a number of GPUs} rules=speedrun/tracks/$1.toml
+  [[ ${2:-} =~ ^[0-9]+$ ]] || die "got '$*'; need a track and a number of GPUs before options, such as single-gpu 1"
+  track=$1 gpus=$2 rules=speedrun/tracks/$1.toml
   shift 2
   [[ -f $rules ]] || die "there is no $rules; have: $(echo speedrun/tracks/*.toml)"
-  record=runs/$track dry="" data="" title="" group="" stopped=0 declared=(--track "$track") kept=() extra=()
+  record=runs/$track dry="" data="" title="" group="" said="" stopped=0 declared=(--track "$track") kept=() extra=()
   while (($#)); do
     if [[ $1 == --dry-run ]]; then dry=yes && shift && continue; fi
     if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
@@ -53,7 +53,7 @@ main() {
       --recipe) declared+=("$1" "$2") extra=("$1" "$2") ;;
       --data) data=$2 kept+=("$1" "$2") ;;
       --ghost | --wandb) kept+=("$1" "$2") ;;
-      --track | --resume | --json | --on | --dollars | --device-kind | [!-]*)
+      --track | --resume | --json | --on | --dollars | --device-kind | --unranked | [!-]*)
         die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;
       *) declared+=("$1" "$2") ;;
     esac
@@ -63,7 +63,7 @@ main() {
   batch=("${declared[@]}" ${kept[@]+"${kept[@]}"} ${title:+--title "$title"})
   typed=$(printf '%q ' "${batch[@]}")
   if [[ -f $record/batch.json ]]; then
-    begun=$(cat "$record.typed" 2>/dev/null) || begun="options that are not known"
+    begun=$(grep . "$record.typed" 2>/dev/null) || begun="options that are not known (speedrun batch --resume goes on)"
     [[ $begun == "$typed" ]] ||
       die "$record was begun with $begun; pass the same to go on, or another --out to begin another"
     batch=(--resume "$record" ${kept[@]+"${kept[@]}"})
@@ -74,11 +74,14 @@ main() {
   if [[ -n $data ]]; then get=(speedrun data verify --track "$track" --data "$data"); fi
   [[ ${get[0]} == speedrun ]] || die "track $track takes anybody's shards; ${get[*]}"
 
-  names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>&1) || said=" (nvidia-smi: ${names//$'\n'/ })" names=""
+  names=$(timeout 90 nvidia-smi --query-gpu=name --format=csv,noheader 2>&1) || said=" (nvidia-smi: ${names:-no answer})" names=""
   if [[ -z $dry ]]; then
     found=$(grep -c . <<<"$names") || true
-    ((found >= gpus)) || die "found $found GPUs${said:-}, $track needs $gpus; choose another script, or a machine with more"
+    ((found >= gpus)) || die "found $found GPUs${said//$'\n'/ }, $track needs $gpus; choose another script, or a machine with more"
     mkdir -p runs "$(dirname "$record")"
+    { exec 8>>"$record.typed"; } 2>/dev/null || die "cannot write $record.typed; pass --out $record/first"
+    # Locked until all that this script started has ended; macOS has no flock.
+    [[ -z $(type -P flock) ]] || flock -n 8 || die "another run_track.sh works on $record; wait, or pass another --out"
     # A signal to the process group must not end the log before the run.
     exec > >(trap '' INT TERM HUP && exec tee -a "runs/$track.log") 2>&1
     trap 'stopped=$((stopped ? 130 : 75))
@@ -98,10 +101,11 @@ main() {
   if [[ -z ${SPEEDRUN_PYTHON:-} ]]; then step install scripts/install.sh run; fi
   if [[ -n $dry && -z ${SPEEDRUN_PYTHON:-} && ! -x .venv/bin/speedrun ]]; then
     echo "time, disk space and cost need the packages: type this again after scripts/install.sh run"
-  elif [[ -n $dry || ${batch[0]} != --resume ]]; then
+  elif [[ ${batch[0]} != --resume ]]; then
     of='import sys; from speedrun.base.accelerators import DEVICES
 print(*(kind for kind, device in DEVICES.items() if device.name == sys.argv[1]))'
     if [[ -n $names ]]; then kind=$("$python" -c "$of" "${names%%$'\n'*}"); fi
+    if [[ -n $names && -z $kind ]]; then echo "run_track: no rates of ${names%%$'\n'*} known; the plan is another GPU's"; fi
     dry="" step plan "$python" -m speedrun batch "${batch[@]}" --dry-run --dollars "${SPEEDRUN_DOLLARS:-2.50}" \
       ${kind:+--device-kind "$kind"}
   fi

@@ -145,6 +145,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "docs"
 
 
+def test_an_empty_variable_names_no_folder(monkeypatch):
+    monkeypatch.setenv("SPEEDRUN_DATA", "")
+    assert shards.data_folder(small(), None).parts[0] == "data"
+
+
 def test_the_shards_verify_under_the_track(folder):
     rules, said = small(), []
     generated.ensure(rules, None, said.append)

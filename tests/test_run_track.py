@@ -1,5 +1,6 @@
 """The scripts from a bare checkout to a record: their steps, and that the same command goes on after any end."""
 
+import fcntl
 import os
 import shlex
 import shutil
@@ -118,7 +119,7 @@ def test_the_same_command_goes_on_after_any_end(checkout, step, how, code):
     stopped, said = smoke(checkout, "--title", "of two")
     name = "batch" if step == "declare" else step
     assert (stopped, list(steps(said))[-1]) == (code, name)
-    told = f"run_track: {name} ended with exit code {code}; to go on, type the same command"
+    told = f"run_track: {name} ended with exit code {code}; to go on, mend what it says and type the command again"
     assert code < 0 or said.splitlines()[-1] == told
     assert "late" not in said
     fault.unlink()
@@ -154,12 +155,25 @@ def test_another_batch_is_not_begun_by_mistake(checkout):
     begun = "--track smoke-cpu --set a=1 --out runs/smoke-cpu"
     told = f"was begun with {begun} ; pass the same to go on, or another --out to begin another\n"
     assert smoke(checkout) == (2, f"run_track: runs/smoke-cpu {told}")
+    assert smoke(checkout, "--set", "a=1", "--dry-run")[0] == 0  # has nothing to price
+    assert typed(checkout) == []
     (checkout / "runs" / "smoke-cpu.typed").unlink()
     code, said = smoke(checkout)
     assert (code, typed(checkout)) == (2, [])
     assert "was begun with options that are not known" in said
     assert smoke(checkout, "--out", "runs/more/another")[0] == 0
     assert "batch --track smoke-cpu --out runs/more/another" in typed(checkout)
+
+
+def test_two_at_once_and_a_place_that_cannot_be_written_end_before_anything(checkout):
+    (checkout / "runs" / "mount.typed").mkdir(parents=True)
+    with (checkout / "runs" / "smoke-cpu.typed").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, said = smoke(checkout)
+        assert (code, "another run_track.sh works on runs/smoke-cpu; wait" in said) == (2, True)
+    code, said = smoke(checkout, "--out", "runs/mount")
+    assert (code, said.count("\n"), "cannot write runs/mount.typed; " in said) == (2, 1, True)
+    assert typed(checkout) == []
 
 
 def test_it_knows_every_option_of_a_batch(checkout):
@@ -178,7 +192,11 @@ def test_it_knows_every_option_of_a_batch(checkout):
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"run_track.sh smoke-cpu 0 {word}" for word in ("--track x", "--json", "word", "--runs")),
+        *(
+            f"run_track.sh smoke-cpu 0 {word}"
+            for word in ("--track x", "--json", "--unranked --runs 2", "--runs")
+        ),
+        "run_track.sh smoke-cpu --dry-run",  # how many GPUs?
         "run_8gpu.sh",  # there is no GPU
         "run_track.sh webmini 0",  # anybody's shards
         "run_track.sh smoke 0",  # no track
@@ -241,7 +259,7 @@ def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout):
             if "---- clock start" in line:
                 stopped.send_signal(signal.SIGTERM)
     assert stopped.returncode == 75, "".join(lines)
-    assert lines[-1] == "run_track: batch ended with exit code 75; to go on, type the same command\n"
+    assert lines[-1].startswith("run_track: batch ended with exit code 75; to go on, ")
     assert list(steps("".join(lines))) == ["plan", "doctor", "data", "batch"]
 
     with start(checkout, *words, SPEEDRUN_PYTHON=sys.executable) as went_on:

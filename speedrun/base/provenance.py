@@ -28,6 +28,7 @@ VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "JAX_PLATFORMS",
     "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_ENABLE_X64",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_NVLS_ENABLE",
@@ -80,8 +81,7 @@ def _with_packages(modules: list[str]) -> list[str]:
 def software() -> dict[str, str]:
     """Return the versions of Python and of packages that affect results, and the digest of the container."""
     here = installed()
-    for_gpus = {name: here[name] for name in sorted(here) if FOR_GPUS.fullmatch(name)}
-    packages = {**{name: here[name] for name in _PACKAGES}, **for_gpus}
+    packages = {name: here[name] for name in (*_PACKAGES, *filter(FOR_GPUS.fullmatch, sorted(here)))}
     named = os.environ.get(IMAGE_VARIABLE, "")
     image = {"image": named} if _IMAGE.fullmatch(named) else {}
     return {"python": platform.python_version(), **packages, **image}

@@ -142,7 +142,7 @@ class TrackShards(NamedTuple):
 
 def data_folder(track: Track, explicit: Path | None) -> Path:
     """Return the given folder, or the track's in $SPEEDRUN_DATA or ./data."""
-    return explicit or Path(os.environ.get("SPEEDRUN_DATA", "data")) / track.data.folder
+    return explicit or Path(os.environ.get("SPEEDRUN_DATA") or "data") / track.data.folder
 
 
 def open_track(folder: Path, data: Data) -> TrackShards:

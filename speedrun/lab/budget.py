@@ -55,6 +55,7 @@ class Budget(msgspec.Struct, frozen=True):
 
     track: str
     num_devices: int  #: 0: simulated
+    devices: str  #: number and name of those that are timed
     run_s: float | None  #: wall time of one run
     train_s: float | None  #: its train time
     basis: Basis  #: the source of both
@@ -78,7 +79,7 @@ class Budget(msgspec.Struct, frozen=True):
             basis = f"+-{self.error:.0%}; {UNTIMED_S:.0f} s of it are a guess"
             basis = "from the records here" if self.basis == "records" else basis
             lines.append(
-                f"run    {duration(self.run_s)}, {duration(self.train_s)} of it on the clock, {basis}"
+                f"run    {duration(self.run_s)} on {self.devices}, {duration(self.train_s)} of it on the clock, {basis}"
             )
         lines += ["batch  runs  chance of a proof  time of the node   dollars", *map(_line, self.rows)]
         if self.checkpoints:
@@ -145,6 +146,7 @@ def budget(
     found = Budget(
         track=rules.id,
         num_devices=num_devices,
+        devices=f"{num_devices} x {plan.device}" if plan else "this machine",
         run_s=times[0].run_s,
         train_s=times[0].train_s,
         basis=times[0].basis,

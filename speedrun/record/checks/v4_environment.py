@@ -28,7 +28,7 @@ _FLAGS = re.compile(
 #: The harness compiles with this: it keeps 16-bit numbers at 16 bits.
 _EXACT = ("xla_allow_excess_precision", False)
 #: Variables that choose the precision of every product. Runs record them so that V402 refuses them.
-_PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE"}
+_PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64", "NVIDIA_TF32_OVERRIDE"}
 _LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
 #: Packages whose versions a record must name.
 _NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
@@ -56,7 +56,7 @@ def _xla_flags(run: Run, _record: Record) -> Iterator[str]:
     "V402 the environment holds only known variables",
     before="machine",
     why="a variable can load foreign code, and may hold a secret",
-    hint="record only the variables of `provenance.VARIABLES`; set the precision in the recipe",
+    hint="unset what it names; set the precision in the recipe",
 )
 def _variables(run: Run, _record: Record) -> Iterator[str]:
     if foreign := sorted(run.preflight.environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
@@ -135,7 +135,7 @@ def _throttling(run: Run, record: Record) -> Iterator[str]:
     "V406 the code is that of a commit",
     before="machine",
     why="uncommitted code cannot be looked up, and may change between runs",
-    hint="commit, then run; a copy without git cannot make a ranked record",
+    hint="commit, then run; `git status` must work here, for this user; a copy without git makes no ranked record",
 )
 def _committed(run: Run, record: Record) -> Iterator[str]:
     hw = run.preflight
