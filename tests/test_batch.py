@@ -313,12 +313,14 @@ def test_stats_says_what_a_record_proves(folder, made, code, facts):
 
 
 def test_stats_needs_whole_records_and_compares_two(folder, tmp_path):
-    """Refuses a batch before its look, and a record with a damaged log."""
+    """Refuses a batch before its look, and a record with a damaged or edited log."""
     forge(folder, seeds=(1,), declared=(1, 2))
     assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
     log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
-    log.write_bytes(log.read_bytes()[:-1])
-    assert "is not a complete record" in invoke("stats", str(folder)).stderr
+    raw = log.read_bytes()
+    for changed in (raw[:-1], raw.replace(b'"seed":1,', b'"seed":9,', 1)):
+        log.write_bytes(changed)
+        assert "is not a complete record" in invoke("stats", str(folder)).stderr
     parent = str(forge(tmp_path / "parent"))
     found = json.loads(invoke("stats", str(forge(folder)), "--against", parent, "--json").stdout)
     no_proof = {"difference": 0, "margin": 0.001, "p": 1, "alpha": 0.05}  # without any scatter

@@ -129,10 +129,7 @@ def _found(out: Path, fresh: Manifest) -> Manifest:
     found = shards.read_manifest(out)
     if found is None:
         if others := sorted(path.name for path in out.glob("*.bin")):
-            raise UsageError(
-                f"{out}: {others[0]} is there without {MANIFEST}; new shards need an empty folder; "
-                "choose another --out"
-            )
+            raise UsageError(f"{out}: {others[0]} is there without {MANIFEST}; choose an empty --out")
         return fresh
     for key in {**found.settings, **fresh.settings}:
         got, need = fresh.settings.get(key, "nothing"), found.settings.get(key, "nothing")
@@ -144,7 +141,7 @@ def _found(out: Path, fresh: Manifest) -> Manifest:
     for name, entry in found.shards.items():
         if shards.open_shard(out / name, vocab_size=fresh.vocab_size).num_tokens != entry.tokens:
             raise DataError(
-                f"{out / name}: not the {entry.tokens:,} tokens of {MANIFEST}; remove the folder and start again"
+                f"{out / name}: not its {entry.tokens:,} tokens of {MANIFEST}; choose another --out"
             )
     return found
 

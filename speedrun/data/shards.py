@@ -62,13 +62,13 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
     """Open a shard; check header and size, and read no token."""
-    with translate_read_errors(path, "need a shard here; make or download it"):
+    with translate_read_errors(path, "need a shard here; download it, or make all of them in another folder"):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path}: not a regular file; need one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
-    found, redo = f"{path}: {status.st_size:,} bytes", "delete it and make it again"
+    found, redo = f"{path}: {status.st_size:,} bytes", "delete and download it, or make all in another folder"
     if len(header) < HEADER_BYTES:
         raise DataError(f"{found}; a header alone has {HEADER_BYTES:,}; {redo}")
     magic, version, count = (int(x) for x in np.frombuffer(header, "<i4", 3))

@@ -58,6 +58,13 @@ class Run:
         return self.outcome == "finished"
 
     @cached_property
+    def chain_break(self) -> int | None:
+        """Index of the first line that does not follow the line before it, as after an edit."""
+        links = zip([runlog.GENESIS, *map(runlog.digest, self.raw_lines)], self.lines, strict=False)
+        found = (at for at, (prev, line) in enumerate(links) if (line.i, line.prev) != (at, prev))
+        return next(found, None)
+
+    @cached_property
     def preflight(self) -> runlog.Preflight:
         """Hardware and software; a finished run always has them."""
         return self.of(runlog.Preflight)[0]

@@ -201,10 +201,11 @@ def read_programs(raw: bytes) -> archive.Archive:
 
 
 def load_result(folder: Path) -> Record:
-    """Read a complete record of a known track with a finished run; raise UsageError for any other."""
+    """Read a complete record of a known track with a finished run, unedited; raise UsageError for any other."""
     record = load(folder)
-    if not record.finished or record.track is None or not record.whole or record.malformed:
-        need = "is not a complete record with a finished run of a known track"
+    is_edited = any(run.chain_break is not None for run in record.runs)
+    if not record.finished or record.track is None or not record.whole or record.malformed or is_edited:
+        need = "is not a complete record with a finished run of a known track and whole logs"
         raise UsageError(f"{folder} {need}; 'speedrun validate {folder}' lists the problems")
     return record
 
