@@ -17,7 +17,7 @@ import modal  # pyright: ignore[reportMissingImports]
 
 TRACK, NUM_GPUS = "main-8xh100", 8
 OPTIONS = ""  # as many runs as a proof takes; or "--runs 6"; --out must be below runs/, which is kept
-#: The limit that `speedrun batch --track TRACK OPTIONS --dry-run` prints.
+#: The limit that `speedrun batch --track TRACK OPTIONS --dry-run` prints, rounded up.
 LIMIT_S = 20_100
 HOME, RECORDS = Path("/opt/speedrun"), Path("/records")  # not below /root, which Modal imports from
 

@@ -2,7 +2,7 @@
 # Makes a record from a bare checkout on a node with eight GPUs: installs, checks the machine, fetches the data, trains a
 # declared batch, and says what it proves. After an interruption the same command continues.
 #
-#   scripts/run_8gpu.sh [--dry-run] [OPTIONS OF speedrun batch]     for instance --runs 6
+#   scripts/run_8gpu.sh [--dry-run] [OPTIONS OF speedrun batch]     for instance --recipe record89
 #
 # First prints time, disk space and cost. Log and environment: see scripts/run_track.sh.
 # shellcheck source=/dev/null

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a record from a bare checkout. scripts/run_8gpu.sh is this for main-8xh100.
 #
-#   scripts/run_track.sh TRACK GPUS [--dry-run] [OPTIONS OF speedrun batch]     for instance single-gpu 1 --runs 4
+#   scripts/run_track.sh TRACK GPUS [--dry-run] [OPTIONS OF speedrun batch]     for instance single-gpu 1 --recipe record89
 #
 # Installs, says what the batch takes and how likely it proves its target, checks the machine, gets the shards, runs a
 # declared batch, and says what it proves and what to type next. After an interruption the same command goes on. By

@@ -49,7 +49,7 @@ MORE_SCIENCE = {"record89": 611, "record92": 465, "record92_masked": 100}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
 #: export the programs that the record carries, for its devices and for a CPU; 40 are the events of islands; 105 refuse
 #: before the clock what `validate` would refuse, write into mounts, end with terminal and parent, and those twenty.
-CLOSURE_LINES = 5_114
+CLOSURE_LINES = 5_115
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.

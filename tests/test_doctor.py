@@ -191,8 +191,8 @@ def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> s
     ("machine", "without", "with_data"),
     [
         (CPUS, "speedrun data synth --track smoke-cpu", "speedrun run --track smoke-cpu"),
-        (NODE, "speedrun data get --track main-8xh100", "speedrun batch --track main-8xh100 --runs 4"),
-        (HALF, "speedrun data get --track single-gpu", "speedrun batch --track single-gpu --runs 3"),
+        (NODE, "speedrun data get --track main-8xh100", "speedrun batch --track main-8xh100"),
+        (HALF, "speedrun data get --track single-gpu", "speedrun batch --track single-gpu"),
     ],
 )
 def test_the_hardest_track_that_fits_is_next(machine, without, with_data):

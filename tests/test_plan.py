@@ -83,7 +83,7 @@ def test_it_prints_for_people_and_for_programs():
     assert shown.exit_code == 0, shown.output
     assert "8 x NVIDIA H100 80GB HBM3" in shown.output
     plan = json.loads(planned("--recipe", "webmini", "--json").stdout)
-    assert f"{8 * plan['total_s'] / 3600:.3f} device-hours" in shown.output
+    assert f"{plan['total_s']:,.1f} s" in shown.output
     assert (plan["fits"], plan["error"]) == (True, None)
 
 

@@ -19,7 +19,7 @@ from speedrun.data import fetch, generated, overview, prepare
 from speedrun.data import tokenizer as tokenizers
 from speedrun.data.documents import HUB, READERS, open_source, texts
 from speedrun.data.shards import Manifest, data_folder
-from speedrun.data.vocabulary import RANKS
+from speedrun.data.vocabulary import RANKS, ranks
 from speedrun.data.writer import MAX_TOKENS
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
@@ -72,7 +72,10 @@ def get(
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress.update, progress.say)
     if vocabulary or (recipe is not None and _reads_bytes(recipe)):
-        write_whole(folder / RANKS, tokenizers.cached_ranks())
+        try:
+            ranks((folder / RANKS).read_bytes())
+        except (OSError, ValueError):
+            write_whole(folder / RANKS, tokenizers.cached_ranks())
     return _shards(rules, folder, manifest, f"{manifest.source}@{manifest.settings['revision']}")
 
 

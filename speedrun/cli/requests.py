@@ -77,6 +77,12 @@ class DryRun(NamedTuple):
     ] = None
     dollars: Amount | None = None
 
+    def is_asked(self) -> bool:
+        """Whether to price only; raise UsageError for its other options without it."""
+        if not self.dry_run and (self.kind, self.dollars) != (None, None):
+            raise UsageError("--device-kind and --dollars say how to price; add --dry-run, or leave them out")
+        return self.dry_run
+
     def answer(self, ctx: click.Context, asked: "Promise | Request") -> Answer:
         """Price a request; refuse to price what is begun."""
         if ctx.params["resume"] is not None:
@@ -86,7 +92,7 @@ class DryRun(NamedTuple):
         from speedrun.lab.budget import budget
 
         found = budget(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
-        facts = {"error": found.error, **msgspec.structs.asdict(found.budget)}
+        facts = {"track": asked.config.track, **msgspec.structs.asdict(found.budget), "error": found.error}
         return Answer(facts, found.budget.lines(), error=found.error)
 
 

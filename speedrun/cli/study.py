@@ -131,7 +131,7 @@ def sweep(
     """
     from speedrun.lab.several_runs import run_sweep  # NumPy comes with it
 
-    if dry.dry_run:
+    if dry.is_asked():
         return dry.answer(ctx, _request(variants, config))
     trained = cli.on_nodes(ctx, on, say)
     folder = requests.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data", "on")

@@ -131,7 +131,7 @@ def run(
         return _checked(
             ctx, options.request(Path(gettempdir(), f"check-{os.getpid()}"), overrides, seed=single.seed)
         )
-    if not dry.dry_run:
+    if not dry.is_asked():
         import_jax()
     config = options.request(
         folder,
@@ -197,7 +197,7 @@ def import_jax() -> None:
     "speedrun batch --track smoke-cpu --runs 6",
     "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
     "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
-    "speedrun batch --track main-8xh100 --runs 6 --on 10.0.0.1:6380",
+    "speedrun batch --track main-8xh100 --on 10.0.0.1:6380",
 )
 def batch(
     ctx: click.Context,

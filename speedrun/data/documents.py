@@ -209,7 +209,8 @@ def _below(folder: Path, seen: set[str]) -> Iterator[tuple[Path, str]]:
         elif not path.is_file():
             yield path, "no file"
         else:
-            yield path, "" if _is_readable(path) else "".join(path.suffixes[-2:]) or "without suffix"
+            suffix = "".join(path.suffixes[-1 - (path.suffix in _PACKED) :])
+            yield path, "" if _is_readable(path) else suffix or "without suffix"
 
 
 _PACKED = {".gz": "gzip", ".zst": "zstd"}  #: suffix of a compression -> its name in Arrow

@@ -196,6 +196,8 @@ def _client_errors() -> Iterator[None]:
         session.event_hooks = {**session.event_hooks, "response": [_limited]}
     try:
         yield
+    except UnicodeEncodeError:  # of a header
+        raise HubError("HF_TOKEN holds a letter that no token has: mend or unset it") from None
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError, AttributeError) as error:
         was_closed = session is not get_session()
         is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed

@@ -133,11 +133,6 @@ def to_fetch_bytes(track: Track) -> int:
     return max(0, here.expected - here.shards) * _SHARD_BYTES
 
 
-def disk_bytes(track: Track) -> int:
-    """Return the disk space for a batch on a track: missing data, and the output of runs."""
-    return to_fetch_bytes(track) + WRITTEN_BYTES
-
-
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
     """Convert a validation loss, nats per token, to bits per byte: loss * tokens / bytes / ln 2.
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,11 +22,11 @@ from speedrun.lab import design, proof
 from speedrun.lab.trials import Promise, Request
 from speedrun.plan import estimate as planning
 from speedrun.plan.estimate import Plan
-from speedrun.record import statistics
 from speedrun.record.about import summarize
+from speedrun.record.batch import looks as looks_of
 from speedrun.record.reader import load
 from speedrun.science.params import SHARDS
-from speedrun.science.recipe import Recipe
+from speedrun.science.recipe import Recipe, describe
 from speedrun.train.request import RunConfig
 
 #: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
@@ -34,10 +34,6 @@ from speedrun.train.request import RunConfig
 UNTIMED_S = 120.0
 #: Cost of a forward pass relative to a training step of the same tokens.
 _FORWARD = 1 / 3
-#: Chances whose number of runs a table shows, besides that of what was asked.
-_CHANCES = (0.5, statistics.POWER)
-
-Basis = Literal["records", "plan", "unknown"]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -53,14 +49,12 @@ class Row(msgspec.Struct, frozen=True):
 class Budget(msgspec.Struct, frozen=True):
     """What runs on a track take; None means unknown."""
 
-    track: str
     num_devices: int  #: 0: simulated
     devices: str  #: number and name of those that are timed
     run_s: float | None  #: wall time of one run
     train_s: float | None  #: its train time
-    basis: Basis  #: the source of both
-    error: float  #: of a plan's train time, relative
-    untimed_cap_s: float  #: what the track grants for everything before the clock
+    basis: Literal["records", "plan", "unknown"]  #: the source of both
+    relative_error: float  #: of a plan's train time
     fetch_bytes: int  #: data to download
     disk_bytes: int  #: data, and what the runs write
     dollars_per_hour: float | None  #: of one device
@@ -76,7 +70,7 @@ class Budget(msgspec.Struct, frozen=True):
         if self.run_s is None or self.train_s is None:
             lines.append("run    its time is unknown: there is no record of this recipe here, and no plan")
         else:
-            basis = f"+-{self.error:.0%}; {UNTIMED_S:.0f} s of it are a guess"
+            basis = f"+-{self.relative_error:.0%}; {UNTIMED_S:.0f} s of it are a guess"
             basis = "from the records here" if self.basis == "records" else basis
             lines.append(
                 f"run    {duration(self.run_s)} on {self.devices}, {duration(self.train_s)} of it on the clock, {basis}"
@@ -89,16 +83,15 @@ class Budget(msgspec.Struct, frozen=True):
         if self.num_devices and self.dollars_per_hour is not None:
             lines.append(f"       dollars at ${self.dollars_per_hour:.2f} per GPU and hour, without fetching")
         if self.num_devices and self.limit_s is not None:
-            spare = f"twice the time, and {duration(self.untimed_cap_s)} for compiling"
-            lines.append(f"limit  {self.limit_s:,.0f} s ({duration(self.limit_s)}) for a job: {spare}")
+            limit = f"limit  {self.limit_s:,.0f} s ({duration(self.limit_s)}) for a job"
+            lines.append(f"{limit}: twice the time, and what the track grants for compiling")
         return lines
 
 
 def _line(row: Row) -> str:
     chance = "-" if row.chance is None else f"{100 * row.chance:.2g} %"
-    time, cost = ("unknown" if row.total_s is None else duration(row.total_s)), ""
-    if row.dollars:
-        cost = f"{row.dollars:,.2f}"
+    time = "unknown" if row.total_s is None else duration(row.total_s)
+    cost = f"{row.dollars:,.2f}" if row.dollars else ""
     return f"{'>' * row.is_asked:<5}{row.num_runs:>6}  {chance:>17}  {time:>16}  {cost:>8}".rstrip()
 
 
@@ -128,7 +121,7 @@ def budget(
     refusals = [planning.refusal(parts[i][0], one.plan) for i, one in enumerate(times) if one.plan]
     total = sum(number for _, number in parts)
     total_s = sum(number * (one.run_s or math.nan) for (_, number), one in zip(parts, times, strict=True))
-    plan = times[0].plan
+    plan, fetch_bytes = times[0].plan, overview.to_fetch_bytes(rules) if config.data is None else 0
     num_devices = plan.num_devices if plan else 0
 
     def row(number: int, chance: float | None, *, is_asked: bool) -> Row:
@@ -136,29 +129,27 @@ def budget(
         cost = None if row_s is None or dollars is None else row_s * num_devices * dollars / 3600
         return Row(number, chance, row_s, cost, is_asked)
 
-    looks = [total] if isinstance(asked, Request) or asked.then is None else [total, asked.then]
-    rows = [row(n, mean and mean.chance(looks[: i + 1]), is_asked=True) for i, n in enumerate(looks)]
-    asked_s, cap_s = rows[-1].total_s, rules.rules.untimed_cap_s
+    then = None if isinstance(asked, Request) else asked.then
+    looks = [one.num_runs for one in looks_of(total, then, rules.target.sigma)]
+    rows = [row(n, mean and mean.chance(n, len(looks)), is_asked=True) for n in looks]
+    asked_s = rows[-1].total_s
     if mean:
-        numbers = [mean.runs_needed(chance) or 0 for chance in _CHANCES]
-        others = {max(n, rules.rules.min_runs) for n in (0, *numbers)} - {*looks}
-        rows += [row(n, mean.chance([n]), is_asked=False) for n in others]
+        others = {max(n or 0, rules.rules.min_runs, 2) for n in (0, mean.runs_needed())} - {*looks}
+        rows += [row(n, mean.chance(n), is_asked=False) for n in others]
     found = Budget(
-        track=rules.id,
         num_devices=num_devices,
         devices=f"{num_devices} x {plan.device}" if plan else "this machine",
         run_s=times[0].run_s,
         train_s=times[0].train_s,
         basis=times[0].basis,
-        error=plan.error if plan else 0.0,
-        untimed_cap_s=cap_s,
-        fetch_bytes=overview.to_fetch_bytes(rules) if config.data is None else 0,
-        disk_bytes=overview.disk_bytes(rules),
+        relative_error=plan.error if plan else 0.0,
+        fetch_bytes=fetch_bytes,
+        disk_bytes=fetch_bytes + overview.WRITTEN_BYTES,
         dollars_per_hour=dollars,
         expected=str(mean or ""),
         checkpoints=config.checkpoint_every > 0,
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
-        limit_s=None if asked_s is None else 2 * asked_s + cap_s,
+        limit_s=None if asked_s is None else 2 * asked_s + rules.rules.untimed_cap_s,
     )
     return Priced(found, plan, next(filter(None, refusals), None))
 
@@ -179,7 +170,7 @@ class _Time(NamedTuple):
 
     run_s: float | None
     train_s: float | None
-    basis: Basis
+    basis: Literal["records", "plan", "unknown"]
     plan: Plan | None
 
 
@@ -216,10 +207,10 @@ def _time(
 
 def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) -> tuple[float, float] | None:
     """Return the mean wall and train time of the records, scaled to the recipe's number of tokens."""
-    found = []
+    found, same = [], _model(msgspec.json.decode(msgspec.json.encode(describe(recipe))))
     for path in sorted((records / track.name).glob("*/source.txt")):
         record = load(path.parent)
-        if not record.finished or record.track is None or record.lead.start.recipe != recipe.name:
+        if not record.finished or _model(record.lead.start.config.get("recipe")) != same:
             continue
         summary, (num_devices, kind) = summarize(record), record.lead.hardware
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
@@ -228,3 +219,10 @@ def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) 
             scaled_s = train_s * recipe.total_tokens / summary.num_tokens
             found.append((wall_s - train_s + scaled_s, scaled_s))
     return (fmean(run_s for run_s, _ in found), fmean(train_s for _, train_s in found)) if found else None
+
+
+def _model(described: Any) -> Any:
+    """Return what a described recipe says of its model, without the module, which may have moved since."""
+    match described:
+        case {"name": name, "config": dict() as config, "compute_dtype": dtype}:
+            return name, {**config, "kind": ""}, dtype

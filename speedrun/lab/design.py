@@ -42,9 +42,9 @@ def declare(promise: Promise) -> Declaration:
     number = proof.num_runs(promise, ready.track, expected)
     looks = looks_of(number, promise.then, ready.track.target.sigma)
     if expected is not None:
-        chance = f"a chance of {expected.chance([look.num_runs for look in looks]):.1%}"
+        chance = f"a chance of {max(expected.chance(one.num_runs, len(looks)) for one in looks):.1%}"
         say(f"batch: {looks[-1].num_runs} runs prove the target with {chance}, for a mean of {expected}")
-    for warning in approve(ready, opening(ready), looks[-1].num_runs):
+    for warning in approve(ready, opening(ready), looks[0].num_runs):
         say(f"warning: {warning}")
     config_sha256 = layout.config_sha256(ready.described)
     declaration = Declaration(

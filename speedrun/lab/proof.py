@@ -31,15 +31,15 @@ class Prospect(NamedTuple):
     sd: float  #: of single runs
     source: str
 
-    def chance(self, looks: Sequence[int]) -> float:
-        """Return the probability that a batch with looks after so many runs proves its target, at its best look."""
+    def chance(self, num_runs: int, num_looks: int = 1) -> float:
+        """Return the probability that a batch proves its target at a look after so many runs, one of `num_looks`."""
         margin, known = self.rules.target.loss - self.loss, self.rules.target.sigma
-        return max(statistics.power(n, margin, self.sd, known, len(looks)) for n in looks)
+        return statistics.power(num_runs, margin, self.sd, known, num_looks)
 
-    def runs_needed(self, chance: float = statistics.POWER, *, num_looks: int = 1) -> int | None:
-        """Return the smallest batch with this chance at its first look; None above MOST_RUNS."""
+    def runs_needed(self, num_looks: int = 1) -> int | None:
+        """Return the smallest batch with a chance of 90 % at its first look; None above MOST_RUNS."""
         margin, known = self.rules.target.loss - self.loss, self.rules.target.sigma
-        return statistics.batch_needed(margin, self.sd, known_sigma=known, num_looks=num_looks, chance=chance)
+        return statistics.batch_needed(margin, self.sd, known_sigma=known, num_looks=num_looks)
 
     def __str__(self) -> str:
         return f"{self.loss:.4f}, sd {self.sd:.4f} ({self.source})"
@@ -74,9 +74,10 @@ def num_runs(promise: Promise, rules: Track, found: Prospect | None) -> int:
     if promise.num_runs is not None:
         return promise.num_runs
     if found is None:
-        hint = "pass --expect LOSS on a track with a known noise, or --runs N"
-        raise UsageError(f"the mean loss of this recipe on {rules.id} is not known; {hint}")
-    needed = found.runs_needed(num_looks=1 if promise.then is None else 2)
+        what = "noise of" if rules.target.sigma is None else "mean loss of this recipe on"
+        expect = ", or --expect LOSS" if rules.target.sigma else ""
+        raise UsageError(f"the {what} {rules.id} is not known; pass --runs N{expect}")
+    needed = found.runs_needed(1 if promise.then is None else 2)
     if needed is None:
         cannot = f"{statistics.MOST_RUNS:,} runs would not prove it below {rules.target.loss}"
         raise UsageError(f"expected is a mean of {found}: {cannot}; need a lower mean, or --runs N")

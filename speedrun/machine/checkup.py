@@ -138,7 +138,7 @@ def advice(checks: list[Check], *, asked: str | None) -> str:
     if not marks.get(f"data {track.name}"):
         return track.data.get
     if track.rules.ranked:
-        return f"speedrun batch --track {track.name} --runs {track.rules.min_runs}"
+        return f"speedrun batch --track {track.name}"
     return f"speedrun run --track {track.name}"
 
 

@@ -134,13 +134,13 @@ class Decoder:
         Raises:
             UsageError: from the first call after `start`, if states depend on later tokens.
         """
-        texts, ids_PN = self._extend(self._params, texts, how, num_tokens)
         if self._is_new and (found := float(self._differ(self._params, texts))) > self._tolerance:
             raise UsageError(
                 f"the states of this model depend on later tokens: others change them by {found:.1e}; need a "
                 "causal model; if this is rounding, `speedrun sample --dtype float32` computes without it"
             )
         self._is_new = False
+        texts, ids_PN = self._extend(self._params, texts, how, num_tokens)
         return texts, np.asarray(ids_PN)
 
     def _differences(self, params: Params, texts: Texts) -> jax.Array:

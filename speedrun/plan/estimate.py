@@ -80,14 +80,9 @@ class Plan(msgspec.Struct, frozen=True):
         """Relative error of `total_s`."""
         return sum(one.num_steps * one.step_s * one.error for one in self.stages) / self.total_s
 
-    @property
-    def device_hours(self) -> float:
-        """Predicted time of all steps, summed over devices."""
-        return self.total_s * self.num_devices / 3600
-
     def facts(self) -> dict[str, Any]:
         """Return all fields and derived figures, for JSON."""
-        names = ("fits", "memory_bytes", "total_s", "device_hours")
+        names = ("fits", "memory_bytes", "total_s")
         derived: dict[str, object] = {name: getattr(self, name) for name in names}
         derived["relative_error"] = self.error
         return msgspec.structs.asdict(self) | derived
@@ -102,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True):
             f"state {gb(self.state_bytes)} per device",
             *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
             f"val    memory about {gb(self.validation_bytes)}",
-            f"total  {self.total_s:,.1f} s +-{self.error:.0%} | {self.device_hours:.3f} device-hours on the clock",
+            f"total  {self.total_s:,.1f} s +-{self.error:.0%} on the clock",
         ]
 
 

@@ -37,7 +37,7 @@ _SUMS = {
 #: Those that write a part of their first operand, and which operand that is.
 _UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
 _PASSES = {"cumsum", "cummax", "cumprod", "cummin", "cumlogsumexp", "sort", "top_k"}
-#: Collectives, and the names that `schedule` has for them.
+#: Collectives of JAX, by the names of XLA.
 COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 COLLECTIVES |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce")
 _ALONE = {"dot_general", "pallas_call", "mpmd_map", "scan", "while", "cond"}

@@ -136,12 +136,10 @@ def power(num_runs: int, margin: float, sigma: float, known_sigma: float | None,
     return fmean(special.ndtr(shift + critical * one) for one in used)
 
 
-def batch_needed(
-    margin: float, sigma: float, *, known_sigma: float | None, num_looks: int = 1, chance: float = POWER
-) -> int | None:
-    """Return the smallest batch that passes its first look with this probability, or None above MOST_RUNS."""
+def batch_needed(margin: float, sigma: float, *, known_sigma: float | None, num_looks: int = 1) -> int | None:
+    """Return the smallest batch that passes its first look with probability POWER, or None above MOST_RUNS."""
     for n in range(1, MOST_RUNS + 1) if margin > 0 else ():
-        if power(n, margin, sigma, known_sigma, num_looks) >= chance:
+        if power(n, margin, sigma, known_sigma, num_looks) >= POWER:
             return n
     return None
 

@@ -75,7 +75,7 @@ class Expected:
     recipe: str  #: its name; one that is derived from it has another
     track: str  #: whose data they validated on
     loss: Positive  #: mean of their final losses
-    sd: Positive | None  #: None for one run
+    sd: Positive | None  #: None if unknown
     num_runs: Count
     source: str  #: whose runs they were
 

@@ -120,7 +120,8 @@ def newest_whole(
         except Damaged as damage:
             damaged[step] = damage
     reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
-    raise CheckpointError(f"{folder}: no whole checkpoint;{reasons} need one; run again, in a new folder")
+    others = "choose another --step" if len(damaged) < len(steps_in(folder)) else "run again, in a new folder"
+    raise CheckpointError(f"{folder}: no whole checkpoint;{reasons} need one; {others}")
 
 
 def read_facts(folder: Path, step: int) -> Facts:
