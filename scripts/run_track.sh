@@ -32,9 +32,8 @@ step() {
   # A signal ends `wait`, and not yet the child.
   while code=0 && { wait "$child" || code=$?; } && kill -0 "$child" 2>/dev/null; do :; done
   if ((stopped)); then code=$stopped; fi
-  if ((code > 1)) || [[ $code == 1 && $1 != batch ]]; then
+  [[ $code == 0 || ($code == 1 && $1 == batch) ]] ||
     died=$code die "$1 ended with exit code $code; to go on, mend what it says and type the command again"
-  fi
 }
 
 main() {
@@ -98,6 +97,7 @@ main() {
   export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"
 
   python=${SPEEDRUN_PYTHON:-.venv/bin/python}
+  [[ $python == .venv/* ]] || "$python" -c 'import click, msgspec' 2>/dev/null || died=1 die "SPEEDRUN_PYTHON=$python lacks packages; unset it"
   if [[ -z ${SPEEDRUN_PYTHON:-} ]]; then step install scripts/install.sh run; fi
   if [[ -n $dry && -z ${SPEEDRUN_PYTHON:-} && ! -x .venv/bin/speedrun ]]; then
     echo "time, disk space and cost need the packages: type this again after scripts/install.sh run"

@@ -171,6 +171,10 @@ def test_two_at_once_and_a_place_that_cannot_be_written_end_before_anything(chec
         fcntl.flock(held, fcntl.LOCK_EX)
         code, said = smoke(checkout)
         assert (code, "another run_track.sh works on runs/smoke-cpu; wait" in said) == (2, True)
+    assert (
+        smoke(checkout, SPEEDRUN_PYTHON="none")[1]
+        == "run_track: SPEEDRUN_PYTHON=none lacks packages; unset it\n"
+    )
     code, said = smoke(checkout, "--out", "runs/mount")
     assert (code, said.count("\n"), "cannot write runs/mount.typed; " in said) == (2, 1, True)
     assert typed(checkout) == []
