@@ -1,7 +1,10 @@
 """A run that is small enough for a test."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from speedrun.base import runlog
 from speedrun.record.logged_run import Run
@@ -28,6 +31,16 @@ def log_of(out: Path) -> Path:
 
 def events(out: Path, kind: type = object) -> list[Any]:
     return [line.event for line in runlog.read(log_of(out)) if isinstance(line.event, kind)]
+
+
+def rewrite(out: Path, change: Callable[[Any], Any]) -> None:
+    """Change events of a log, with the hashes that follow from them."""
+    prev, lines = runlog.GENESIS, []
+    for line in list(runlog.read(log_of(out))):
+        raw = replace(line, prev=prev, event=change(line.event)).encode()
+        prev = runlog.digest(raw)
+        lines.append(raw + b"\n")
+    log_of(out).write_bytes(b"".join(lines))
 
 
 def runs_of(out: Path) -> list[Run]:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from small_run import SMALL, events, log_of, runs_of
+from small_run import SMALL, events, log_of, rewrite, runs_of
 
 from speedrun.base import faults, runlog
 from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, UsageError
@@ -724,16 +724,6 @@ def more(one: runlog.Round) -> Work:
 
 def is_round(event: Any, version: int) -> bool:
     return isinstance(event, runlog.Round) and event.version == version
-
-
-def rewrite(out: Path, change: Callable[[Any], Any]) -> None:
-    """Change events of a log, with the hashes that follow from them."""
-    prev, lines = runlog.GENESIS, []
-    for line in list(runlog.read(log_of(out))):
-        raw = replace(line, prev=prev, event=change(line.event)).encode()
-        prev = runlog.digest(raw)
-        lines.append(raw + b"\n")
-    log_of(out).write_bytes(b"".join(lines))
 
 
 def with_works(one: runlog.Round, **changed: Any) -> runlog.Round:

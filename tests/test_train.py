@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 from msgspec.structs import replace
-from small_run import SMALL, events, log_of
+from small_run import SMALL, events, log_of, rewrite
 from test_processes import ends, started
 from typed import as_words, invoke, speedrun
 
@@ -319,8 +319,13 @@ def test_no_other_variable_is_taken_from_a_record_than_runs_record(
 ):
     copy = tmp_path / "copy"
     shutil.copytree(record, copy)
-    path = log_of(copy)
-    path.write_text(path.read_text().replace('"environment":{', f'"environment":{{"{name}":"cpu",'))
+
+    def poisoned(event: Any) -> Any:
+        if not isinstance(event, runlog.Preflight):
+            return event
+        return msgspec.structs.replace(event, environment={**event.environment, name: "cpu"})
+
+    rewrite(copy, poisoned)
     given = []
     monkeypatch.setattr(sandbox, "run", lambda *_, environment, **__: given.append(environment) or 7)
     monkeypatch.setattr(sandbox, "problem", lambda: None)
