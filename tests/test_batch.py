@@ -22,12 +22,11 @@ from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.base.wholefile import lock_record
 from speedrun.data import generated
-from speedrun.lab import several_runs
 from speedrun.record import batch
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
 from speedrun.record.batch import Look
-from speedrun.record.layout import sha256
+from speedrun.record.layout import RUNNING, sha256
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
@@ -186,7 +185,7 @@ def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
 
 def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
     forge(folder)
-    with lock_record(folder, several_runs.RUNNING):
+    with lock_record(folder, RUNNING):
         result = resumed(folder)
     assert (result.exit_code, "another program writes into it" in result.stderr) == (2, True)
     (folder / "batch.json").write_text("{}")

@@ -96,7 +96,7 @@ data synth --track webmini | plot | reproduce a b | stats nowhere | play | sampl
 run --seed -1 | run --seed | run --deadline nap=3 | run --deadline step=x | run --set a
 batch --dry-run | batch --expect 3.2 --dry-run | batch --track main-8xh100 --expect 3.29 --dry-run
 batch --resume nowhere | batch --resume nowhere --runs 9 | plan --runs 2
-plan --dollars 2 | plan --track smoke-cpu --devices 8
+batch --runs 2 --dollars 2 | run --device-kind h100 | plan --dollars 2 | plan --track smoke-cpu --devices 8
 eval nowhere --limit 3 | describe {RECORD} | describe {RECORD} --parent docs
 sweep --ladder | sweep --ladder --set a=1,2 | sweep --runs 2
 sweep --track moon --ladder --runs 2 | sweep --resume nowhere | sweep --runs 2 --set a=1..2

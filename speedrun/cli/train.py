@@ -219,7 +219,7 @@ def batch(
     from speedrun.lab.several_runs import run_batch  # NumPy comes with it
 
     asked = partial(_promise, options, size, "unranked" if unranked else "")
-    if dry.dry_run:
+    if dry.is_asked():
         return dry.answer(ctx, asked())
     ctx.with_resource(children.stoppable())
     as_json, allowed = ctx.params["as_json"], ("data", "title", "ghost", "wandb", "on")

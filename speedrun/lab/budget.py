@@ -161,8 +161,12 @@ def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, i
         mean = proof.prospect(recipe, rules, asked.expected_loss)
         number = proof.num_runs(asked, rules, mean)
         return [(recipe, number)], mean if number > 1 else None  # one run proves nothing
-    arms = [(recipe, asked.num_runs) for _, recipe in design.arms(asked)[0]]
-    return [*arms, (arms[0][0], 2 * asked.num_confirming)], None
+    first, *others = (recipe for _, recipe in design.arms(asked)[0])
+    # The arm that is confirmed, and its reference, are priced as the first one.
+    return [
+        (first, asked.num_runs + 2 * asked.num_confirming),
+        *((one, asked.num_runs) for one in others),
+    ], None
 
 
 class _Time(NamedTuple):

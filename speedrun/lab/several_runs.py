@@ -33,7 +33,6 @@ from speedrun.train import local_processes
 from speedrun.train.request import RunConfig, source_roots
 
 Say = Callable[[str], None]  #: takes lines of progress
-RUNNING = ".runs"  #: in the name of the lock of whoever runs what was declared
 
 
 #: Trains each request on a track; yields it with its exit code. Also gets the earlier runs of a batch or sweep.
@@ -107,7 +106,7 @@ def run_batch(
         say(progress(declared, now))
         return now
 
-    with lock_record(folder, RUNNING):
+    with lock_record(folder, layout.RUNNING):
         now = standing_now()
         same = {"recipe": recipe.name, "overrides": recipe.overrides, "batch_sha256": sha256, "data": data}
         train = trained or _here(say, lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival))
@@ -145,7 +144,7 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
     Without `trained`, the runs follow each other on this machine.
     """
     plan, plan_sha256 = trials.read(folder)
-    with lock_record(folder, RUNNING):
+    with lock_record(folder, layout.RUNNING):
         fresh = count(len(plan.confirming), "fresh seed")
         say(
             f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "

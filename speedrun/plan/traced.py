@@ -87,20 +87,16 @@ class Stated(Kernels):
         v_BTHK: jax.Array,
         first_BT: jax.Array,
         /,
-        *,
-        scale: float,
-        window: Window,
-        block_tokens: int,
-        angles: Angles | None = None,
+        **more: Any,
     ) -> jax.Array:
         """Visit the tiles of FineWeb's documents."""
         if self.wanted_attention not in ("auto", "triton"):
-            more: dict[str, Any] = {"scale": scale, "window": window, "block_tokens": block_tokens}
-            return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more, angles=angles)
+            return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
+        window: Window = more["window"]
         blocks = window.blocks if isinstance(window.blocks, int) else window.most
         rows, num_tokens, heads, width = q_BTHK.shape
-        each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, block_tokens))
-        return _attention(_Attended(*each, norms=int(angles is not None)), q_BTHK, k_BTHK, v_BTHK)
+        each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, more["block_tokens"]))
+        return _attention(_Attended(*each, norms=int(more.get("angles") is not None)), q_BTHK, k_BTHK, v_BTHK)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Read and write each number once, where the kernel can run."""

@@ -106,16 +106,8 @@ def reproduce_command(run: Run) -> str:
     name, (num_devices, _) = run.start.track.rpartition("@")[0], run.hardware
     if not is_shipped(run.start.recipe):
         return "speedrun reproduce RECORD --same-seeds"  # it takes the recipe from the record's source
-    command = [
-        "speedrun",
-        "run",
-        "--track",
-        name,
-        "--recipe",
-        run.start.recipe,
-        "--seed",
-        str(run.start.seed),
-    ]
+    command = ["speedrun", "run", "--track", name, "--recipe", run.start.recipe]
+    command += ["--seed", str(run.start.seed)]
     known = track.load(name) if name in track.names() else None
     # A run that was killed before its preflight has no devices.
     if known and num_devices not in (0, known.rules.num_devices):

@@ -12,6 +12,7 @@ import hashlib
 import msgspec
 
 ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
+RUNNING = ".runs"  #: in the name of the lock of whoever runs what was declared
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

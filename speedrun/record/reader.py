@@ -23,11 +23,12 @@ from speedrun.base.wholefile import LOCK, PARTIAL, read_regular
 from speedrun.record import archive
 from speedrun.record.batch import Declaration
 from speedrun.record.findings import Findings
-from speedrun.record.layout import ABOUT, BATCH, LOG, SOURCE, Strict, sha256
+from speedrun.record.layout import ABOUT, BATCH, LOG, RUNNING, SOURCE, Strict, sha256
 from speedrun.record.logged_run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.record.reproduction import REPRODUCTION, Reproduction
 from speedrun.record.source import split_source
 
+_LOCKS = (LOCK, RUNNING + LOCK)
 _MIB = MOST_ABOUT_BYTES = 2**20
 
 _RUN = r"runs/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
@@ -76,9 +77,8 @@ class Record:
     reproduction: Reproduction | None
     track: Track | None  #: None if this version does not know it
     whole: bool  #: whether every run could be read
-    findings: Mapping[str, Findings] = field(
-        default_factory=dict
-    )  #: of the runs that were examined, by folder
+    #: Of the runs that were examined, by folder.
+    findings: Mapping[str, Findings] = field(default_factory=dict)
 
     @property
     def finished(self) -> tuple[Run, ...]:
@@ -242,7 +242,7 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
             break
         try:
             size_bytes = entry.stat(follow_symlinks=False).st_size
-            if path.endswith(LOCK) and entry.is_file(follow_symlinks=False) and not size_bytes:
+            if path in _LOCKS and entry.is_file(follow_symlinks=False) and not size_bytes:
                 continue  # of whoever is writing
             if why := _objection(path, entry, size_bytes, left_bytes):
                 refused[path] = why

@@ -301,9 +301,8 @@ def finite_step(program: Program, metrics: StepMetrics, where: str) -> float:
     loss, bad = jax.device_get((metrics.loss, metrics.bad))
     flags = meshes.fetch(metrics.nonfinite).items() if np.any(bad) else ()
     leaves = [(what, program.layout.first_flagged(found)) for what, found in flags]
-    return finite(
-        program, loss, where, *(f"; first non-finite {what}: {leaf}" for what, leaf in leaves if leaf)
-    )
+    named = [f"; first non-finite {what}: {leaf}" for what, leaf in leaves if leaf]
+    return finite(program, loss, where, *(named or ["; a padded row is not finite"] * bool(flags)))
 
 
 def finite(program: Program, loss: float, where: str, *more: str) -> float:

@@ -48,7 +48,7 @@ def _shard_order(run: Run, record: Record) -> Iterator[str]:
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:
         yield f"{strangers[0]} does not match {rules.train}"
-    if not run.steps:
+    if not run.vals:  # it has not begun
         return
     in_order = list(dict.fromkeys(names))
     num_restarts = sum(after < before for before, after in pairwise(names))
