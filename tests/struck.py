@@ -69,7 +69,16 @@ class Fork:
 
     def __init__(self, argv: list[str], **_: object) -> None:
         self.stdout = io.StringIO()  # nothing to read: it prints where we do
-        self._pid = forked(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True), argv[2:])
+        read, write = os.pipe()
+
+        def run() -> None:
+            os.close(write)
+            os.dup2(read, 0)
+            runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+
+        self._pid = forked(run, argv[2:])
+        os.close(read)
+        self.stdin = os.fdopen(write, "w")
 
     def wait(self) -> int:
         return code_of(self._pid)
@@ -274,6 +283,8 @@ class Soak:
         """Of every kind once without a blow, and then of random ones until the time is over."""
         for kind in self.KINDS:
             yield from self._round(kind, struck=False)
+            if not self._changes[kind]:
+                return
         watch = clock.Stopwatch()
         while watch.seconds < seconds:
             kind = self._rnd.choices([*self.KINDS], [*self.KINDS.values()])[0]
