@@ -48,9 +48,11 @@ accelerator() {
     echo "$SPEEDRUN_ACCELERATOR"
   elif [[ -f $chosen ]]; then
     cat "$chosen"
-  elif driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) && [[ -n $driver ]]; then
+  elif driver=$(timeout 90 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) && [[ -n $driver ]]; then
     if ((${driver%%.*} >= 580)); then echo cuda13; else echo cuda12; fi
   else
+    # It hangs where a GPU is lost.
+    (($? != 124)) || die "nvidia-smi gave no answer in 90 s; mend the driver, or set SPEEDRUN_ACCELERATOR"
     echo cpu
   fi
 }

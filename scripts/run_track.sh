@@ -44,6 +44,7 @@ main() {
   record=runs/$track dry="" data="" title="" group="" said="" stopped=0 declared=(--track "$track") kept=() extra=()
   while (($#)); do
     if [[ $1 == --dry-run ]]; then dry=yes && shift && continue; fi
+    if [[ $1 == --unranked ]]; then declared+=("$1") && shift && continue; fi
     if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
     (($# > 1)) || die "got $1 without a value; need --dry-run or options of 'speedrun batch' that say what to run"
     case $1 in
@@ -52,7 +53,7 @@ main() {
       --recipe) declared+=("$1" "$2") extra=("$1" "$2") ;;
       --data) data=$2 kept+=("$1" "$2") ;;
       --ghost | --wandb) kept+=("$1" "$2") ;;
-      --track | --resume | --json | --on | --dollars | --device-kind | --unranked | [!-]*)
+      --track | --resume | --json | --on | --dollars | --device-kind | [!-]*)
         die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;
       *) declared+=("$1" "$2") ;;
     esac

@@ -232,6 +232,7 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0])
     assert "x  9/9  n 1  mean 3.0000  sd none  step 5.56 ms" in shown
+    assert "no run has zebra in its name" in invoke("import-log", str(files[0]), "--match", "zebra").output
 
 
 def test_pooling_leaves_the_means_of_groups_aside():

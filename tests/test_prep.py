@@ -182,6 +182,7 @@ def two_columns() -> bytes:
         ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
         ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
         ("x.txt", b"abc\xff", "x.txt: .* position 3"),
+        ("x.txt", "abc".encode("utf-16-le"), "x.txt: has NUL characters"),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
         ("x.parquet", two_columns(), "need 'text' once; it has text, text"),
         ("x.csv", b"a,b", "cannot be read"),

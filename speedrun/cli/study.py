@@ -186,6 +186,8 @@ def import_log(
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
     runs = (run for one in contexts for run in one.runs)
     chosen = proof.distinct(run for run in runs if not match or any(text in run.name for text in match))
+    if match and not chosen:
+        raise UsageError(f"no run has {' or '.join(match)} in its name; choose with another --match")
     groups = tuple(proof.groups(chosen))
     spread = proof.noise(groups)
     facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}

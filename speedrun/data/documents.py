@@ -241,6 +241,8 @@ def _text(path: Path, row: int, column: str) -> Iterator[Block]:
     if row == 0:
         with path.open("rb") as file:
             text = _unpacked(file, path).read().decode("utf-8-sig")  # keeps CRLF
+        if "\0" in text:
+            raise DataError(f"{path}: has NUL characters, as UTF-16 and binary files do; convert it to UTF-8")
         yield Block(Place("", 0), [text], path.stat().st_size)
 
 
