@@ -354,7 +354,7 @@ class Soak:
         if now.words[1] != "--resume":
             now.words = ["run", "--resume", now.out]
             return False
-        if code == 2 and "start it again, with the same command" in self._call.said:
+        if code == 2 and re.search("start it again|no such run", self._call.said):
             now.words = now.begun
             return True
         if code != 2 or "start a new run with another --out" not in self._call.said:
