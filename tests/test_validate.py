@@ -445,7 +445,7 @@ def test_the_summary_is_arithmetic_also_of_a_run_that_was_resumed_at_its_end(fol
 
 def test_hardware_is_that_of_the_config(folder):
     told = found(forge(folder, edit_log=forgeries.other_config({**CONFIG, "num_devices": 1})))["V404"][0]
-    assert told == "tiny-1-00a1: ran on 8 devices, its config says 1"
+    assert told == "tiny-1-00a1: number of devices in its config: got 1, need 8"
 
 
 def test_a_track_for_one_kind_of_device_refuses_others(folder):

@@ -1,4 +1,7 @@
-"""The type of a check, and the decorators that make a check from a function."""
+"""The type of a check, the decorators that make one from a function, and comparisons: most checks are tables of them.
+
+A log says most facts twice, or the track says them: `same` and `at_most` compare both, and name what they got and need.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ def if_ranked(record: Record, problem: str) -> str:
 _Facts = TypeVar("_Facts")
 _Find = Callable[[Record], Iterable[str]]
 _FindOfRun = Callable[[Run, _Facts], Iterable[str]]
+_Runs = Literal["runs", "finished", "finished, or skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +42,42 @@ class Check:
     #: the declaration of a batch; or nothing.
     before: Literal["", "machine", "run", "batch"] = ""
     severity: Literal["error", "error if ranked", "warning"] = "error"
-    find: _Find  #: yields one line for each problem
+    find: _Find  #: yields one line for each problem; an empty one is an identity that holds
+
+
+def same(what: str, got: Any, need: Any, within: float = 0.0) -> str:
+    """Return a problem unless two statements of one fact are equal, or at most `within` apart."""
+    holds = abs(got - need) <= within if within else got == need
+    return "" if holds else f"{what}: got {_shown(got)}, need {_shown(need)}"
+
+
+def at_most(what: str, got: float, most: float) -> str:
+    """Return a problem if a number exceeds the one that bounds it."""
+    return "" if got <= most else f"{what}: got {_shown(got)}, need at most {_shown(most)}"
+
+
+def _shown(fact: object) -> str:
+    return f"{fact:,}" if type(fact) in (int, float) else repr(fact)
 
 
 def check(rule: str, **fields: Any) -> Callable[[_Find], Check]:
-    """Decorate a function that yields the problems of a record; `rule` is the id, a space and the title."""
+    """Decorate a function that returns the problems of a record; `rule` is the id, a space and the title."""
     id, title = rule.split(" ", 1)
-    return lambda find: Check(id=id, title=title, find=find, **fields)
+    return lambda find: Check(id=id, title=title, find=lambda record: filter(None, find(record)), **fields)
 
 
-def check_run(rule: str, **fields: Any) -> Callable[[_FindOfRun[Record]], Check]:
-    """Decorate a function that yields the problems of one finished run."""
-    return lambda find: check(rule, **fields)(partial(_problems_of_finished, find))
+def check_run(
+    rule: str, *, of: _Runs = "finished, or skip", **fields: Any
+) -> Callable[[_FindOfRun[Record]], Check]:
+    """Decorate a function that returns the problems of one run, and ask it of each run that is named."""
 
+    def find_all(find: _FindOfRun[Record], record: Record) -> Iterator[str]:
+        runs = record.runs if of == "runs" else record.finished
+        if not runs and of == "finished, or skip":
+            raise Skip("no run finished")
+        yield from problems_of([(run, record) for run in runs], find)
 
-def _problems_of_finished(find: _FindOfRun[Record], record: Record) -> Iterator[str]:
-    if not record.finished:
-        raise Skip("no run finished")
-    yield from problems_of([(run, record) for run in record.finished], find)
+    return lambda find: check(rule, **fields)(partial(find_all, find))
 
 
 def problems_of(runs: Iterable[tuple[Run, _Facts]], find: _FindOfRun[_Facts]) -> Iterator[str]:
@@ -64,7 +86,7 @@ def problems_of(runs: Iterable[tuple[Run, _Facts]], find: _FindOfRun[_Facts]) ->
     found = False
     for run, facts in runs:
         try:
-            for problem in find(run, facts):
+            for problem in filter(None, find(run, facts)):
                 found = True
                 yield f"{run.folder}: {problem}"
         except Skip as skip:

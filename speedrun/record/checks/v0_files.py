@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from speedrun.base import console, runlog
 from speedrun.base.errors import UsageError
 from speedrun.record import archive, layout
-from speedrun.record.checks.table import Skip, check
+from speedrun.record.checks.table import Skip, at_most, check, check_run, same
 from speedrun.record.layout import SOURCE
+from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, read_programs
 from speedrun.record.reproduction import runs_problem
 from speedrun.record.source import split_source
@@ -30,15 +32,15 @@ def _schema(record: Record) -> Iterator[str]:
     yield from record.malformed
 
 
-@check(
+@check_run(
     "V002 the hash chain of each log is unbroken",
+    of="runs",
     why="each line carries the digest of the line before, so editing a line breaks the chain",
     hint="restore the log from the machine that wrote it, or run again",
 )
-def _chain(record: Record) -> Iterator[str]:
-    for run in record.runs:
-        if run.chain_break is not None:
-            yield f"{run.folder}: line {run.chain_break + 1} does not follow the line before it"
+def _chain(run: Run, _record: Record) -> Iterator[str]:
+    if run.chain_break is not None:
+        yield f"line {run.chain_break + 1} does not follow the line before it"
 
 
 @check(
@@ -55,11 +57,9 @@ def _hashes(record: Record) -> Iterator[str]:
     except ValueError as error:
         yield f"{SOURCE}: {error}"
     for run in record.runs:
-        if run.start.source_sha256 != record.source_sha256:
-            yield f"{run.folder}: ran another source than {SOURCE}"
+        yield same(f"{run.folder}: the digest of {SOURCE}", record.source_sha256, run.start.source_sha256)
     for run in record.finished:
-        if (count := len(run.of(runlog.Exported))) != 1:
-            yield f"{run.folder}: names {count} archives of programs, need one"
+        yield same(f"{run.folder}: archives of programs", len(run.of(runlog.Exported)), 1)
     named = {archive.name_of(made.sha256): made for run in record.runs for made in run.of(runlog.Exported)}
     if len(named) > 1:
         yield f"runs name different programs: {', '.join(sorted(named))}"
@@ -76,26 +76,23 @@ def _hashes(record: Record) -> Iterator[str]:
     yield from (f"{name}: no run names it" for name in unnamed)
 
 
-@check(
+@check_run(
     "V005 one config, and its hash is right",
+    of="runs",
     why="runs with different settings are different experiments, whose mean has no meaning",
     hint="make one record for each config; its runs differ only in their seeds",
 )
-def _config(record: Record) -> Iterator[str]:
-    for run in record.runs:
-        config = run.start.config
-        recipe = config.get("recipe")
-        stated = (recipe.get("name"), recipe.get("revision")) if isinstance(recipe, dict) else ()
-        for name in ("num_devices", "microbatches", "replicas"):
-            if type(number := config.get(name, 1)) is not int:
-                yield f"{run.folder}: {name} in its config is {number!r}, need a whole number"
-        if stated != (run.start.recipe, run.start.recipe_revision):
-            yield f"{run.folder}: ran {run.start.recipe} {run.start.recipe_revision}, its config says {stated}"
-        if run.start.config_sha256 != layout.config_sha256(config):
-            yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
-    settings = [{"config": run.start.config, "overrides": run.start.overrides} for run in record.runs]
-    if len({*map(layout.config_sha256, settings)}) > 1:
-        yield "the runs have different configs or overrides"
+def _config(run: Run, record: Record) -> Iterator[str]:
+    start, config, first = run.start, run.start.config, record.runs[0].start
+    recipe = config.get("recipe")
+    stated = (recipe.get("name"), recipe.get("revision")) if isinstance(recipe, dict) else ()
+    for name in ("num_devices", "microbatches", "replicas"):
+        if type(number := config.get(name, 1)) is not int:
+            yield f"{name} in its config is {number!r}, need a whole number"
+    yield same("the recipe in its config", stated, (start.recipe, start.recipe_revision))
+    yield same("the hash of its config", layout.config_sha256(config), start.config_sha256)
+    ours, theirs = (layout.config_sha256({"": [one.config, one.overrides]}) for one in (start, first))
+    yield same(f"the hash of config and overrides, as in {record.runs[0].folder}", ours, theirs)
 
 
 @check(
@@ -109,30 +106,29 @@ def _known_track(record: Record) -> Iterator[str]:
         yield f"the runs name {', '.join(named)}; this version has no such track with that digest"
 
 
-@check(
+@check_run(
     "V007 the log of a finished run is consistent",
+    of="finished",
     why="its end repeats what its beginning says, and both must describe the same run",
     hint="restore the log from the machine that wrote it, or run again",
 )
-def _consistent(record: Record) -> Iterator[str]:
-    for run in record.finished:
-        (begun,) = run.of(runlog.DataReady)
-        first, last = (begun.val_shard, begun.val_sha256), (run.data.val_shard.name, run.data.val_sha256)
-        if first != last:
-            yield f"{run.folder}: its beginning announces validation on {first}, its end names {last}"
-        if not (run.final_hash and (run.end.first_batch_sha256 or not run.steps)):
-            yield f"{run.folder}: its end lacks the hash of the final state or of the first batch"
-        sums = zip((run.end.compile_s, run.end.val_s), (run.of(runlog.Compile), run.vals), strict=True)
-        for stated_s, events in sums:
-            if abs(stated_s - (sum_s := sum(event.seconds for event in events))) > _SLACK_S:
-                yield f"{run.folder}: {stated_s:.3f} s of compilation or validation in its end, {sum_s:.3f} s in events"
-        scored_ns = [line.t_mono_ns for line in run.lines if isinstance(line.event, runlog.Val)]
-        if run.end.cold_wall_s < (span_s := (scored_ns[-1] - run.lines[0].t_mono_ns) / 1e9):
-            yield f"{run.folder}: a cold wall time of {run.end.cold_wall_s:.3f} s, but its log spans {span_s:.3f} s"
-        if run.end.data_wait_s > run.train_time_s:
-            yield f"{run.folder}: it waited {run.end.data_wait_s:.3f} s for data in {run.train_time_s:.3f} s"
-        if errors := run.of(runlog.Error):
-            yield f"{run.folder}: it finished, but logged {console.clean(errors[0].kind)}"
+def _consistent(run: Run, _record: Record) -> Iterator[str]:
+    (begun,), end = run.of(runlog.DataReady), run.end
+    scored_ns = [line.t_mono_ns for line in run.lines if isinstance(line.event, runlog.Val)]
+    span_s = (scored_ns[-1] - run.lines[0].t_mono_ns) / 1e9
+    val = run.data.val_shard.name, run.data.val_sha256
+    yield same("validation data at its end", val, (begun.val_shard, begun.val_sha256))
+    yield same("seconds of compilation", end.compile_s, _seconds(run.of(runlog.Compile)), _SLACK_S)
+    yield same("seconds of validation", end.val_s, _seconds(run.vals), _SLACK_S)
+    yield at_most("seconds between its lines", span_s, end.cold_wall_s)
+    yield at_most("seconds of waiting for data", end.data_wait_s, run.train_time_s)
+    yield same("errors", [console.clean(error.kind) for error in run.of(runlog.Error)], [])
+    if not (run.final_hash and (end.first_batch_sha256 or not run.steps)):
+        yield "its end lacks the hash of the final state or of the first batch"
+
+
+def _seconds(events: list[Any]) -> float:
+    return sum(event.seconds for event in events)
 
 
 @check(

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from speedrun.base import runlog
-from speedrun.record.checks.table import Skip, check, check_run
+from speedrun.record.checks.table import Skip, check, check_run, same
 from speedrun.record.checks.v5_source import leaves
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
@@ -18,13 +18,11 @@ from speedrun.record.reader import Record
     hint="get the track's shards, check them with `speedrun data verify --full`, and run again",
 )
 def _shard_hashes(record: Record) -> Iterator[str]:
-    table = record.rules.data.sha256
-    if not table:
+    if not (table := record.rules.data.sha256):
         raise Skip(f"{record.rules.id} lists no digests")
     for run in record.finished:
         for shard in (*run.data.shards, run.data.val_shard):
-            if table.get(shard.name) != shard.sha256:
-                yield f"{run.folder}: {shard.name} is not the track's file"
+            yield same(f"{run.folder}: the sha256 of {shard.name}", shard.sha256, table.get(shard.name))
 
 
 @check_run(
@@ -67,8 +65,9 @@ def _shard_order(run: Run, record: Record) -> Iterator[str]:
         if after.name != shard.name and not _cuts(run) and (left := shard.tokens - shard.stop) > most + 1:
             yield f"{shard.name} is left {left:,} tokens before its end, but a batch takes only {most:,}"
     reference = next((one for one in record.finished if not one.resumed), run)
-    if not run.resumed and run.end.first_batch_sha256 != reference.end.first_batch_sha256:
-        yield f"its first batch differs from that of {reference.folder}; data must not depend on the seed"
+    if not run.resumed:  # data must not depend on the seed
+        digests = run.end.first_batch_sha256, reference.end.first_batch_sha256
+        yield same(f"its first batch, as in {reference.folder}", *digests)
 
 
 @check_run(
@@ -108,8 +107,8 @@ def _token_count(run: Run, _record: Record) -> Iterator[str]:
     offset, skipped = run.origin.cursor[1], 0
     for step in run.steps:
         seen += step.batch_tokens
-        if step.tokens_seen != seen:
-            yield f"step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
+        if problem := same(f"step {step.step}: tokens seen", step.tokens_seen, seen):
+            yield problem
             return
         while num_read < seen and (shard := next(shards, None)):
             num_read, offset, skipped = num_read + _num_inputs(shard), shard.stop, shard.skipped
@@ -118,11 +117,8 @@ def _token_count(run: Run, _record: Record) -> Iterator[str]:
         if not place - skipped <= step.cursor[1] <= place:
             yield f"step {step.step}: the cursor is at {step.cursor[1]:,}, the ranges say {place:,}"
             return
-    num_read += sum(map(_num_inputs, shards))
-    if num_read != seen:
-        yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
-    if seen != (total := run.of(runlog.Plan)[0].total_tokens):
-        yield f"its plan says {total:,} tokens, {seen:,} were trained on"
+    yield same("tokens in its ranges", num_read + sum(map(_num_inputs, shards)), seen)
+    yield same("tokens trained on, as planned", seen, run.of(runlog.Plan)[0].total_tokens)
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
         yield "the cursor moved back to an earlier shard"
 
@@ -144,18 +140,14 @@ def _num_inputs(shard: runlog.ShardRange) -> int:
     hint="score as many tokens as the track declares, from the start of its first validation shard",
 )
 def _val_tokens(run: Run, record: Record) -> Iterator[str]:
-    want = record.rules.data.val_tokens
-    val = run.data.val_shard
-    if not fnmatchcase(val.name, record.rules.data.val):
-        yield f"{val.name} does not match {record.rules.data.val}"
-    if (val.start, val.stop) != (0, want):
-        yield f"positions {val.start:,} to {val.stop:,} are scored; the track says 0 to {want:,}"
+    rules, val = record.rules.data, run.data.val_shard
+    if not fnmatchcase(val.name, rules.val):
+        yield f"{val.name} does not match {rules.val}"
     scored = {data.val_tokens for data in run.of(runlog.DataReady)} | {event.tokens for event in run.vals}
-    if scored != {want}:
-        counts = ", ".join(f"{count:,}" for count in sorted(scored))
-        yield f"{counts} tokens were scored; the track says {want:,}"
-    if run.data.val_sha256 != record.finished[0].data.val_sha256:
-        yield f"scored other ids than {record.finished[0].folder}"
+    yield same("scored positions", (val.start, val.stop), (0, rules.val_tokens))
+    yield same("numbers of scored tokens", scored, {rules.val_tokens})
+    first = record.finished[0]
+    yield same(f"the scored ids, as in {first.folder}", run.data.val_sha256, first.data.val_sha256)
 
 
 @check(

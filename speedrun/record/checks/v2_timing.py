@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from speedrun.base import runlog
-from speedrun.record.checks.table import check, check_run
+from speedrun.record.checks.table import at_most, check_run, same
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 
@@ -54,9 +54,7 @@ def _monotonic(run: Run, _record: Record) -> Iterator[str]:
 )
 def _clock_total(run: Run, _record: Record) -> Iterator[str]:
     yield from _drift(run)
-    total_s = run.train_time_s
-    if run.end.train_time_s != total_s:
-        yield f"run_end says {run.end.train_time_s:.3f} s, clock_stop {total_s:.3f} s"
+    yield same("seconds in run_end", run.end.train_time_s, run.train_time_s)
 
 
 def _drift(run: Run) -> Iterator[str]:
@@ -76,29 +74,29 @@ def _drift(run: Run) -> Iterator[str]:
             case _:
                 continue
         stamped_s = (running_ns + line.t_mono_ns - since_ns) / 1e9
-        if abs(stated_s - stamped_s) > _SLACK_S:
-            yield f"line {line.i + 1} says {stated_s:.3f} s, the stamps {stamped_s:.3f} s"
+        if problem := same(f"line {line.i + 1}: seconds by its stamp", stated_s, stamped_s, _SLACK_S):
+            yield problem
             return
 
 
-@check(
+@check_run(
     "V210 a resumed run goes on where the other one was",
+    of="runs",
     why="its time, tokens and state begin with those of the other run, which it could state otherwise",
     hint="keep the log of the run that it resumes, as the harness wrote it",
 )
-def _goes_on(record: Record) -> Iterator[str]:
-    by_name = {run.folder: run for run in record.runs}
-    for run in record.runs:  # also those that broke off, which are a part of the chain
-        if run.resumed:
-            yield from (f"{run.folder}: {one}" for one in _jumps(run, by_name.get(run.origin.run_id)))
+def _goes_on(run: Run, record: Record) -> Iterator[str]:
+    """Also of runs that broke off, which are a part of the chain."""
+    if run.resumed:
+        yield from _jumps(run, next((one for one in record.runs if one.folder == run.origin.run_id), None))
 
 
 def _jumps(run: Run, other: Run | None) -> Iterator[str]:
     """Yield where a resumed run does not begin where the other one was."""
     origin = run.origin
     if origin.step == 0:  # or from given weights
-        if (origin.train_time_s, origin.tokens_seen, origin.cursor) != (0, 0, (0, 0)):
-            yield f"begins at step 0 with {origin.tokens_seen:,} tokens, at {origin.cursor}"
+        spent = origin.train_time_s, origin.tokens_seen, origin.cursor
+        yield same("seconds, tokens and cursor at step 0", spent, (0, 0, (0, 0)))
         return
     if other is None or other.start.seed != run.start.seed:
         yield f"resumes {origin.run_id}, of which there is no log with its seed"
@@ -114,13 +112,14 @@ def _jumps(run: Run, other: Run | None) -> Iterator[str]:
     if since is None:
         yield f"resumes {other.folder} after step {origin.step}, which it did not log"
         return
-    if at and (origin.tokens_seen, origin.cursor) != (at.tokens_seen, at.cursor):
-        yield f"begins at {origin.cursor} after {origin.tokens_seen:,} tokens, {other.folder} was elsewhere"
-    if origin.train_time_s < since.train_time_s or origin.tokens_seen < since.tokens_seen:
-        yield f"begins at {origin.train_time_s:.3f} s, {other.folder} was at {since.train_time_s:.3f} s"
+    if at:
+        begun = origin.tokens_seen, origin.cursor
+        yield same(f"tokens and cursor, as in {other.folder}", begun, (at.tokens_seen, at.cursor))
+    yield at_most(f"seconds of {other.folder}", since.train_time_s, origin.train_time_s)
+    yield at_most(f"tokens of {other.folder}", since.tokens_seen, origin.tokens_seen)
     kept = [event.state_hash for event in other.of(runlog.Checkpoint) if event.step == origin.step]
     if kept and origin.state_hash not in kept:
-        yield f"begins with state {origin.state_hash}, {other.folder} kept {kept[0]}"
+        yield same(f"its first state, as {other.folder} kept it", origin.state_hash, kept[0])
 
 
 @check_run(
@@ -135,11 +134,11 @@ def _pauses(run: Run, record: Record) -> Iterator[str]:
     done, got = run.origin.step, []
     for line in run.lines:
         done += isinstance(line.event, runlog.Step)
-        got += [line.event.step] if isinstance(line.event, runlog.Val) else []
-        if got and isinstance(line.event, runlog.Val) and got[-1] != done:
-            yield f"line {line.i + 1}: a validation before step {got[-1]}, after {done} steps"
+        if isinstance(line.event, runlog.Val):
+            got.append(line.event.step)
+            yield same(f"line {line.i + 1}: the step of its validation", got[-1], done)
     if got != want:
-        yield f"validated before steps {_some(got)}; the track says {_some(want)}"
+        yield same("steps of validations", _some(got), _some(want))
     shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
     if not _SHAPE.fullmatch(shape):
         yield "a step lies outside the clock, a validation outside a pause, or a pause holds no validation"
@@ -199,8 +198,7 @@ def _no_compile(run: Run, _record: Record) -> Iterator[str]:
 )
 def _warm_up(run: Run, _record: Record) -> Iterator[str]:
     hashes = [event.state_hash for event in (*run.of(runlog.WarmupStart), *run.of(runlog.WarmupEnd))]
-    if len(hashes) != 2 or len({*hashes}) != 1:
-        yield "the state hashes before and after the warm-up differ, or one is missing"
+    yield same("states before and after the warm-up", hashes, (hashes or [""])[:1] * 2)
 
 
 @check_run(
@@ -209,10 +207,8 @@ def _warm_up(run: Run, _record: Record) -> Iterator[str]:
     hint="compile less, or fill the compilation cache first",
 )
 def _untimed(run: Run, record: Record) -> Iterator[str]:
-    cap_s = record.rules.rules.untimed_cap_s
     spent_s = (run.line_of(runlog.ClockStart).t_mono_ns - run.lines[0].t_mono_ns) / 1e9
-    if spent_s > cap_s:
-        yield f"{spent_s:.1f} s before the clock; the track allows {cap_s:.1f} s"
+    yield at_most("seconds before the clock", spent_s, record.rules.rules.untimed_cap_s)
 
 
 @check_run(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import combinations
 from math import isfinite
 from pathlib import Path
 from statistics import stdev
@@ -11,7 +12,7 @@ from typing import Any
 from speedrun.base import runlog
 from speedrun.record import git_history, layout
 from speedrun.record.batch import TrackRef, allowed_to_break_off, completed, looks, seeds_from, standing
-from speedrun.record.checks.table import Skip, check
+from speedrun.record.checks.table import Skip, check, same
 from speedrun.record.logged_run import FormatError, Run, read_run
 from speedrun.record.reader import Record
 from speedrun.record.statistics import chi2_cdf
@@ -77,13 +78,9 @@ def _all_there(record: Record) -> Iterator[str]:
     hint="take the copies out, and run the declared seeds",
 )
 def _distinct(record: Record) -> Iterator[str]:
-    earlier: list[tuple[str, dict[str, object]]] = []
-    for run in record.finished:
-        starting = tuple(event.state_hash for event in run.of(runlog.WarmupStart))
-        facts = {**_facts(run), "starting state": starting}
-        for folder, theirs in earlier:
-            yield from (f"{run.folder}: same {what} as {folder}" for what in _shared(facts, theirs))
-        earlier.append((run.folder, facts))
+    runs = [(run, _facts(run) | {"starting state": run.of(runlog.WarmupStart)}) for run in record.finished]
+    for (one, theirs), (run, mine) in combinations(runs, 2):
+        yield from (f"{run.folder}: same {what} as {one.folder}" for what in _shared(mine, theirs))
 
 
 @check(
@@ -133,16 +130,14 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
 )
 def _declared_before(record: Record) -> Iterator[str]:
     declared = record.declaration
-    if declared is None:
-        if len(begun := unfollowed(record.runs)) > 1:
-            yield f"{len(begun)} runs, but no {layout.BATCH} that declared them"
-        strangers = [run.folder for run in record.runs if run.start.batch_sha256]
-        yield from (f"{folder}: names a batch that is not here" for folder in strangers)
-        return
-    sha256 = layout.sha256(record.raw[layout.BATCH])
+    if declared is None and len(begun := unfollowed(record.runs)) > 1:
+        yield f"{len(begun)} runs, but no {layout.BATCH} that declared them"
     # A log that names the digest began after the declaration; wall clocks can be set back.
-    strangers = [run.folder for run in record.runs if run.start.batch_sha256 != sha256]
-    yield from (f"{folder}: was not started by this {layout.BATCH}" for folder in strangers)
+    sha256 = layout.sha256(record.raw[layout.BATCH]) if declared else ""
+    for run in record.runs:
+        yield same(f"{run.folder}: the sha256 of its {layout.BATCH}", run.start.batch_sha256, sha256)
+    if declared is None:
+        return
     first = record.runs[0].start  # other checks compare the runs with each other
     rules = TrackRef(first.track, first.track_sha256)
     recipe = layout.Recipe(first.recipe, first.recipe_revision, first.overrides)
@@ -153,8 +148,7 @@ def _declared_before(record: Record) -> Iterator[str]:
     split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
     if split != (declared.num_devices, declared.microbatches, declared.attention):
         yield f"{layout.BATCH}: declares other devices, micro-batches or kernels than ran"
-    if len(set(declared.seeds)) < len(declared.seeds):
-        yield f"{layout.BATCH}: a seed appears twice, and would count twice"
+    yield same(f"{layout.BATCH}: different seeds", len({*declared.seeds}), len(declared.seeds))
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
         yield f"{layout.BATCH}: claims that its seeds follow from source and config, but they do not"
@@ -167,9 +161,7 @@ def _declared_before(record: Record) -> Iterator[str]:
         yield f"{layout.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
         return
     due = looks(counts[0], counts[1] if len(counts) > 1 else None, record.rules.target.sigma)
-    if declared.looks != due:
-        levels = ", ".join(f"{look.alpha:g}" for look in due)
-        yield f"{layout.BATCH}: its looks need the level {levels}"
+    yield same(f"{layout.BATCH}: its looks", declared.looks, due)
 
 
 @check(

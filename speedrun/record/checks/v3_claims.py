@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from speedrun.record.about import summarize
-from speedrun.record.checks.table import Skip, check, check_run, if_ranked
+from speedrun.record.checks.table import Skip, check, check_run, if_ranked, same
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
@@ -61,42 +61,40 @@ def _no_wonder(record: Record) -> Iterator[str]:
                 yield f"{run.folder}: loss {loss:.4f} after {tokens:,} tokens, the reference has {usual:.4f}"
 
 
-@check(
+@check_run(
     "V309 the loss is possible",
+    of="runs",
     why="no honest model gets below the entropy rate of its stream; NaN is no loss",
     hint="look for a leak, a shifted target or a broken mean; for NaN, lower the learning rate",
 )
-def _possible(record: Record) -> Iterator[str]:
-    rate = record.rules.target.entropy_rate
-    for run in record.runs:
-        if run.outcome == "non-finite":
-            yield f"{run.folder}: the loss became non-finite"
-        for val in run.vals:
-            if (loss := loss_of(val)) < rate:
-                yield f"{run.folder}: loss {loss:.4f} before step {val.step}; the entropy rate is {rate:.4f}"
-        losses = [(step.step, step.loss) for step in run.steps]
-        losses += [(val.step, loss_of(val)) for val in run.vals]
-        for step, loss in [(step, loss) for step, loss in losses if not 0 <= loss <= _MOST_NATS][:1]:
-            yield f"{run.folder}: loss {loss:g} at step {step}; a model gives 0 to {_MOST_NATS:,.0f} nats"
+def _possible(run: Run, record: Record) -> Iterator[str]:
+    rate, vals = record.rules.target.entropy_rate, [(val.step, loss_of(val)) for val in run.vals]
+    if run.outcome == "non-finite":
+        yield "the loss became non-finite"
+    for step, loss in vals:
+        if loss < rate:
+            yield f"loss {loss:.4f} before step {step}; the entropy rate is {rate:.4f}"
+    for step, loss in [*((step.step, step.loss) for step in run.steps), *vals]:
+        if not 0 <= loss <= _MOST_NATS:
+            yield f"loss {loss:g} at step {step}; a model gives 0 to {_MOST_NATS:,.0f} nats"
+            return
 
 
-@check(
+@check_run(
     "V310 the stated result is the measured one",
+    of="finished",
     why="people read the stated loss, but the exact sum in the log is the measurement",
     hint="restore the log and assemble again: the loss is the last validation's sum over its tokens",
 )
-def _stated(record: Record) -> Iterator[str]:
-    for run in record.finished:
-        for val in run.vals:
-            if abs(val.loss - (loss := loss_of(val))) > _ROUNDING:
-                yield f"{run.folder}: val before step {val.step} says {val.loss:.6f}, its sum {loss:.6f}"
-            possible_R = [0 <= x <= _MOST_NATS for x in val.sequences]
-            if val.sequences and (val.tokens % len(val.sequences) or not all(possible_R)):
-                yield f"{run.folder}: validation at {val.step} has sequences of unequal lengths, or impossible losses"
-            elif val.sequences and not abs(fmean(val.sequences) - loss) <= _ROUNDING:
-                yield f"{run.folder}: validation at {val.step} has loss {loss}, but its sequences have another mean"
-        if run.end.val_loss != run.vals[-1].loss:
-            yield f"{run.folder}: run_end says {run.end.val_loss}, the last validation {run.vals[-1].loss}"
+def _stated(run: Run, _record: Record) -> Iterator[str]:
+    for val in run.vals:
+        where, loss, each = f"validation before step {val.step}", loss_of(val), val.sequences
+        yield same(f"{where}: its loss, by its sum", val.loss, loss, _ROUNDING)
+        if each and (val.tokens % len(each) or not all(0 <= x <= _MOST_NATS for x in each)):
+            yield f"{where} has sequences of unequal lengths, or impossible losses"
+        elif each:
+            yield same(f"{where}: the mean of its sequences", fmean(each), loss, _ROUNDING)
+    yield same("the loss in run_end", run.end.val_loss, run.vals[-1].loss)
 
 
 _PURPOSES = {"unranked": "it was started with --unranked", "sweep": "it is a run of a sweep"}

@@ -7,7 +7,7 @@ from statistics import median
 from speedrun.base import accelerators, provenance, runlog
 from speedrun.base.sourcefile import RECIPES
 from speedrun.record import git_history, layout
-from speedrun.record.checks.table import Skip, check, check_run, if_ranked
+from speedrun.record.checks.table import Skip, check, check_run, if_ranked, same
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 from speedrun.record.reproduction import SAME_BENCH
@@ -102,18 +102,17 @@ def _packages(run: Run, record: Record) -> Iterator[str]:
 def _hardware(record: Record) -> Iterator[str]:
     rules = record.rules.rules
     # A run that was killed before its preflight logged no hardware.
-    runs = [run for run in record.runs if run.of(runlog.Preflight)]
-    for run in runs:
-        if rules.platform not in ("any", run.preflight.platform):
-            yield f"{run.folder}: ran on {run.preflight.platform}, the track needs {rules.platform}"
-        if rules.num_devices not in (0, run.preflight.num_devices):
-            yield f"{run.folder}: ran on {run.preflight.num_devices} devices, the track needs {rules.num_devices}"
-        if rules.device_kind not in ("", run.preflight.device_kind):
-            yield f"{run.folder}: ran on {run.preflight.device_kind}, the track needs {rules.device_kind}"
-        if (stated := run.start.config.get("num_devices")) != run.preflight.num_devices:
-            yield f"{run.folder}: ran on {run.preflight.num_devices} devices, its config says {stated!r}"
-    if len({(run.preflight.device_kind, run.preflight.num_devices) for run in runs}) > 1:
-        yield "the runs of one record ran on different hardware"
+    runs = [(run, run.preflight) for run in record.runs if run.of(runlog.Preflight)]
+    for run, hw in runs:
+        stated, first = run.start.config.get("num_devices"), runs[0][0]
+        for what, got, need in (
+            ("platform", hw.platform, rules.platform.replace("any", hw.platform)),
+            ("number of devices", hw.num_devices, rules.num_devices or hw.num_devices),
+            ("kind of device", hw.device_kind, rules.device_kind or hw.device_kind),
+            ("number of devices in its config", stated, hw.num_devices),
+            (f"hardware, as in {first.folder}", run.hardware, first.hardware),
+        ):
+            yield same(f"{run.folder}: {what}", got, need)
 
 
 @check_run(

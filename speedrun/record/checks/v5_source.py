@@ -11,7 +11,7 @@ from speedrun.base import runlog
 from speedrun.base.sourcefile import RECIPES
 from speedrun.base.track import Fixed
 from speedrun.record import git_history, layout
-from speedrun.record.checks.table import Skip, check, check_run, if_ranked
+from speedrun.record.checks.table import Skip, at_most, check, check_run, if_ranked, same
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record
 from speedrun.record.source import Names, is_science, read
@@ -110,16 +110,10 @@ def _of_no_version(texts: dict[str, str], commits: set[str]) -> list[str]:
 )
 def _state(run: Run, record: Record) -> Iterator[str]:
     (plan,), hw = run.of(runlog.Plan), run.preflight
-    if (replicas := run.start.config.get("replicas", 1)) != hw.num_replicas:
-        yield f"its config says {replicas!r} replicas, its hardware {hw.num_replicas}"
-    if hw.num_devices % hw.num_replicas:
-        yield f"{hw.num_devices} devices cannot hold {hw.num_replicas} replicas"
-    cap = record.rules.rules.state_bytes_per_param
-    held = _held_bytes(run, plan)
-    if held > cap * plan.num_params:
-        yield (
-            f"a state of {held:,} bytes for {plan.num_params:,} parameters; the track permits {cap:g} for each"
-        )
+    yield same("replicas in its config", run.start.config.get("replicas", 1), hw.num_replicas)
+    yield same(f"devices in no replica of {hw.num_replicas}", hw.num_devices % hw.num_replicas, 0)
+    most_bytes = record.rules.rules.state_bytes_per_param * plan.num_params
+    yield at_most(f"bytes for {plan.num_params:,} parameters", _held_bytes(run, plan), most_bytes)
 
 
 def _held_bytes(run: Run, plan: runlog.Plan) -> int:
@@ -137,23 +131,20 @@ _FEWEST_BYTES = 2  #: of the narrowest dtype of parameters
     hint="let the harness sum the shapes that the recipe's table declares",
 )
 def _parameters(run: Run, record: Record) -> Iterator[str]:
-    (plan,) = run.of(runlog.Plan)
-    if (count := sum(map(prod, plan.shapes.values()))) != plan.num_params:
-        yield f"says {plan.num_params:,} parameters, its shapes sum to {count:,}"
-    if (most := record.rules.rules.most_params) is not None and plan.num_params > most:
-        yield f"{plan.num_params:,} parameters; the track permits {most:,}"
-    (first,) = record.finished[0].of(runlog.Plan)
-    if (plan.num_params, plan.shapes) != (first.num_params, first.shapes):
-        yield f"has other parameters than {record.finished[0].folder}"
-    if _held_bytes(run, plan) < _FEWEST_BYTES * plan.num_params:
-        yield f"{plan.num_params:,} parameters do not fit into its state"
-    if not 0 < plan.flops_per_token <= 6 * plan.num_params:
-        yield f"{plan.flops_per_token:,.0f} flops a token; {plan.num_params:,} parameters take at most 6 each"
+    (plan,), first = run.of(runlog.Plan), record.finished[0]
+    (theirs,) = first.of(runlog.Plan)
+    shapes, size, flops = plan.shapes.values(), plan.num_params, plan.flops_per_token
+    yield same("parameters, by its shapes", size, sum(map(prod, shapes)))
+    if (most := record.rules.rules.most_params) is not None:
+        yield at_most("parameters", size, most)
+    yield same(f"parameters, as in {first.folder}", (size, plan.shapes), (theirs.num_params, theirs.shapes))
+    yield at_most("bytes of parameters, in its state", _FEWEST_BYTES * size, _held_bytes(run, plan))
+    if not 0 < flops <= 6 * size:
+        yield f"{flops:,.0f} flops a token; {size:,} parameters take at most 6 each"
     # Matrices except tables take 6 flops per parameter and token, forward and backward. Half allows for small tables.
     vocab = record.rules.data.vocab_size
-    multiplied = sum(prod(shape) for shape in plan.shapes.values() if len(shape) > 1 and max(shape) < vocab)
-    if plan.flops_per_token < 3 * multiplied:
-        yield f"{plan.flops_per_token:,.0f} flops a token; {multiplied:,} parameters in matrices take 6 each"
+    multiplied = sum(prod(shape) for shape in shapes if len(shape) > 1 and max(shape) < vocab)
+    yield at_most("flops of matrices, of those a token", 3 * multiplied, flops)
 
 
 #: Fields of a recipe in a config that no track fixes.
@@ -173,7 +164,7 @@ def _fixed(record: Record) -> Iterator[str]:
     if rules is None:
         return
     for run in record.runs:
-        problems = (*_settings(run, rules), *_inputs(run, rules))
+        problems = filter(None, (*_settings(run, rules), *_inputs(run, rules)))
         yield from (f"{run.folder}: {problem}" for problem in problems)
     yield from _code(record)
 
@@ -181,8 +172,8 @@ def _fixed(record: Record) -> Iterator[str]:
 def _settings(run: Run, rules: Fixed) -> Iterator[str]:
     found, wanted = leaves(run.start.config.get("recipe")), leaves(rules.recipe)
     for name in sorted({*found, *wanted}):
-        if name.partition(".")[0] not in FREE and found.get(name) != wanted.get(name):
-            yield f"{name} is {found.get(name)!r}, the track has {wanted.get(name)!r}"
+        if name.partition(".")[0] not in FREE:
+            yield same(name, found.get(name), wanted.get(name))
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -208,7 +199,7 @@ def _inputs(run: Run, rules: Fixed) -> Iterator[str]:
         wanted = rules.inputs_at(step.step, run.start.num_steps)
         found = {name: step.inputs.get(name) for name in wanted}
         if found != wanted:
-            yield f"step {step.step}: the inputs of the model are {found}, the track has {wanted}"
+            yield same(f"step {step.step}: the inputs of the model", found, wanted)
             return
         if step.batch_tokens not in sizes:
             yield f"step {step.step}: a batch of {step.batch_tokens:,} tokens, the track has {sorted(sizes)}"

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from speedrun.base import runlog
-from speedrun.record.checks.table import Check, Skip, check, problems_of
+from speedrun.record.checks.table import Check, Skip, at_most, check, problems_of, same
 from speedrun.record.checks.v5_source import leaves
 from speedrun.record.findings import Findings, Replayed
 from speedrun.record.logged_run import Run, loss_of
@@ -67,11 +67,10 @@ def _loss(run: Run, findings: Findings) -> Iterator[str]:
     On another platform, only some sequences and their mean are compared.
     """
     scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
-    same, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
-    if findings.val_sha256 != run.data.val_sha256:
-        yield f"the scored ids have sha256 {findings.val_sha256[:16]}, the log says {run.data.val_sha256[:16]}"
-    if findings.own and not same:
-        yield f"the state that was scored is {findings.final_hash}, the run ended with {run.final_hash}"
+    ended_alike, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
+    yield same("sha256 of the scored ids", findings.val_sha256, run.data.val_sha256)
+    if findings.own:
+        yield same("the state that was scored", findings.final_hash, run.final_hash)
     logged = run.vals[-1].sequences
     apart = [nats - logged[at] if at < len(logged) else math.inf for at, nats in findings.sample]
     if findings.foreign:
@@ -82,7 +81,7 @@ def _loss(run: Run, findings: Findings) -> Iterator[str]:
             if not abs(worst) <= most:
                 yield f"{what} differs by {worst:+.5f} nats from the log; {most:.5f} is allowed"
         return
-    if findings.own or same:
+    if findings.own or ended_alike:
         if not differ <= _SCORER[findings.dtype]:
             yield scores
         if logged and not all(abs(nats) <= _FORMS[findings.dtype] for nats in apart):
@@ -108,10 +107,8 @@ def _drift(run: Run) -> float:
     hint="give the logits a column for every id, and let each row depend only on its own hidden state",
 )
 def _normalised(_run: Run, findings: Findings) -> Iterator[str]:
-    if findings.columns < findings.num_ids:
-        yield f"the logits have {findings.columns} columns, the track {findings.num_ids} ids"
-    if findings.rows != 0:
-        yield f"a log-probability changed by {findings.rows:.3g} with the rows next to it"
+    yield at_most("ids, by the columns of its logits", findings.num_ids, findings.columns)
+    yield same("change of a log-probability with the rows next to it", findings.rows, 0)
 
 
 @check_findings(
@@ -120,8 +117,8 @@ def _normalised(_run: Run, findings: Findings) -> Iterator[str]:
     hint="look for attention without a mask, a shift by one, or a mean over the sequence",
 )
 def _causal(_run: Run, findings: Findings) -> Iterator[str]:
-    if findings.leak != 0:
-        yield f"a log-probability at position {findings.leak_at} changed by {findings.leak:.3g} with later tokens"
+    where = f"change of a log-probability at position {findings.leak_at} with later tokens"
+    yield same(where, findings.leak, 0)
 
 
 @check_findings(
@@ -130,8 +127,7 @@ def _causal(_run: Run, findings: Findings) -> Iterator[str]:
     hint="look for statistics over the batch, and for state that is kept between sequences",
 )
 def _separate(_run: Run, findings: Findings) -> Iterator[str]:
-    if findings.company != 0:
-        yield f"a log-probability changed by {findings.company:.3g} with other neighbours"
+    yield same("change of a log-probability with other neighbours", findings.company, 0)
 
 
 @check_findings(
@@ -146,23 +142,21 @@ def _repeated(run: Run, findings: Findings) -> Iterator[str]:
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
     ends = {**kept, run.start.num_steps: run.final_hash}
-    same = any(ends.get(one.stop) == one.stop_hash for one in findings.stretches)
+    exact = any(ends.get(one.stop) == one.stop_hash for one in findings.stretches)
     for one in findings.stretches:
         where = f"from checkpoint {one.start}" if one.from_checkpoint else "from the seed"
-        begun = {0: run.of(runlog.WarmupStart)[0].state_hash} if same else {}
+        begun = {0: run.of(runlog.WarmupStart)[0].state_hash} if exact else {}
         named = (kept if one.from_checkpoint else begun).get(one.start, one.state_hash)
-        if named != one.state_hash:
-            yield f"the state before step {one.start} is {one.state_hash}, the log says {named}"
+        yield same(f"the state before step {one.start}", one.state_hash, named)
         problems = () if run.of(runlog.Islands) else _misread(run, one)  # V108 has their tokens
-        yield from (f"{where}: {problem}" for problem in problems)
-        if len(one.losses) != one.stop - one.start:
-            yield f"{where}: {len(one.losses)} losses of {one.stop - one.start} steps"
+        yield from (problem and f"{where}: {problem}" for problem in problems)
+        yield same(f"{where}: losses of steps", len(one.losses), one.stop - one.start)
         made = [("step", at, loss, stated, 0.0) for at, loss in enumerate(one.losses, one.start)]
         made += [("validation", at, loss, scored, _SCORER[findings.dtype]) for at, loss in one.vals]
         for what, at, loss, log, most in sorted(made, key=lambda each: each[1]):
-            allowed = most + (0.0 if same else tolerance(findings.dtype, one.start, at - one.start))
+            allowed = most + (0.0 if exact else tolerance(findings.dtype, one.start, at - one.start))
             if at in log and not abs(loss - log[at]) <= allowed:
-                why = ", as a state was reached in the same bits" if same else ""
+                why = ", as a state was reached in the same bits" if exact else ""
                 found = f"{where}, {what} {at} has loss {loss:.7g}, the log says {log[at]:.7g}"
                 yield f"{found}; {allowed:.5f} is allowed{why}"
                 break
@@ -171,18 +165,13 @@ def _repeated(run: Run, findings: Findings) -> Iterator[str]:
 def _misread(run: Run, one: Replayed) -> Iterator[str]:
     """Yield what a repeated stretch read otherwise than the log says."""
     read = {run.origin.step: run.origin.cursor} | {step.step + 1: step.cursor for step in run.steps}
-    if one.start == run.origin.step and one.first_batch_sha256 != run.end.first_batch_sha256:
-        yield f"the first batch is {one.first_batch_sha256}, the log says {run.end.first_batch_sha256}"
+    if one.start == run.origin.step:
+        yield same("the first batch", one.first_batch_sha256, run.end.first_batch_sha256)
     if (one.start, one.stop) == (run.origin.step, run.start.num_steps):
         logged = [replace(shard, sha256="") for shard in run.data.shards]
-        yield from (
-            f"it read {got}, the log says {want}"
-            for got, want in zip_longest(one.ranges, logged)
-            if got != want
-        )
+        yield from (same("what it read", *both) for both in zip_longest(one.ranges, logged))
     for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
-        if (logged := read.get(at, cursor)) != cursor:
-            yield f"the next token before step {at} is {cursor}, the log says {logged}"
+        yield same(f"the next token before step {at}", cursor, read.get(at, cursor))
 
 
 @check_findings(
@@ -195,8 +184,8 @@ def _its_own(run: Run, findings: Findings) -> Iterator[str]:
     """Warns if V601 or V605 is skipped."""
     if findings.foreign:
         yield f"it ran on a {run.preflight.platform}, so its training was not repeated here"
-    same = findings.own or findings.final_hash == run.final_hash
-    if not same and abs(findings.val_loss - run.val_loss) <= _drift(run):
+    exact = findings.own or findings.final_hash == run.final_hash
+    if not exact and abs(findings.val_loss - run.val_loss) <= _drift(run):
         yield f"trained again, its final state is {findings.final_hash}, the log says {run.final_hash}"
 
 
@@ -247,8 +236,7 @@ def _sizes(run: Run, findings: Findings) -> Iterator[str]:
     least, most = findings.num_params
     if not least <= plan.num_params <= most:
         yield f"the log says {plan.num_params:,} parameters, its programs hold {least:,} to {most:,}"
-    if (held := findings.state_bytes_per_device) != plan.state_bytes_per_device:
-        yield f"the log says {plan.state_bytes_per_device:,} bytes of state a device, its programs hold {held:,}"
+    yield same("bytes of state a device", findings.state_bytes_per_device, plan.state_bytes_per_device)
     every = next((fleet.every for fleet in run.of(runlog.Islands)), 0)
     used = {
         one.version: sum(not work.refused for work in one.works) for one in run.of(runlog.Round) if one.digest
