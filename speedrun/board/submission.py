@@ -66,7 +66,7 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         bad = ", ".join(f"{one.check.id} {one.status}" for one in problems)
         why = f"'speedrun validate --strict {root}' says why and what to do"
         raise SpeedrunError(f"{root} is refused: {bad}; {why}")
-    loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
+    loss, target = record.mean_loss, record.rules.target.loss
     if standing_of(record, report) == "missed" and not missed:
         raise SpeedrunError(
             f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass --missed "
@@ -170,7 +170,7 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
     about_archive = f"{archive.name}, {len(content):,} bytes, sha256 {sha256(content)}"
     done, target = record.finished, record.rules.target.loss
-    time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
+    time_s, loss = fmean(run.train_time_s for run in done), record.mean_loss
     missed = f", missed {target:g}" if loss > target else ""
     # No text of the record: the subject of a commit can close issues.
     title = f"Record {record.rules.name}/{name}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"

@@ -7,14 +7,14 @@ by Holm over all arms, separately for each measure.
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Literal
 
 import msgspec
 
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
 from speedrun.record.logged_run import Run
-from speedrun.record.statistics import Interval, mean_interval, student_cdf
+from speedrun.record.statistics import Interval, mean_interval, p_of_zero
 
 #: Significance level of the adjusted p.
 LEVEL = 0.05
@@ -126,9 +126,7 @@ def compared(arm: str, against: str, pairs: Mapping[int, tuple[Run, Run]]) -> Fi
 def _effect(differences: Sequence[float]) -> Effect | None:
     if (interval := mean_interval(differences)) is None:
         return None
-    error = stdev(differences) / math.sqrt(len(differences))
-    # Differences without scatter come from copies of one run, and prove nothing.
-    p = 2 * student_cdf(len(differences) - 1, -abs(interval.mean) / error) if error else 1.0
+    p = p_of_zero(differences)
     return Effect(interval.mean, interval.low, interval.high, p, adjusted_p=p)
 
 

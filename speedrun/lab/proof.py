@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -123,9 +123,9 @@ def stats(folder: Path, parent: Path | None) -> Stats:
     if parent is not None and min(len(others), len(losses)) < 2:
         raise UsageError(f"--against compares {len(losses)} runs with {len(others)}; need two on each side")
     is_tested = len(losses) + len(blown_up) > 1
-    sd = stdev(losses) if len(losses) > 1 else None
+    sd = statistics.sd(losses)
     noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
-    needed = statistics.batch_needed(target - fmean(losses), noise, known_sigma=sigma) if noise else None
+    needed = statistics.batch_needed(target - record.mean_loss, noise, known_sigma=sigma) if noise else None
     times_s = [run.train_time_s for run in runs]
     return Stats(
         track=rules.id,
@@ -192,8 +192,7 @@ def groups(runs: Iterable[ContextRun]) -> list[Group]:
         losses = tuple(run.final_loss for run in same if run.final_loss is not None)
         times_s = [run.train_time_s for run in same if run.train_time_s is not None]
         step_ms = fmean(times_s) / step * 1e3 if step and len(times_s) == len(same) else None
-        sd = stdev(losses) if len(losses) > 1 else None
-        found.append(Group(folder, step, num_steps, losses, fmean(losses), sd, step_ms))
+        found.append(Group(folder, step, num_steps, losses, fmean(losses), statistics.sd(losses), step_ms))
     return found
 
 

@@ -44,7 +44,7 @@ def summarize(record: Record) -> Summary:
     """Derive the summary from the logs; the track must be known."""
     runs, done, target, promised = record.runs, record.finished, record.rules.target, record.declaration
     losses, times_s = [run.val_loss for run in done], [run.train_time_s for run in done]
-    val_loss = fmean(losses) if done else None
+    val_loss = record.mean_loss if done else None
     none_blew_up = all(run.outcome != "non-finite" for run in runs)
     return Summary(
         num_runs=len(runs),

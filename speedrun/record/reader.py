@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import msgspec
@@ -84,6 +85,11 @@ class Record:
     def finished(self) -> tuple[Run, ...]:
         """The runs that finished."""
         return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean final loss of the finished runs, of which there must be one, in nats per token."""
+        return fmean(run.val_loss for run in self.finished)
 
     @property
     def lead(self) -> Run:

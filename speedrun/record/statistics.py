@@ -168,6 +168,13 @@ def mean_interval(numbers: Sequence[float]) -> Interval | None:
     return Interval(mean, mean - reach, mean + reach)
 
 
+def p_of_zero(numbers: Sequence[float]) -> float:
+    """Return p of Student's two-sided test that two numbers or more have a true mean of zero."""
+    error = stdev(numbers) / math.sqrt(len(numbers))
+    # Numbers without scatter come from copies of one run, and prove nothing.
+    return 2 * student_cdf(len(numbers) - 1, -abs(fmean(numbers)) / error) if error else 1.0
+
+
 class Equivalence(msgspec.Struct, frozen=True):
     """Result of two one-sided tests that two means differ by less than a margin."""
 

@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple, TextIO
 import msgspec
 
 from speedrun.base import provenance, runlog
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import CheckpointError, UsageError
 from speedrun.record import archive, layout
 from speedrun.record.checks.v5_source import leaves
 from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS
 from speedrun.record.examine import sandbox
-from speedrun.record.examine.rerun import Rerun, plain
+from speedrun.record.examine.rerun import Rerun
 from speedrun.record.findings import Examination, Findings, Stretch
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, load
@@ -32,7 +32,6 @@ from speedrun.record.validate import Report, ask
 _FEW_RUNS = 2
 _RESTARTS = 2
 _STEPS = 8  #: of a stretch
-_MOST_FACTS_BYTES = 1 << 20  #: of an untrusted checkpoint
 
 Which = Literal["some", "all"]
 
@@ -157,13 +156,14 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     """Return the folder of checkpoints of each run, by the name in its last checkpoint."""
+    from speedrun.train import checkpoint  # it imports JAX
+
     found = {}
     for folder in folders:
-        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
         try:
-            facts = json.loads(plain(folder / str(steps[-1]) / "facts" / "metadata", _MOST_FACTS_BYTES))
-            found[runs[json.loads(facts["text"])["run_id"]].folder] = folder
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            facts = checkpoint.read_facts(folder, checkpoint.steps_in(folder)[0])
+            found[runs[facts.run_id].folder] = folder
+        except (OSError, LookupError, checkpoint.Damaged, CheckpointError):
             raise UsageError(
                 f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
                 "leave it out to train the run again"
