@@ -1,20 +1,17 @@
 """Record 21 against an independent implementation: losses, gradients and weights of short float32 runs.
 
-`SPEEDRUN_GOLDEN` names another folder of such files and their `golden.py`. Sizes, lengths and schedules come from
-the file.
+Sizes, lengths and schedules come from the file.
 """
 
 import dataclasses
-import json
-import os
-import runpy
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from golden_files import File, fixture, leaves, probe
 from hopper import OPTIMISED
 
 from speedrun import recipes
@@ -24,12 +21,7 @@ from speedrun.science.recipe import Recipe, Stage
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
 
-FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
-FILES = sorted(FOLDER.glob("record21_*.npz"))
-
-pytestmark = pytest.mark.skipif(
-    not FILES, reason=f"no record21_*.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"
-)
+golden = fixture("record21_*.npz", partial(File, made_by="golden.py"))
 
 
 def recipe_of(config: Mapping[str, Any]) -> Recipe:
@@ -54,47 +46,30 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
     return recipe.override({"optimizer.muon_dtype": "float32"})
 
 
-def probes(x: np.ndarray) -> np.ndarray:
-    flat = x.reshape(-1)
-    return flat[:: max(1, flat.size // 16)][:16]
-
-
 class Run:
     """A file's run by our program on some devices: every device is given the same sequence."""
 
-    def __init__(self, golden: Mapping[str, Any], num_devices: int) -> None:
-        config = json.loads(str(golden["config"]))
-        recipe = recipe_of(config)
+    def __init__(self, golden: File, num_devices: int) -> None:
+        recipe = recipe_of(golden.config)
         stage = dataclasses.replace(recipe.stages[0], num_sequences=num_devices)
         recipe = dataclasses.replace(recipe, stages=(stage,), eval_sequences=8)
         self.program = Program(recipe, mesh.make_mesh(num_devices), microbatches=num_devices)
-        self.config, self.golden = config, golden
+        self.file, self.golden = golden, golden.arrays
 
     def named(self, packed: Params) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, self.program.layout.unpack(jax.device_get(packed)))
 
     def start(self) -> TrainState:
         state = self.program.init(jax.random.key(0))
-        starts = runpy.run_path(str(FOLDER / "golden.py"))["initial_parameters"](self.config)
-        packed = self.program.layout.pack(jax.tree.map(jax.numpy.asarray, starts))
+        packed = self.program.layout.pack(jax.tree.map(jax.numpy.asarray, self.file.starts))
         shardings = self.program.shardings(self.program.specs)
         return state._replace(params=jax.device_put(packed, shardings.params))
 
     def batch(self, step: int) -> list[jax.Array]:
-        length = self.config["seq_len"]
+        length = self.file.config["seq_len"]
         ids = self.golden["tokens"][step * length : (step + 1) * length + 1].astype(np.int32)
         rows = np.tile(ids, (self.program.num_devices, 1))
         return [mesh.place(x, self.program.mesh) for x in (rows[:, :-1], rows[:, 1:])]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[*FILES[:1], *(pytest.param(file, marks=pytest.mark.compile) for file in FILES[1:])],
-    ids=lambda path: path.stem,
-)
-def golden(request) -> dict[str, Any]:
-    with np.load(request.param) as file:
-        return dict(file)
 
 
 def train(run: Run, num_steps: int) -> TrainState:
@@ -124,14 +99,8 @@ def assert_first_gradients_agree(run: Run, state: TrainState) -> None:
     grads = run.named(means)
     for name, grad in grads.items():
         assert_close(np.linalg.norm(grad), run.golden[f"grad0_norm/{name}"], name)
-        assert_close(probes(grad), run.golden[f"grad0_probe/{name}"], name)
+        assert_close(probe(grad), run.golden[f"grad0_probe/{name}"], name)
     assert {f"grad0_norm/{name}" for name in grads} == {k for k in run.golden if k.startswith("grad0_norm/")}
-
-
-def leaves(opt_state: Any, field: str) -> dict[str, Any]:
-    paths = jax.tree_util.tree_leaves_with_path(opt_state)
-    is_in = lambda path: field in {getattr(key, "name", "") for key in path}  # noqa: E731
-    return {path[-1].key: leaf for path, leaf in paths if is_in(path)}
 
 
 def assert_close(got: Any, want: Any, name: str) -> None:
@@ -147,10 +116,10 @@ def test_the_first_losses_and_gradients_agree(golden):
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_all_losses_and_final_weights_agree(golden, num_devices):
     run = Run(golden, num_devices)
-    state = train(run, run.config["steps"])
+    state = train(run, golden.config["steps"])
     for name, value in run.named(state.params).items():
-        want = golden[f"final_norm/{name}"]
+        want = golden.arrays[f"final_norm/{name}"]
         np.testing.assert_allclose(np.linalg.norm(value), want, rtol=1e-3, err_msg=name)
-        want = golden[f"final_probe/{name}"]
-        error = np.linalg.norm(probes(value) - want) / np.linalg.norm(want)
+        want = golden.arrays[f"final_probe/{name}"]
+        error = np.linalg.norm(probe(value) - want) / np.linalg.norm(want)
         assert error < 1e-2, f"{name}: {error}"

@@ -1,25 +1,22 @@
 """Record 89 against an independent implementation: gradients, weights and losses of float32 runs.
 
-`SPEEDRUN_GOLDEN` names the folder of such files and of their `golden2026.py`, which explains their keys. Sizes,
-lengths and schedules come from the file.
+tests/golden/golden2026.py explains the keys of the files. Sizes, lengths and schedules come from the file.
 """
 
 import copy
 import dataclasses
 import json
 import math
-import runpy
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import golden_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_files import Arrays, leaves, probe
 from hopper import OPTIMISED
-from test_golden import FOLDER, leaves
 
 from speedrun import recipes
 from speedrun.base import mesh
@@ -31,19 +28,8 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.train.program import Program
 
-FILES = sorted(FOLDER.glob("record2026_*.npz"))
 LAYERS = [i for i in range(11) if i != 6]  #: with attention
 VALUES = (1, 2, 8, 9, 10)  #: layers with value embeddings
-
-pytestmark = pytest.mark.skipif(
-    not FILES, reason=f"no record2026_*.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"
-)
-
-Arrays = Mapping[str, Any]
-
-
-def script() -> dict[str, Any]:
-    return runpy.run_path(str(FOLDER / "golden2026.py"))
 
 
 def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.ndarray) -> Recipe:
@@ -123,20 +109,24 @@ def unit_order(head_dim: int) -> np.ndarray:
     return np.concatenate([even, still[:quarter], odd, still[quarter:]])
 
 
-class File:
-    """A golden file, which counts what is read of it."""
+class File(golden_files.File):
+    """A golden file of record 89."""
 
-    def __init__(self, path: Path) -> None:
-        with np.load(path) as file:
-            self.arrays = dict(file)
-        self.config = json.loads(str(self.arrays["config"]))
+    made_by = "golden2026.py"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, self.made_by)
         self.schedule = json.loads(str(self.arrays["schedule"]))
-        self.starts = script()["initial_parameters"](self.config)
-        self.probe = script()["probe"]
         self.is_chaotic = self.config["adam_eps"] < 1e-6  # recipe learning rates
 
-    def below(self, prefix: str) -> dict[str, np.ndarray]:
-        return {key.removeprefix(prefix): x for key, x in self.arrays.items() if key.startswith(prefix)}
+    @property
+    def of_norms(self) -> float:
+        """The relative tolerance of norms of weights."""
+        return 1e-4 if self.is_chaotic else 1e-5
+
+    def of_losses(self, step: int) -> float:
+        """The relative tolerance of losses."""
+        return self.of_norms if step else self.tolerance["losses[0]"]
 
     def named(self, ours: Arrays) -> dict[str, jax.Array]:
         """Return our parameters under the names and in the order of the file."""
@@ -164,25 +154,17 @@ class File:
     def recipe(self, num_rows: int) -> Recipe:
         return recipe_of(self.config, num_rows, self.starts, self.arrays["prefix_table"])
 
-    def assert_agrees(self, got: Arrays, kind: str, norm: float, probe: float, own: float = 0) -> None:
-        """Compare arrays by norm and by 16 entries: relative to their root mean square, and `own` to themselves."""
-        norms, probes = self.below(f"{kind}_norm/"), self.below(f"{kind}_probe/")
-        assert {*got} == {*norms} == {*probes}
-        for name, x in got.items():
-            x64 = np.asarray(x, np.float64)
-            np.testing.assert_allclose(np.linalg.norm(x64), norms[name], rtol=norm, err_msg=name)
-            unit = max(float(norms[name]) / np.sqrt(x64.size), 1e-30)
-            pair = self.probe(x64) / unit, probes[name] / unit
-            np.testing.assert_allclose(*pair, rtol=own, atol=probe, err_msg=name)
+    def ours(self) -> Params:
+        """The starting values under our names."""
+        recipe = self.recipe(self.config["micro_batches"])
+        table = recipe.table(recipe.config).items()
+        like = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in table}
+        theirs = {k: jnp.asarray(self.starts[k], jnp.float32) for k in self.below("trace_norm/")}
+        # `named` only moves numbers, so its transpose moves them back.
+        return jax.linear_transpose(self.named, like)(theirs)[0]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*FILES[:1], *(pytest.param(file, marks=pytest.mark.compile) for file in FILES[1:])],
-    ids=lambda path: path.stem,
-)
-def golden(request) -> File:
-    return File(request.param)
+golden = golden_files.fixture("record2026_*.npz", File)
 
 
 def test_golden89_schedules_agree(golden):
@@ -233,14 +215,7 @@ class Run:
 
     def start(self) -> Any:
         state, program = self.program.init(jax.random.key(0)), self.program
-        table = program.layout.table.items()
-        ours = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in table}
-        theirs = {
-            k: jnp.asarray(self.golden.starts[k], jnp.float32) for k in self.golden.below("trace_norm/")
-        }
-        # `named` only moves numbers, so its transpose moves them back.
-        (values,) = jax.linear_transpose(self.golden.named, ours)(theirs)
-        packed = program.layout.pack(values)
+        packed = program.layout.pack(self.golden.ours())
         return state._replace(params=jax.device_put(packed, program.shardings(program.specs).params))
 
     def named(self, packed: Params) -> dict[str, np.ndarray]:
@@ -257,6 +232,12 @@ class Run:
         state, metrics = self.compiled[shape](state, *batch, program.schedule)
         return state, float(metrics.loss), float(np.mean(jax.device_get(state.carry["ce"])))
 
+    def first_gradients(self, state: Any) -> dict[str, np.ndarray]:
+        """The gradients of the first step: Adam waits with them; Muon's momentum is a part of them."""
+        part = 1 - float(self.program.recipe.inputs_at(0)["momentum"])
+        means = {name: jax.device_get(x) / part for name, x in leaves(state.opt_state, "momentum").items()}
+        return self.named(means | leaves(state.opt_state, "waiting"))
+
     def validate(self, state: Any, step: int) -> float:
         """Return the loss of the file's validation before a step."""
         config, program = self.golden.config, self.program
@@ -270,56 +251,46 @@ class Run:
         return float(nll_B[:passes].sum() / (size * passes))
 
 
-def first_gradients(run: Run, state: Any) -> dict[str, np.ndarray]:
-    """The gradients of the first step: Adam waits with them; Muon's momentum is a part of them."""
-    part = 1 - float(run.program.recipe.inputs_at(0)["momentum"])
-    momentum = {name: jax.device_get(x) / part for name, x in leaves(state.opt_state, "momentum").items()}
-    return run.named(momentum | leaves(state.opt_state, "waiting"))
-
-
 def assert_run_agrees(run: Run, num_steps: int) -> tuple[Any, dict[str, np.ndarray]]:
-    """Compare each step, and the validations before it; return the state and the weights after the last."""
-    golden, tolerance, state = run.golden, script()["TOLERANCE"], run.start()
-    later = 1e-4 if golden.is_chaotic else 1e-5
+    """Compare each step, and the validations before it; return the state and the weights, before they are shipped."""
+    golden, tolerance, state = run.golden, run.golden.tolerance, run.start()
     norms, updates = golden.below("trace_norm/"), golden.below("trace_update/")
     before = run.named(state.params)
     for step in range(num_steps):
+        close = partial(pytest.approx, rel=golden.of_losses(step))
         if f"val/{step}" in golden.arrays:
-            want = pytest.approx(golden.arrays[f"val/{step}"], rel=later if step else 2e-6)
-            assert run.validate(state, step) == want
-        state, objective, ce = run.step(state, step)
-        rel = later if step else tolerance["losses[0], ce[0], val/0"]
-        assert objective == pytest.approx(golden.arrays["losses"][step], rel=rel), step
+            assert run.validate(state, step) == close(golden.arrays[f"val/{step}"])
+        state, objective, ce = run.step(state, step, ships=False)
+        assert objective == close(golden.arrays["losses"][step]), step
         if "losses_f64" in golden.arrays:
-            assert objective == pytest.approx(golden.arrays["losses_f64"][step], rel=2 * later), step
-        assert ce == pytest.approx(golden.arrays["ce"][step], rel=rel), step
+            want = pytest.approx(golden.arrays["losses_f64"][step], rel=2 * golden.of_norms)
+            assert objective == want, step
+        assert ce == close(golden.arrays["ce"][step]), step
         if step == 0:
-            most = tolerance["grad0_norm"], tolerance["grad0_probe / (norm / sqrt(size))"]
-            golden.assert_agrees(first_gradients(run, state), "grad0", *most)
+            most = tolerance["grad0_norm"], tolerance["grad0_probe"]
+            golden.assert_agrees(run.first_gradients(state), "grad0", *most)
         after = run.named(state.params)
         assert {*after} == {*norms} == {*updates}
         for name, x in after.items():
-            size, change = np.linalg.norm(before[name]), np.linalg.norm(x - before[name])
-            assert size == pytest.approx(norms[name][step], rel=later), (name, step)
-            largest = updates[name].max() * tolerance["trace_update, of the largest step"]
+            size, change = np.linalg.norm(x), np.linalg.norm(x - before[name])
+            assert size == pytest.approx(norms[name][step + 1], rel=golden.of_norms), (name, step)
+            largest = updates[name].max() * tolerance["trace_update"]
             assert change == pytest.approx(updates[name][step], abs=largest), (name, step)
         before = after
     return state, before
 
 
-def assert_weights_agree(golden: File, final: Arrays) -> None:
-    tolerance = script()["TOLERANCE"]
-    for name, x in final.items():
-        norm = golden.below("trace_norm/")[name][-1]
-        assert np.linalg.norm(x) == pytest.approx(norm, rel=tolerance["trace_norm"]), name
-        unit = norm / np.sqrt(x.size)
-        atol = tolerance["final_probe / (norm / sqrt(size))"]
-        want = golden.arrays[f"final_probe/{name}"] / unit
-        np.testing.assert_allclose(golden.probe(x) / unit, want, atol=atol, err_msg=name)
+def assert_weights_agree(golden: File, weights: Arrays, kind: str = "final", place: int = -1) -> None:
+    for name, x in weights.items():
+        norm = golden.below("trace_norm/")[name][place]
+        assert np.linalg.norm(x) == pytest.approx(norm, rel=golden.tolerance["trace_norm"]), name
+        unit, want = norm / np.sqrt(x.size), golden.arrays[f"{kind}_probe/{name}"]
+        atol = golden.tolerance["final_probe"]
+        np.testing.assert_allclose(probe(x) / unit, want / unit, atol=atol, err_msg=name)
 
 
 def assert_state_agrees(run: Run, state: Any) -> None:
-    golden, norm = run.golden, script()["TOLERANCE"]["state_norm"]
+    golden, norm = run.golden, run.golden.tolerance["state_norm"]
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     fields = {"m": "mean", "v": "square", "momentum": "momentum"}
     found = {}
@@ -352,8 +323,8 @@ def test_golden89_the_first_steps_agree(golden):
 def test_golden89_all_steps_agree(golden, num_devices):
     run, num_steps = Run(golden, num_devices, OPTIMISED), len(golden.schedule)
     state, final = assert_run_agrees(run, num_steps)
-    rel = 1e-4 if golden.is_chaotic else 1e-5
-    assert run.validate(state, num_steps) == pytest.approx(golden.arrays[f"val/{num_steps}"], rel=rel)
+    want = pytest.approx(golden.arrays[f"val/{num_steps}"], rel=golden.of_losses(num_steps))
+    assert run.validate(state, num_steps) == want
     assert_weights_agree(golden, final)
     assert_state_agrees(run, state)
 
@@ -376,11 +347,7 @@ def test_golden89_all_steps_agree_with_the_derivative_of_the_loss(golden, monkey
 
 def test_golden89_the_schedule_of_the_real_run_agrees():
     """All 1,285 steps at full size, and the frequencies of each window."""
-    path = FOLDER / "units2026.npz"
-    if not path.exists():
-        pytest.skip(f"no {path.name} in {FOLDER}")
-    with np.load(path) as file:
-        units = dict(file)
+    units = golden_files.arrays("units2026.npz")
     recipe = recipes.load("record89")
     rows = [recipe.inputs_at(step) for step in range(recipe.num_steps)]
     assert len(rows) == len(units["full/lr"]) == 1285

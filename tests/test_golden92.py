@@ -1,27 +1,24 @@
 """Record 92 against an independent implementation: units, activations, gradients, weights and losses in float32.
 
-`SPEEDRUN_GOLDEN` names the folder of such files and of their `golden92.py`, which explains their keys; else it is
-../shared/golden. Sizes, lengths and schedules come from the file.
+`golden92.py` beside the files explains their keys. Sizes, lengths and schedules come from the file.
 """
 
 import copy
 import dataclasses
 import hashlib
 import json
-import os
-import runpy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import golden_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_golden89
+from golden_files import Arrays, leaves
 from hopper import OPTIMISED
-from test_golden import leaves
-from test_golden89 import Arrays, unit_order
+from test_golden89 import assert_run_agrees, assert_weights_agree, unit_order
 
 from speedrun import recipes
 from speedrun.science.inputs import Inputs
@@ -39,14 +36,6 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.science.rows import Rows, moved
 from speedrun.train.program import Program
-
-SHARED = Path(__file__).parents[2] / "shared" / "golden"
-FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", SHARED))
-FILES = sorted(FOLDER.glob("record92_*.npz"))
-
-pytestmark = pytest.mark.skipif(
-    not FILES, reason=f"no record92_*.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"
-)
 
 SLOTS = {0: "paired", 2: "paired", 5: "paired", 1: "short", 8: "short", 3: "long", 10: "long"}
 TAILS = {"ema": "ema", "average": "avg", "value_average": "value", "blend": "blend"}
@@ -185,22 +174,21 @@ def places(rows: int) -> np.ndarray:
 class File(test_golden89.File):
     """A golden file of record 92."""
 
-    def __init__(self, path: Path) -> None:
-        with np.load(path) as file:
-            self.arrays = dict(file)
-        self.config, self.schedule, self.ticks = (
-            json.loads(str(self.arrays[name])) for name in ("config", "schedule", "tail_ticks")
-        )
+    made_by = "golden92.py"
+
+    def __init__(self, name: str) -> None:
+        golden_files.File.__init__(self, name, self.made_by)
+        self.schedule, self.ticks = (json.loads(str(self.arrays[key])) for key in ("schedule", "tail_ticks"))
         # Each pass has a sequence for each micro-batch.
         self.config["val_passes"] *= self.config["micro_batches"]
         self.config["val_tokens_per_pass"] = self.config["val_tokens"]
-        script = runpy.run_path(str(FOLDER / "golden92.py"))
-        self.starts, self.probe = script["initial_parameters"](self.config), script["probe"]
-        # By the first words of each key of the table.
-        self.tolerance = {
-            key.split("/")[0].split(",")[0].strip(): x for key, x in script["TOLERANCE"].items()
-        }
-        self.is_chaotic = False
+
+    @property
+    def of_norms(self) -> float:
+        return self.tolerance["trace_norm"]
+
+    def of_losses(self, step: int) -> float:
+        return self.tolerance["losses"]
 
     def recipe(self, num_rows: int) -> Recipe:
         signs, prefixes = self.starts["signs"], self.arrays["prefix_table"]
@@ -227,23 +215,8 @@ class File(test_golden89.File):
         }
         return banks | given
 
-    def ours(self) -> Params:
-        """Return the starting values under our names."""
-        recipe = self.recipe(self.config["micro_batches"])
-        table = recipe.table(recipe.config).items()
-        like = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in table}
-        theirs = {k: jnp.asarray(self.starts[k], jnp.float32) for k in self.below("trace_norm/")}
-        # `named` only moves numbers, so its transpose moves them back.
-        return jax.linear_transpose(self.named, like)(theirs)[0]
 
-
-@pytest.fixture(
-    scope="module",
-    params=[*FILES[:1], *(pytest.param(file, marks=pytest.mark.compile) for file in FILES[1:])],
-    ids=lambda path: path.stem,
-)
-def golden(request) -> File:
-    return File(request.param)
+golden = golden_files.fixture("record92_*.npz", File)
 
 
 @pytest.fixture(scope="module")
@@ -568,22 +541,18 @@ def test_golden92_activations_of_the_first_micro_batch_agree(golden, monkeypatch
 class Run(test_golden89.Run):
     """A file's run by our program."""
 
-    def __init__(self, golden: File, num_devices: int, options: Any = None) -> None:
-        super().__init__(golden, num_devices, options)
-        self.file = golden
+    golden: File
 
-    def start(self) -> Any:
-        state = self.program.init(jax.random.key(0))
-        packed = self.program.layout.pack(self.file.ours())
-        return state._replace(
-            params=jax.device_put(packed, self.program.shardings(self.program.specs).params)
-        )
+    def first_gradients(self, state: Any) -> dict[str, np.ndarray]:
+        part = 1 - float(self.program.recipe.inputs_at(0)["fast_beta"])
+        fast = {name: jax.device_get(x) / part for name, x in leaves(state.opt_state, "fast").items()}
+        return self.named(fast | leaves(state.opt_state, "waiting"))
 
 
 def masked(run: Run) -> Run:
     """The run's validations with the file's mask."""
-    ids = np.arange(run.file.config["vocab_size"], dtype=np.uint16)
-    mask = {"bits": run.file.arrays["canon_mask"], "row_of": ids, "column_of": ids}
+    ids = np.arange(run.golden.config["vocab_size"], dtype=np.uint16)
+    mask = {"bits": run.golden.arrays["canon_mask"], "row_of": ids, "column_of": ids}
     own, record = run.program.recipe, recipes.load("record92_masked")
     given = own.constants(own.config, ()) | {f"impossible.{name}": x for name, x in mask.items()}
     recipe = dataclasses.replace(
@@ -592,41 +561,6 @@ def masked(run: Run) -> Run:
     scored = copy.copy(run)
     scored.program = Program(recipe, run.program.mesh, microbatches=run.program.microbatches)
     return scored
-
-
-def first_gradients(run: Run, state: Any) -> dict[str, np.ndarray]:
-    part = 1 - float(run.program.recipe.inputs_at(0)["fast_beta"])
-    fast = {name: jax.device_get(x) / part for name, x in leaves(state.opt_state, "fast").items()}
-    return run.named(fast | leaves(state.opt_state, "waiting"))
-
-
-def assert_run_agrees(run: Run, num_steps: int) -> tuple[Any, dict[str, np.ndarray]]:
-    """Compare each step, and the validations before it; return the state and the weights before shipping."""
-    golden, state, tolerance = run.file, run.start(), run.file.tolerance
-    norms, updates, before = (
-        golden.below("trace_norm/"),
-        golden.below("trace_update/"),
-        run.named(state.params),
-    )
-    for step in range(num_steps):
-        if f"val/{step}" in golden.arrays:
-            want = pytest.approx(golden.arrays[f"val/{step}"], rel=tolerance["losses"])
-            assert run.validate(state, step) == want
-        state, objective, ce = run.step(state, step, ships=False)
-        assert objective == pytest.approx(golden.arrays["losses"][step], rel=tolerance["losses"]), step
-        assert ce == pytest.approx(golden.arrays["ce"][step], rel=tolerance["losses"]), step
-        if step == 0:
-            most = tolerance["grad0_norm"], tolerance["grad0_probe"]
-            golden.assert_agrees(first_gradients(run, state), "grad0", *most)
-        after = run.named(state.params)
-        assert {*after} == {*norms} == {*updates}
-        for name, x in after.items():
-            size, change = np.linalg.norm(x), np.linalg.norm(x - before[name])
-            assert size == pytest.approx(norms[name][step + 1], rel=tolerance["trace_norm"]), (name, step)
-            largest = updates[name].max() * tolerance["trace_update"]
-            assert change == pytest.approx(updates[name][step], abs=largest), (name, step)
-        before = after
-    return state, before
 
 
 @pytest.mark.compile
@@ -649,19 +583,9 @@ def test_golden92_all_steps_agree(golden, num_devices):
     assert_weights_agree(golden, run.named(shipped.params), "shipped", -1)
 
 
-def assert_weights_agree(golden: File, weights: Arrays, kind: str, place: int) -> None:
-    for name, x in weights.items():
-        norm = golden.below("trace_norm/")[name][place]
-        assert np.linalg.norm(x) == pytest.approx(norm, rel=golden.tolerance["trace_norm"]), name
-        unit, want = norm / np.sqrt(x.size), golden.arrays[f"{kind}_probe/{name}"]
-        np.testing.assert_allclose(
-            golden.probe(x) / unit, want / unit, atol=golden.tolerance["final_probe"], err_msg=name
-        )
-
-
 def assert_state_agrees(run: Run, state: Any) -> None:
     """Of the optimiser's state and the averages, norms and 16 entries."""
-    golden, norm = run.file, run.file.tolerance["state_norm"]
+    golden, norm = run.golden, run.golden.tolerance["state_norm"]
     zeros, found = jax.tree.map(jnp.zeros_like, state.params), {}
     matrices = {"qk_bank", "vo_bank", "mlp_bank"}
     for key, field in {"m": "mean", "v": "square", "fast": "fast", "slow": "slow"}.items():
@@ -691,7 +615,7 @@ def energies(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
     for name, members in run.program.layout.banks.items():
         for member, second in zip(members, jax.device_get(banks[name]), strict=False):
             vectors[f"{member.name}.{member.place}"] = second.ravel()
-    config, found = run.file.config, {}
+    config, found = run.golden.config, {}
     found["qk_bank"] = [vectors[f"block.{i}.qk.{k}"] for i in SLOTS for k in range(config["num_heads"])]
     found["vo_bank"] = [vectors[f"block.{i}.vo.{k}"] for i in SLOTS for k in (0, 1)]
     mlps = [f"block.{i}.{{}}.0" for i in range(11)] + ["block.8.{}_twin.0"]

@@ -4,10 +4,11 @@ import dataclasses
 import json
 from typing import Any
 
+import golden_files
 import jax
 import numpy as np
 import pytest
-from test_golden89 import FOLDER, recipe_of, script
+from test_golden89 import recipe_of
 from test_recipes import check_trace
 
 from speedrun import recipes
@@ -23,11 +24,7 @@ SMOKE = RECORD.override({"size": "smoke"})
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, Any]:
-    path = FOLDER / "units2026.npz"
-    if not path.exists():
-        pytest.skip(f"no {path.name} in {FOLDER}")
-    with np.load(path) as file:
-        return json.loads(str(file["full/config"]))
+    return json.loads(str(golden_files.arrays("units2026.npz")["full/config"]))
 
 
 def test_its_numbers_are_the_published_ones(published):
@@ -50,7 +47,7 @@ def test_its_starting_values_are_the_published_ones(published):
     values = {"num_layers": 11, "num_heads": SMOKE.config.num_heads}
     table = SMOKE.table(SMOKE.config)
     start = {name: np.asarray(spec.init(jax.random.key(3), spec.shape)) for name, spec in table.items()}
-    for name, want in script()["recipe_bias"](values).items():
+    for name, want in golden_files.script("golden2026.py")["recipe_bias"](values).items():
         np.testing.assert_allclose(start.pop(name), want, rtol=1e-6, atol=1e-7, err_msg=name)
     mixing = (3 * 128) ** -0.5
     sd = {"embed": 0.005, "head": 0.005, "mudd_w1": mixing, "mudd_gate_w1": mixing}

@@ -1,15 +1,14 @@
 """The loss head with several weighted targets and a shifted cap: each form against record 89's formulas in float64.
 
-`SPEEDRUN_GOLDEN` names a folder with units2026.npz: loss and gradients by record 89's own code.
+The golden file units2026.npz has loss and gradients by record 89's own code.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anatomy
+import golden_files
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -26,7 +25,6 @@ from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, weighted_cross_entropy
 
-UNITS = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden")) / "units2026.npz"
 CAP = Cap(height=11.5, unit=15.0, shift=5.0)
 WEIGHTS = np.array([1.0, 0.5, 0.25, 0.25], np.float32)
 PREFIX = 3  #: the column of prefixes
@@ -128,10 +126,8 @@ def test_a_form_computes_the_formulas(form, rule):
 
 @pytest.fixture(scope="module")
 def units() -> Mapping[str, np.ndarray]:
-    if not UNITS.exists():
-        pytest.skip(f"no {UNITS.name} in {UNITS.parent}, which SPEEDRUN_GOLDEN names")
-    with np.load(UNITS) as file:
-        return {name.removeprefix("loss/"): file[name] for name in file if name.startswith("loss/")}
+    arrays = golden_files.arrays("units2026.npz")
+    return {name.removeprefix("loss/"): x for name, x in arrays.items() if name.startswith("loss/")}
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,13 +1,13 @@
 """The order of tokens against a slow and simple oracle; resuming; reading ahead."""
 
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Iterator
 from itertools import pairwise, repeat
 from pathlib import Path
 
+import golden_files
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -212,18 +212,10 @@ def test_a_shard_without_documents_is_refused_and_not_skipped(folder):
     assert tail.cursor == Cursor(1, 32)
 
 
-#: Batches of record 89, from another implementation; the files are described beside them, in golden2026.py.
-GOLDEN = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
-
-
 @pytest.mark.parametrize("letter", "ab")
 def test_golden_89_packs_the_batches_of_all_stages(folder, letter):
     """Across ends of files; a document begins where the model sees its first token."""
-    path = GOLDEN / f"record2026_{letter}.npz"
-    if not path.exists():
-        pytest.skip(f"no {path.name} in {GOLDEN}, which SPEEDRUN_GOLDEN names")
-    with np.load(path) as file:
-        run = dict(file)
+    run = golden_files.arrays(f"record2026_{letter}.npz")
     config = json.loads(str(run["config"]))
     shards = [write_shard(folder / f"{letter}{i}.bin", run[f"stream/{i}"]) for i in (0, 1)]
     opens, num_sequences = config["document_token"], config["micro_batches"]
