@@ -1,25 +1,18 @@
-"""Writes the figures of records/context.toml into docs/*.md, and draws docs/ladder.svg and history.svg.
+"""Draws docs/ladder.svg and history.svg from records/context.toml and records/leaderboard.json.
 
-    python tests/pictures.py
-
-A page has a figure between two marks: `<!-- figure: published 89 minutes -->1.23<!-- end -->`. Our own records come
-from records/leaderboard.json, so run `speedrun leaderboard build` first.
+python tests/pictures.py    # after `speedrun leaderboard build`
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import svg_pictures
 from msgspec import Meta
 
-from speedrun.base import accelerators
 from speedrun.base import track as tracks
-from speedrun.base.errors import UsageError, unknown
 from speedrun.base.wholefile import write_whole
 from speedrun.board import drawing
 from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
@@ -37,12 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- figure: {} -->", "<!-- end -->"
-_MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 MAIN = ("h100", 8)  #: kind and number of devices of the published records
 MAIN_TRACK = "main-8xh100@1"
 LADDER_TRACK = "smoke-cpu"  #: of the losses of the ladder
-DOLLARS = 2.5  #: a GPU and hour, where a page states a price
 
 
 class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -88,60 +78,11 @@ def rungs(context: Figures) -> list[tuple[str, float, float]]:
 
 
 def outputs() -> dict[Path, bytes]:
-    """Return the pages with figures, and the pictures, by path."""
+    """Return the pictures by path."""
     context, board = read_figures(), read_built(ROOT / "records")
     assert board is not None, "run 'speedrun leaderboard build' first"
-    stated = texts(context, board)
-    pages = {path: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
-    files = {path: filled(page, stated).encode() for path, page in pages.items() if END in page}
-    files[ROOT / "docs" / "history.svg"] = draw_history(context.history, board)
-    files[ROOT / "docs" / "ladder.svg"] = draw_ladder(context)
-    return files
-
-
-# --- pages ------------------------------------------------------------------------------------------------
-
-
-def filled(page: str, figures: Mapping[str, str]) -> str:
-    """Return a page with these figures between their marks; raise UsageError for a mark of another figure."""
-    if page.count(BEGIN.partition("{")[0]) != len(_MARK.findall(page)):
-        raise UsageError(f"a mark {BEGIN.format('NAME')} has no {END}; restore the marks")
-    for name in {mark[2] for mark in _MARK.finditer(page)} - figures.keys():
-        raise unknown("figure", name, figures)
-    return _MARK.sub(lambda mark: f"{mark[1]}{figures[mark[2]]}{mark[4]}", page)
-
-
-def texts(context: Figures, board: Board) -> dict[str, str]:
-    """Return every figure by its name, as pages state it."""
-    found = {f"record {row.path} loss": f"{row.val_loss:.4f}" for row in board.rows if row.val_loss}
-    for past in context.history:
-        name = f"published {past.record}"
-        found |= {f"{name} minutes": _three(past.minutes), f"{name} seconds": _three(60 * past.minutes)}
-        found[f"{name} dollars"] = _dollars(60 * past.minutes, MAIN[1])
-    for one in context.predicted:
-        name = f"predicted {one.recipe} {one.num_devices}x{one.kind}"
-        memory = f"{one.memory_gb:.1f} | {accelerators.load(one.kind).memory_bytes / 1e9:.1f}"
-        found |= {
-            f"{name} minutes": _three(one.total_s / 60),
-            f"{name} seconds": _three(one.total_s),
-            f"{name} card": f"{memory} | {one.step_ms:,.0f} | {one.total_s / 60:.0f} | {one.mfu:.0%}",
-            f"{name} dollars": _dollars(one.total_s, one.num_devices),
-        }
-    for recipe, published, predicted in rungs(context):
-        found[f"ladder {recipe}"] = f"{_three(published)}, {_three(predicted)}"
-    found |= {f"ladder {rung.recipe} loss": f"{fmean(rung.losses):.3f}" for rung in context.ladder}
-    ratios = [published / predicted for _, published, predicted in rungs(context)]
-    found["ladder ratios"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return found
-
-
-def _three(number: float) -> str:
-    """Return three digits, without an exponent."""
-    return f"{number:.3g}" if number < 1000 else f"{float(f'{number:.3g}'):,.0f}"
-
-
-def _dollars(time_s: float, num_devices: int) -> str:
-    return f"{time_s / 3600 * num_devices * DOLLARS:.2f}"
+    history, ladder = draw_history(context.history, board), draw_ladder(context)
+    return {ROOT / "docs" / "history.svg": history, ROOT / "docs" / "ladder.svg": ladder}
 
 
 # --- the ladder: what each recipe gains on a small track, beside the published and the predicted minutes ----

@@ -1,7 +1,4 @@
-"""Pages and pictures state the figures of records/context.toml, and a malformed file is refused."""
-
-import re
-from pathlib import Path
+"""The figures of records/context.toml: a malformed file is refused, and a prediction is what `plan` says."""
 
 import pictures
 import pytest
@@ -9,63 +6,10 @@ from test_leaderboard import CONTEXT as RESULT
 
 from speedrun import recipes
 from speedrun.base.errors import UsageError
-from speedrun.board.standings import Context, read_built, read_context
+from speedrun.board.standings import Context, read_context
 from speedrun.plan import estimate as planning
 
-ROOT = Path(__file__).parent.parent
-
-
 CONTEXT = pictures.read_figures()
-
-
-def test_pages_and_pictures_are_those_of_the_file() -> None:
-    """The board itself is compared by `leaderboard check` (tests/test_validate.py)."""
-    stale = [path.name for path, content in pictures.outputs().items() if path.read_bytes() != content]
-    assert not stale, "python tests/pictures.py"
-
-
-#: What README says, with the names of its figures. It has no marks, as people read it in a terminal.
-README = (
-    "the PyTorch record took {published 21 minutes} minutes, or ${published 21 dollars}",
-    "ours is predicted to take {predicted record21 8xh100 minutes} minutes and ${predicted record21 8xh100 dollars}",
-    "six runs have a mean loss of {record smoke-cpu/2026-11-25-six-seeds loss}, and after 400, of "
-    "{record smoke-cpu/2026-11-25-400-steps loss}",
-    "(published: {published 89 seconds} s)",
-    "({published 92 seconds} s)",
-)
-
-
-def test_readme_states_the_figures():
-    board = read_built(ROOT / "records")
-    assert board is not None
-    stated, text = pictures.texts(CONTEXT, board), " ".join((ROOT / "README.md").read_text().split())
-    due = [re.sub(r"{(.*?)}", lambda name: stated[name[1]], sentence) for sentence in README]
-    assert not [sentence for sentence in due if sentence not in text], "write these"
-    assert "<!--" not in text
-
-
-def test_no_line_begins_with_a_figure():
-    """Markdown takes it for a block of its own, and ends the sentence."""
-    pages = ROOT.glob("docs/*.md")
-    assert not [path.name for path in pages if re.search(r"^ *<!-- figure", path.read_text(), re.MULTILINE)]
-
-
-@pytest.mark.parametrize("name", ["history", "ladder"])
-def test_every_colour_of_a_picture_has_a_dark_one(name):
-    text = (ROOT / "docs" / f"{name}.svg").read_text()
-    swaps = dict(re.findall(r'"(?:fill|stroke): (#\w+)"\]\{\w+:(#\w+)!important', text))
-    used = set(re.findall(r"(?:fill|stroke): (#\w+)", text.partition("</style>")[2]))
-    assert len(used) > 3
-    assert used <= swaps.keys()
-    assert not swaps.keys() & set(swaps.values())
-
-
-def test_a_wrong_mark_is_refused():
-    with pytest.raises(UsageError, match="unknown figure 'b'"):
-        pictures.filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
-    for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
-        with pytest.raises(UsageError, match="has no <!-- end -->"):
-            pictures.filled(page, {"a": "1"})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -123,22 +122,6 @@ def test_traces_of_a_person_or_a_machine_are_warnings():
     kinds = ["a home folder"] * 4 + ["your home folder"] + ["the name of this machine"] * 2
     assert [(leak.line, leak.kind) for leak in found] == list(enumerate(kinds, start=1))
     assert leaks.own_shapes({"HOME": "/root"}, host="localhost") == (), "root has no name"
-
-
-@pytest.mark.parametrize(
-    "part",
-    ["a", "A", "0", "/", "\\", ":", "@", "-", "\n", "://", "://a:", "-----BEGIN ", "hf_", "sk-", "/home/"]
-    + ["a" * 40 + " ", "key " + "a" * 40 + "\n", "C:\\Users\\", "hf_" + "a" * 34 + "\n"],
-    ids=lambda part: repr(part[:8]),
-)
-def test_time_is_linear_in_bytes(part):
-    """Usually 0.1 to 0.3 s of CPU for 1 MB. Backtracking, or counting lines at each hit, takes minutes."""
-    raw = (part * (1_000_000 // len(part))).encode()
-    own = leaks.own_shapes({"A_TOKEN": part * 20, "HOME": "/home/somebody"}, host="machine")
-    began_s = process_time()
-    found = leaks.find(raw, own)
-    assert process_time() - began_s < 3
-    assert len(found) < 20
 
 
 def test_values_that_are_not_text_are_found():

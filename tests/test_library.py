@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from made_docs import DOCS, MADE, cells
+from made_docs import DOCS, MADE
 
 import speedrun as sr
 from speedrun.api import settings_of
@@ -41,37 +39,6 @@ def record(tmp_path_factory, smoke_data) -> sr.Record:
 @pytest.mark.parametrize("name", MADE)
 def test_a_page_is_what_is_made(name):
     assert (DOCS / name).read_text() == MADE[name](), "type: python tests/made_docs.py"
-
-
-def test_the_notebook_of_the_tutorial_has_its_runs():
-    commands = [
-        source for kind, source in cells((ROOT / "docs" / "tutorial.md").read_text()) if source[0] == "!"
-    ]
-    assert len(commands) == 10
-
-
-@pytest.mark.compile
-def test_the_first_steps_of_the_notebook_of_the_tutorial_train_and_draw(tmp_path, smoke_data, monkeypatch):
-    """As a notebook executes it, but with short runs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPEEDRUN_DATA", str(smoke_data.parent))
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    names, said = dict[str, Any](), list[str]()
-    sources = [
-        source for kind, source in cells((ROOT / "docs" / "tutorial.md").read_text()) if kind == "code"
-    ]
-    for source in sources[:10]:  # up to `gpt2`, which comes with the package
-        if source.startswith("%%writefile "):
-            name, _, code = source.removeprefix("%%writefile ").partition("\n")
-            Path(name).write_text(code + "\n")
-        elif source.startswith("!"):
-            argv = [sys.executable, "-m", *shlex.split(source[1:]), "--set", "stages.0.num_steps=10"]
-            assert subprocess.run(argv, check=False).returncode == 1, "which missed the target"
-        elif source.startswith("show"):
-            said.append(eval(source, names))
-        else:
-            exec(source, names)
-    assert [one.partition(":")[0] for one in said] == ["bigram", "glance", "gpt2"]
 
 
 @pytest.mark.compile

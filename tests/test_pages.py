@@ -17,7 +17,7 @@ import click
 import pytest
 
 from speedrun import cli
-from speedrun.base import console, faults, runlog
+from speedrun.base import console, runlog
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 600
@@ -121,13 +121,3 @@ def test_what_readme_shows_is_in_a_record():
 def test_its_links_lead_somewhere(name):
     local = [link for link in re.findall(r"\]\(([^)]+)\)", TEXTS[name]) if "://" not in link]
     assert not [link for link in local if not (PAGES[name].parent / link.partition("#")[0]).exists()]
-
-
-def test_every_test_in_the_table_of_faults_exists():
-    """A name without a file is of tests/test_faults.py."""
-    rows = [line for line in TEXTS["reliability.md"].splitlines() if re.match(r"\| \d", line)]
-    named = [name.rpartition("::") for row in rows for name in re.findall(r"`([\w.:]*test_\w+)`", row)]
-    assert named
-    for file, _, test in named:
-        assert f"def {test}(" in (ROOT / "tests" / (file or "test_faults.py")).read_text()
-    assert faults.VARIABLE in TEXTS["reliability.md"]
