@@ -1,6 +1,6 @@
 """V101 to V107: the right tokens were read, in order, once, without the validation tokens."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -172,19 +172,7 @@ def _shard_sizes(record: Record) -> Iterator[str]:
     hint="get more shards, or train for fewer steps",
 )
 def _read_once(run: Run, _record: Record) -> Iterator[str]:
-    ranges: dict[str, list[runlog.ShardRange]] = {}
-    for shard in run.data.shards:
-        ranges.setdefault(shard.name, []).append(shard)
-    for name, own in ranges.items():
-        if (times := _depth(own)) > 1:
-            yield f"{name}: a position is read {times} times; a run may read each once"
-
-
-def _depth(ranges: Iterable[runlog.ShardRange]) -> int:
-    """Return the largest number of ranges that share a position, in time n log n."""
-    depth = deepest = 0
-    # At one position, an end (-1) sorts before a start (+1): ranges that touch do not overlap.
-    for _, change in sorted(edge for one in ranges for edge in ((one.start, 1), (one.stop, -1))):
-        depth += change
-        deepest = max(deepest, depth)
-    return deepest
+    by_place = sorted(run.data.shards, key=lambda one: (one.name, one.start))
+    for before, after in pairwise(by_place):
+        if before.name == after.name and after.start < before.stop:
+            yield f"{after.name}: {after.start:,} to {min(before.stop, after.stop):,} is read twice, a run may once"
