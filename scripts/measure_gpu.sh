@@ -74,7 +74,7 @@ each() {
   for blocks in 1 2 4 7 10 14; do
     "$1" attention-w$blocks 120 bench attention "${heads[@]}" --block 128 --window $blocks
   done
-  "$1" plan 120 plan --track single-gpu
+  "$1" plan 120 plan --recipe record21 --devices 1
 }
 
 name_it() { names+=("$1"); }

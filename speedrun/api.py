@@ -13,15 +13,15 @@ from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from subprocess import STDOUT
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from speedrun.base.console import Printer
-from speedrun.base.errors import SpeedrunError, UsageError, unknown
+from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.exit_codes import meaning
 from speedrun.base.recipe_files import resolve
 from speedrun.base.track import load as load_track
 from speedrun.base.wholefile import is_occupied
-from speedrun.board import plots
+from speedrun.commands import added
 from speedrun.data import generated
 from speedrun.record import reader as records
 from speedrun.record.about import Summary, assemble, summarize
@@ -61,11 +61,9 @@ class Record:
         """Check all claims offline, without executing code of the record."""
         return validate(self.folder)
 
-    def plot(self, *kinds: plots.Kind) -> list[Path]:
+    def plot(self, *kinds: Literal["loss", "tokens", "steps"]) -> list[Path]:
         """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files."""
-        for kind in {*kinds} - {*plots.KINDS}:
-            raise unknown("kind of plot", kind, plots.KINDS)
-        return plots.plot(self.folder, kinds or ("loss",))
+        return added("plot")(self.folder, kinds or ("loss",))
 
 
 def load(name: str) -> "Recipe":

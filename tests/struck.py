@@ -264,7 +264,7 @@ class Soak:
     }
 
     def __init__(self, place: Path, work: Path, data: str, settings: list[str], seed: int) -> None:
-        for name in ("lab.design", "lab.several_runs", "train.ranked", "board.plots"):
+        for name in ("train.declare", "train.batch", "train.ranked", "board.plots"):
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)

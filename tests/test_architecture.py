@@ -16,16 +16,19 @@ from speedrun.record.source import SCIENCE, split_source
 
 ROOT = Path(__file__).parent.parent
 
-#: A room imports only from rooms of lower floors.
+#: What it takes to train, to prove and to check. Any other room may be taken out: tests/test_rooms.py.
+CORE = {"api", "base", "cli", "data", "record", "record.examine", "recipes", "science", "train"}
+#: A room imports only from rooms of lower floors. The table of commands knows the others by name, and imports none.
 FLOORS = {
+    **{f"{room}.commands": 7 for room in ("board", "islands", "lab", "machine", "model", "plan")},
     "cli": 6,
+    "islands": 5,
     "lab": 5,
     "machine": 5,
-    "record.examine": 5,
     "api": 4,
-    "islands": 4,
     "model": 4,
     "plan": 4,
+    "record.examine": 4,
     "train": 3,
     "board": 2,
     "recipes": 2,
@@ -33,6 +36,17 @@ FLOORS = {
     "record": 1,
     "science": 1,
     "base": 0,
+    "commands": 0,
+}
+#: Modules of the core that know of islands: what a record of them holds, and what judges it.
+KNOW_ISLANDS = {
+    *(f"speedrun.base.{name}" for name in ("console", "rounds", "runlog", "track")),
+    *(f"speedrun.record.{name}" for name in ("findings", "logged_run")),
+    *(f"speedrun.record.examine.{name}" for name in ("replay", "rerun", "training")),
+    *(
+        f"speedrun.record.checks{name}"
+        for name in ("", ".v1_islands", ".v1_tokens", ".v2_timing", ".v6_examination")
+    ),
 }
 #: Rooms that start fast, because they leave these out: whatever only reads a record, or prints.
 LIGHT = ("cli", "api", "board", "data", "record", "base", "machine.check", "model.watch_", "train.local")
@@ -55,8 +69,9 @@ KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 32089
 #: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92 with rows that travel, and 700
-#: for islands, which take more: what they take above it was cut elsewhere.
-ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 700}
+#: for islands, which take more: what they take above it was cut elsewhere; 65 for heads of modules that were one,
+#: as long as nothing else makes room for them.
+ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 700, "rooms": 65}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60
@@ -110,6 +125,20 @@ def test_a_room_imports_only_from_lower_floors():
         and FLOORS[room(here)] <= FLOORS.get(room(there), FLOORS["api"])
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_names_no_room_that_may_be_taken_out():
+    others = {name for name in FLOORS if "." not in name} - CORE - {"commands"}
+    wrong = [
+        f"{a} imports or names {b}" for a, b in (*EDGES, *NAMED) if room(a) in CORE and room(b) in others
+    ]
+    assert not wrong, "\n".join(wrong)
+    know = {
+        module
+        for module, path in PATHS.items()
+        if room(module) in CORE and "island" in path.read_text().lower()
+    }
+    assert know == KNOW_ISLANDS
 
 
 def test_no_module_reaches_itself():
@@ -170,7 +199,9 @@ def test_a_run_starts_without_mosaic():
 def test_rooms_that_only_read_start_without_heavy_packages():
     inside = {module: module.partition(".")[2] for module in PATHS if module != MESH}
     light = sorted(
-        module for module, name in inside.items() if name.startswith(LIGHT) and "examine" not in name
+        module
+        for module, name in inside.items()
+        if (name.startswith(LIGHT) and "examine" not in name) or name.endswith("commands")
     )
     script = f"""
 import importlib, sys

@@ -16,15 +16,14 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import accelerators, track
 from speedrun.base.errors import UsageError
-from speedrun.cli.study import sweep
 from speedrun.cli.train import batch, run
 from speedrun.lab import budget as budgets
 from speedrun.lab.budget import budget
-from speedrun.lab.proof import Prospect, num_runs, prospect
-from speedrun.lab.trials import Promise
+from speedrun.lab.commands import sweep
 from speedrun.plan import estimate as planning
 from speedrun.record.reader import load
 from speedrun.science.recipe import describe
+from speedrun.train.batch import Promise, Prospect, num_runs, prospect
 from speedrun.train.request import RunConfig
 
 ROOT = Path(__file__).parent.parent
@@ -177,7 +176,7 @@ def test_what_is_priced_is_what_would_be_declared_whatever_the_options(command, 
     base = PLANNED(recipes.load("smoke"), "h100", 8, 8)
     requests: list[Any] = []
     monkeypatch.setattr("speedrun.base.children.run_module", lambda _, one: requests.append(one) or 9)
-    monkeypatch.setattr("speedrun.lab.single_run.run", lambda config, *_: requests.append(config))
+    monkeypatch.setattr("speedrun.train.single_run.run", lambda config, *_: requests.append(config))
     monkeypatch.setattr(
         "speedrun.lab.budget.budget", lambda one, *a, **k: requests.append(one) or budget(one, *a, **k)
     )

@@ -18,6 +18,7 @@ from speedrun.base.exit_codes import EXIT_CODES
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import train
 from speedrun.cli.options import command as cli_command
+from speedrun.commands import COMMANDS
 from speedrun.science.kernels.choose import ATTENTION
 
 RECORD = "records/smoke-cpu/2026-11-25-first"
@@ -42,7 +43,7 @@ def test_help_is_fast_and_imports_nothing_heavy():
 def test_help_says_what_there_is():
     assert all(form in invoke("run", "--help").output for form in ATTENTION)
     shown = invoke("--help").output
-    for name in cli.COMMANDS:
+    for name in COMMANDS:
         assert f"\n  {name} " in shown
     for code, meaning in EXIT_CODES.items():
         assert f" {code} {meaning} " in " ".join(shown.split())  # long ones are broken
@@ -69,7 +70,7 @@ def test_every_help_has_an_example(names):
     ("words", "suggestion"),
     [
         ("dta", "did you mean 'data'?"),
-        ("zzz", f"choose one of: {', '.join(sorted(cli.COMMANDS))}"),
+        ("zzz", f"choose one of: {', '.join(sorted(COMMANDS))}"),
         ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
         ("data verify --fall", "did you mean '--full'?"),
         ("run --steps 10", "steps are a setting: --set stages.0.num_steps=10"),
@@ -95,8 +96,8 @@ WRONG = f"""
 data synth --track webmini | plot | reproduce a b | stats nowhere | play | sample nowhere | watch README.md
 run --seed -1 | run --seed | run --deadline nap=3 | run --deadline step=x | run --set a
 batch --dry-run | batch --expect 3.2 --dry-run | batch --track main-8xh100 --expect 3.29 --dry-run
-batch --resume nowhere | batch --resume nowhere --runs 9 | plan --runs 2
-batch --runs 2 --dollars 2 | run --device-kind h100 | plan --dollars 2 | plan --track smoke-cpu --devices 8
+batch --resume nowhere | batch --resume nowhere --runs 9
+batch --runs 2 --dollars 2 | run --device-kind h100
 eval nowhere --limit 3 | describe {RECORD} | describe {RECORD} --parent docs
 sweep --ladder | sweep --ladder --set a=1,2 | sweep --runs 2
 sweep --track moon --ladder --runs 2 | sweep --resume nowhere | sweep --runs 2 --set a=1..2
@@ -243,7 +244,7 @@ def test_data_is_made_verified_and_listed(tmp_path, monkeypatch):
     part = r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get"
     assert all(re.search(pattern, listed) for pattern in (whole, part)), listed
     found = json.loads(invoke("data", "list", "--json").stdout)
-    assert [one["track"] for one in found["tracks"]] == [track.load(name).id for name in track.names()]
+    assert [one["track"] for one in found["tracks"]] == [track.load(name).id for name in track.files()]
     (tmp_path / "smoke" / "smoke_train_000003.bin").write_bytes(b"")
     (smoke,) = (
         x for x in json.loads(invoke("data", "list", "--json").stdout)["tracks"] if "smoke" in x["track"]

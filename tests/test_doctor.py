@@ -17,11 +17,11 @@ from typed import invoke, program, speedrun
 from speedrun.base import accelerators, track
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import accelerator
-from speedrun.cli.machine import _print
 from speedrun.machine import check_devices as seen_devices
 from speedrun.machine import checkup as examine
 from speedrun.machine import rates as bench
 from speedrun.machine.check_devices import Check, Machine
+from speedrun.machine.commands import _print
 
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"
@@ -181,7 +181,7 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch):
 
 
 def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> str:
-    rules = [track.load(name) for name in track.names()]
+    rules = [track.load(name) for name in track.files()]
     fits = [examine.fitting(one, machine, needed=False) for one in rules]
     data = [Check(f"data {one.name}", "", ok=with_data, needed=False) for one in rules]
     return examine.advice([*fits, *data], asked=asked)

@@ -24,7 +24,7 @@ from speedrun import recipes
 from speedrun.base import children, provenance, track
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.lab import design, effects, trials
-from speedrun.lab import several_runs as running
+from speedrun.lab import sweep as running
 from speedrun.lab.design import FEATURES
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
@@ -356,7 +356,7 @@ def performed(forged, monkeypatch):
 
     monkeypatch.setattr(children, "run_module", designed)
     monkeypatch.setattr(local_processes, "trained", trained)
-    monkeypatch.setattr(running, "plot", drawn.append)
+    monkeypatch.setattr(running, "pictures", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 
 

@@ -384,7 +384,7 @@ def test_without_a_network(tmp_path, is_offline, why, monkeypatch):
     assert f"copy shards into {tmp_path}, or make them with data/fineweb_prep.py" in done.stderr
 
 
-@pytest.mark.parametrize("name", [n for n in track.names() if track.load(n).data.hub])
+@pytest.mark.parametrize("name", [n for n in track.files() if track.load(n).data.hub])
 def test_the_default_is_enough_for_the_recipe(tmp_path, name):
     rules = track.load(name)
     assert rules.data.hub is not None

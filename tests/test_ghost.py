@@ -85,7 +85,6 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     rival = ghost.chosen("best", "forged@1")
     assert rival is not None
     assert rival.record == Path("records/forged/fast")
-    assert ghost.chosen(None, "forged@1") is None
     assert ghost.best(Path("records"), "forged@2") is None
     assert ghost.best(folder, "forged@1") is None, "there is no board"
     chosen = ghost.chosen("records/forged/slow", "forged@1")

@@ -16,7 +16,6 @@ from typed import invoke
 from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs
 from speedrun.board.foreign_logs import Context, Point
-from speedrun.lab import proof
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
@@ -96,7 +95,7 @@ def test_one_file_may_hold_several_runs():
     found = read(one + one.replace(":4 ", ":3 ") + one)
     ends = [("a/b.txt", 4.0), ("a/b.txt#2", 3.0), ("a/b.txt#3", 4.0)]
     assert [(run.name, run.final_loss) for run in found.runs] == ends
-    assert [(run.name, run.final_loss) for run in proof.distinct(found.runs)] == ends[:2]
+    assert [(run.name, run.final_loss) for run in foreign_logs.distinct(found.runs)] == ends[:2]
     twice = "".join(2 * line for line in one.splitlines(keepends=True))  # a console and its log file
     assert read(twice).runs == read(one).runs
 
@@ -238,16 +237,18 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
 def test_pooling_leaves_the_means_of_groups_aside():
     losses = {"x": (1.0, 3.0), "y": (101.0, 103.0), "z": (7.0,)}
     deviations = {"x": stdev(losses["x"]), "y": stdev(losses["y"]), "z": None}
-    groups = [proof.Group(name, 9, 9, of, fmean(of), deviations[name], None) for name, of in losses.items()]
-    found = proof.noise(groups)
+    groups = [
+        foreign_logs.Group(name, 9, 9, of, fmean(of), deviations[name], None) for name, of in losses.items()
+    ]
+    found = foreign_logs.noise(groups)
     assert found is not None
     assert (found.pooled_sd, found.num_groups) == (pytest.approx(2**0.5), 2)
-    assert proof.noise(groups[2:]) is None, "nothing can be pooled"
+    assert foreign_logs.noise(groups[2:]) is None, "nothing can be pooled"
 
 
 def test_equal_single_losses_are_not_copies():
     runs = read("log,step,val_loss\na,9,3.1\nb,9,3.1\nc,9,3.2\n").runs
-    (group,) = proof.groups(proof.distinct(runs))
+    (group,) = foreign_logs.groups(foreign_logs.distinct(runs))
     assert group.losses == (3.1, 3.1, 3.2)
 
 
@@ -277,8 +278,8 @@ def test_the_public_noise(public_log):
     """Groups near the target: 0.0013 is the noise of 2026's recipes; before that it was larger."""
     sd = {}
     for year in ("2024", "2025", "2026"):
-        runs = proof.distinct(run for run in public_log.runs if f"track_1_short/{year}" in run.name)
-        found = proof.noise([group for group in proof.groups(runs) if 3.27 < group.mean < 3.29])
+        runs = foreign_logs.distinct(run for run in public_log.runs if f"track_1_short/{year}" in run.name)
+        found = foreign_logs.noise([group for group in foreign_logs.groups(runs) if 3.27 < group.mean < 3.29])
         assert found is not None
         sd[year] = found.pooled_sd
     assert sd == pytest.approx({"2024": 0.00284, "2025": 0.00152, "2026": 0.00133}, abs=6e-6)

@@ -69,12 +69,12 @@ class Here:
 
 
 SMALLER = {**SMALL, "stages.0.num_steps": "25", "stages.0.num_sequences": "8"}
-ISLANDS = RunConfig("islands-cpu", Path("unset"), overrides=SMALLER, islands=2)
+ISLANDS = RunConfig("islands-cpu", Path("unset"), overrides=SMALLER, meshes=2)
 
 
 def test_one_island_whose_mean_is_taken_ends_with_the_state_of_a_plain_run(trained, smoke_data, tmp_path):
     config = RunConfig(
-        "islands-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, num_devices=8, islands=1
+        "islands-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, num_devices=8, meshes=1
     )
     engine = Here(config, "a")
     ready = engine.island.ready
@@ -119,7 +119,7 @@ def test_sgd_averaged_after_each_step_is_sgd_on_all_their_tokens(smoke_data, tmp
     def after(steps: int, *names: str, num_sequences: int) -> dict[str, np.ndarray]:
         overrides = {**SMALL, "stages.0.num_sequences": str(num_sequences)}
         out, same = tmp_path / str(len(names)), {"data": smoke_data, "overrides": overrides}
-        engine = Here(RunConfig("islands-cpu", out, recipe, islands=len(names), **same), *names)
+        engine = Here(RunConfig("islands-cpu", out, recipe, meshes=len(names), **same), *names)
         ready = engine.island.ready
         given = replace(FLEET, every=1, quorum=len(names)), config_sha256(ready), shapes_of(ready.recipe)
         fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(engine.island.fresh()))
@@ -676,8 +676,8 @@ def test_a_fleet_without_a_quorum_ends_with_the_reason(island, tmp_path):
     ("changed", "why"),
     [
         ({"track": "smoke-cpu"}, "smoke-cpu@1 is for one mesh"),
-        ({"islands": 0}, "islands-cpu@1 is for islands; type: speedrun islands run"),
-        ({"islands": 8, "overrides": {"stages.0.num_steps": "60"}}, "shards last for"),
+        ({"meshes": 0}, "islands-cpu@1 is for several meshes that train together"),
+        ({"meshes": 8, "overrides": {"stages.0.num_steps": "60"}}, "shards last for"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(changed, why, smoke_data, tmp_path):
@@ -768,7 +768,7 @@ def told(id: str, *rounds: runlog.Round, **changed: Any) -> list[str]:
     run_ = SimpleNamespace(begun=0, folder="a", origin=origin, start=start, steps=steps)
     run_.of = lambda kind: logged.get(kind, [])
     numbers = dict(zip(("most", "every", "quorum"), given["rules"], strict=False))
-    rules = SimpleNamespace(id="forged@1", islands=numbers)
+    rules = SimpleNamespace(id="forged@1", meshes=numbers)
     record: Any = SimpleNamespace(runs=[run_], finished=[run_], lead=run_, rules=rules)
     return [*find_check(id).find(record)]
 
@@ -857,7 +857,7 @@ def test_each_rule_of_rounds_refuses_what_no_other_does(kind):
 def test_the_request_of_a_logged_run_is_the_one_that_made_it(island, done):
     (run_,) = runs_of(done)
     found, config = asked(run_, done), island.ready.config
-    same = ("track", "seed", "overrides", "islands")
+    same = ("track", "seed", "overrides")
     assert [getattr(found, name) for name in same] == [getattr(config, name) for name in same]
 
 

@@ -23,7 +23,7 @@ from speedrun.train.program import Program
 from speedrun.train.request import RunConfig
 
 ROOT = Path(__file__).parent.parent
-FIXING = [name for name in track.names() if track.load(name).fixed is not None]
+FIXING = [name for name in track.files() if track.load(name).fixed is not None]
 #: Of the recipe when the version of the track was made. Another revision is another recipe: make a new version.
 REVISIONS = {"optim-steps@1": 1, "optim-steps-cpu@1": 1}
 CPU = track.load("optim-steps-cpu")

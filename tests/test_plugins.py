@@ -23,11 +23,11 @@ from speedrun.base.recipe_files import resolve
 from speedrun.base.sourcefile import RECIPES, RECIPES_VARIABLE
 from speedrun.data import prepare, shards, tokenizer
 from speedrun.data.documents import open_source
-from speedrun.lab.several_runs import run_batch
 from speedrun.record.source import split_source
 from speedrun.science.inputs import Plan
 from speedrun.science.recipe import Stage
 from speedrun.train import contract
+from speedrun.train.batch import run_batch
 from speedrun.train.program import Program
 
 DOCS = Path(__file__).parent.parent / "docs"

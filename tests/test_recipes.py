@@ -148,7 +148,7 @@ def test_numbers_have_limits(name):
                 recipe.override({key: value})
 
 
-@pytest.mark.parametrize("name", track.names())
+@pytest.mark.parametrize("name", track.files())
 def test_a_track_names_a_recipe_that_knows_its_ids(name):
     rules = track.load(name)
     recipe = recipes.load(rules.recipe)

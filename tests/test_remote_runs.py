@@ -12,8 +12,8 @@ from small_run import runs_of
 
 from speedrun.base import track
 from speedrun.base.errors import SpeedrunError
-from speedrun.lab import remote_runs
-from speedrun.lab.remote_runs import Home, Nodes
+from speedrun.islands import remote_runs
+from speedrun.islands.remote_runs import Home, Nodes
 from speedrun.record import layout
 from speedrun.train.request import RunConfig
 

@@ -25,8 +25,8 @@ from typed import invoke
 from speedrun import cli
 from speedrun.base import provenance, runlog, track
 from speedrun.base.errors import NonFiniteError, SpeedrunError
-from speedrun.lab.effects import compared
 from speedrun.record import reproduction
+from speedrun.record.comparison import compared
 from speedrun.record.examine import reproduce, sandbox
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import sha256

@@ -148,7 +148,7 @@ def test_the_bytes_of_a_bpe_are_those_of_its_texts(tmp_path):
 
 
 def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path):
-    for name in tracks.names():
+    for name in tracks.files():
         track = tracks.load(name)
         if track.data.hub is not None:
             ids = track.data.vocab_size, track.data.document_token

@@ -21,8 +21,6 @@ from speedrun import recipes
 from speedrun.base import mesh, runlog, track
 from speedrun.base.errors import CheckpointError, DataError, UsageError
 from speedrun.data import tokenizer, writer
-from speedrun.lab import single_run
-from speedrun.lab.single_run import Extras
 from speedrun.model import eval_tasks, exported, samples, weights
 from speedrun.model.decode import Decoder, Draw, Text, drawn
 from speedrun.model.weight_sources import start_from
@@ -30,10 +28,11 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
-from speedrun.train import checkpoint
+from speedrun.train import checkpoint, single_run
 from speedrun.train.checkpoint import folder_of
 from speedrun.train.program import Program
 from speedrun.train.request import RunConfig, seal, unseal
+from speedrun.train.single_run import Extras
 
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
 
@@ -441,4 +440,4 @@ def test_a_run_starts_from_given_weights_and_is_marked(run, smoke_data, tmp_path
     card = exported.write(weights.load(out, data=smoke_data), tmp_path / "again")[-1]
     assert f"started from | {resumed.run_id}" in card.read_text()
     with pytest.raises(UsageError, match="samples of another run"):
-        extras.samples(msgspec.structs.replace(config, out=out))
+        extras.beside(msgspec.structs.replace(config, out=out))

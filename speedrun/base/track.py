@@ -84,7 +84,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: Rules
     synthetic: dict[str, int] | None = None  #: settings of the generator, if the data is synthetic
     python_docs: dict[str, int] | None = None  #: its BPE and shards, if the data is Python's documentation
-    islands: dict[str, int] | None = None  #: `most` of them, steps of `every` round, `quorum`; None: one mesh
+    meshes: dict[str, int] | None = msgspec.field(default=None, name="islands")  #: None: one mesh
     fixed: Fixed | None = None  #: None: recipes are free
 
     @property
@@ -97,16 +97,16 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return step % self.rules.val_every == 0
 
 
-def names() -> list[str]:
-    """Return the names of all tracks."""
-    return sorted(path.stem for path in TRACKS_DIR.glob("*.toml"))
+def files() -> dict[str, Path]:
+    """Return the files of all tracks, by name in their order."""
+    found = (*TRACKS_DIR.parent.glob("*/tracks/*.toml"), *TRACKS_DIR.glob("*.toml"))
+    return dict(sorted((path.stem, path) for path in found))
 
 
 def load(name: str) -> Track:
     """Load a track by name, or raise UsageError."""
-    path = TRACKS_DIR / f"{name}.toml"
-    if name not in names():
-        raise unknown("track", name, names())
+    if (path := files().get(name)) is None:
+        raise unknown("track", name, files())
     advice = "a track file must hold exactly the fields of speedrun/base/track.py"
     with translate_read_errors(path, advice, kind=UsageError):
         return msgspec.convert(tomllib.loads(path.read_text()), Track)
@@ -114,4 +114,4 @@ def load(name: str) -> Track:
 
 def sha256(name: str) -> str:
     """Return the digest of the track's file."""
-    return hashlib.sha256((TRACKS_DIR / f"{name}.toml").read_bytes()).hexdigest()
+    return hashlib.sha256(files()[name].read_bytes()).hexdigest()

@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -153,10 +153,8 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
 # --- runs as they grow
 
 
-def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
-    """Inside the block, send the logs of a record's new runs to wandb; without a project, send nothing."""
-    if project is None:
-        return nullcontext()
+def relayed(record: Path, project: str) -> AbstractContextManager[None]:
+    """Inside the block, send the logs of a record's new runs to wandb."""
     old = [path.name for path in record.glob("runs/*")]
     remedy = "the record holds all numbers: " + shlex.join(["speedrun", "export", str(record), "--to", "csv"])
     return children.beside(

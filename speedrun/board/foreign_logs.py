@@ -18,9 +18,11 @@ import io
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean, variance
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +30,7 @@ import msgspec
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.wholefile import read_regular
+from speedrun.record import statistics
 from speedrun.record.layout import sha256
 
 _FIRST_STEPS = 11  #: the oldest scripts of the speedrun restarted their clock here
@@ -273,3 +276,74 @@ def _readings_of_table(text: str, names: list[str], mark: str, problems: list[Pr
                 problems.append(_problem(1 + rows.line_num, said))
     except csv.Error as error:
         problems.append(_problem(1 + rows.line_num, f"{error}; the rest is left out"))
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A group of equal runs."""
+
+    folder: str
+    step: int  #: of the last validation
+    num_steps: int | None
+    losses: tuple[float, ...]  #: at that step
+    mean: float
+    sd: float | None  #: None for one run
+    step_ms: float | None  #: mean over steps up to the last validation; None without times
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """The sd of equal runs, over all groups of two or more."""
+
+    num_runs: int
+    num_groups: int
+    freedom: int  #: degrees of freedom
+    pooled_sd: float
+    low: float  #: of the 95 % interval of the pooled sd, for normal losses
+    high: float
+
+
+def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
+    """Return the runs with a final loss, without copies of a log."""
+    found, seen = [], set()
+    for run in runs:
+        # A single loss without a time may be equal by chance.
+        is_telling = len(run.validations) > 1 or run.train_time_s is not None
+        if run.final_loss is None or (is_telling and run.validations in seen):
+            continue
+        seen.add(run.validations)
+        found.append(run)
+    return found
+
+
+def groups(runs: Iterable[ContextRun]) -> list[Group]:
+    """Group the equal runs among those that `distinct` returns."""
+    equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
+    for run in runs:
+        equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
+    found = []
+    for (folder, step, num_steps), same in equal.items():
+        losses = tuple(run.final_loss for run in same if run.final_loss is not None)
+        times_s = [run.train_time_s for run in same if run.train_time_s is not None]
+        step_ms = fmean(times_s) / step * 1e3 if step and len(times_s) == len(same) else None
+        found.append(Group(folder, step, num_steps, losses, fmean(losses), statistics.sd(losses), step_ms))
+    return found
+
+
+def noise(found: Sequence[Group]) -> Noise | None:
+    """Return the pooled sd of runs around the means of their groups, with the interval freedom * sd^2 / chi^2."""
+    from scipy import special
+
+    several = [group for group in found if group.sd is not None]
+    if not several:
+        return None
+    freedom = sum(len(group.losses) - 1 for group in several)
+    squares = sum(variance(group.losses) * (len(group.losses) - 1) for group in several)
+    pooled = math.sqrt(squares / freedom)
+    low, high = (pooled * math.sqrt(freedom / special.chdtri(freedom, tail)) for tail in (0.025, 0.975))
+    return Noise(
+        num_runs=sum(len(group.losses) for group in several),
+        num_groups=len(several),
+        freedom=freedom,
+        pooled_sd=pooled,
+        low=float(low),
+        high=float(high),
+    )

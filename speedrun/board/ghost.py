@@ -130,10 +130,10 @@ def best(records: Path, track: str) -> Path | None:
     return records / min(timed)[1] if timed else None
 
 
-def chosen(choice: str | None, track: str) -> Ghost | None:
+def chosen(choice: str, track: str) -> Ghost | None:
     """Return the ghost of a folder or of the 'best' record; warn and return None if it cannot be read."""
     try:
-        folder = best(_RECORDS, track) if choice == "best" else choice and Path(choice)
+        folder = best(_RECORDS, track) if choice == "best" else Path(choice)
         return read(folder, track) if folder else None
     except UsageError as error:
         sys.stderr.write(clean(f"warning: no ghost: {error}") + "\n")

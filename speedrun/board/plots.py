@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Literal, get_args
 
 from speedrun.base.console import quantiles_ms
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, unknown
 from speedrun.board import drawing
 from speedrun.board.drawing import DASHED, GREY, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.ghost import same_batches
@@ -31,6 +31,8 @@ _MOST = 1e15  #: the largest number to draw; matplotlib fails far beyond it
 
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
     """Draw a record into `plots/<kind>.png`; return the paths."""
+    for kind in {*kinds} - {*KINDS}:
+        raise unknown("kind of plot", kind, KINDS)
     record = load(record_dir)
     runs = [run for run in record.runs if run.steps]
     if not runs:

@@ -1,4 +1,4 @@
-"""The command `speedrun`: a table of commands, which are imported on use, and the handler of errors.
+"""The command `speedrun`: imports its commands on use, and handles errors.
 
 No heavy imports: `speedrun --help` must be fast.
 """
@@ -16,65 +16,31 @@ from speedrun import __version__
 from speedrun.base.errors import INTERRUPTED, Terminated, UsageError, unknown
 from speedrun.base.exit_codes import EXIT_CODES
 from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
+from speedrun.commands import COMMANDS, GROUPS, is_here
 
-#: Module and description of each command.
-GROUPS = {
-    "Train": {
-        "data": ("data", "Fetch, make, list and check shards."),
-        "recipes": ("plan", "List recipes, or the settings of one."),
-        "run": ("train", "Train on a track, under the clock."),
-        "batch": ("train", "Declare several runs, run them, and test their mean loss."),
-        "islands": ("islands", "Train on islands that may come and go, or replay such a run."),
-    },
-    "Check": {
-        "validate": ("check", "Check a record offline, and recompute every claim."),
-        "reproduce": ("check", "Run a record again and judge its result, or compare two in turns."),
-    },
-    "Study": {
-        "plot": ("study", "Draw the loss and step times of records."),
-        "stats": ("study", "Report what the runs of a record prove, and how many more a proof takes."),
-        "sweep": ("study", "Compare settings or features of a recipe, or a recipe with its ancestors."),
-        "import-log": ("study", "Read other people's logs, and report the noise between equal runs."),
-    },
-    "Use": {
-        "watch": ("use", "Show runs on a page, while they train or afterwards."),
-        "sample": ("use", "Sample texts from a trained model."),
-        "play": ("use", "Sample from exported models in a browser."),
-        "eval": ("use", "Score a trained model on other text."),
-    },
-    "Publish": {
-        "describe": ("publish", "Set title, authors, changes and parent of a record."),
-        "submit": ("publish", "Validate a record, scan it for secrets, and pack it for a pull request."),
-        "leaderboard": ("publish", "Build the board of all records, or check that it is up to date."),
-        "export": ("publish", "Write a record as text logs or CSV, or export its model."),
-    },
-    "Machine": {
-        "doctor": ("machine", "Report what this machine can run, and the next command."),
-        "plan": ("plan", "Estimate memory, time and cost without the devices, on one node or many."),
-        "bench": ("machine", "Time operations against their bounds."),
-        "profile": ("machine", "Report where the time of a training step goes."),
-    },
-}
-COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
 #: Environment variables with names of folders, or that a run records.
 _VARIABLES = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [name for name, (module, _) in COMMANDS.items() if is_here(module)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"speedrun.cli.{COMMANDS[cmd_name][0]}")
+        place = COMMANDS[cmd_name][0]
+        module = importlib.import_module(
+            f"speedrun.{place}" if "." in place else f"speedrun.{place}.commands"
+        )
         return getattr(module, cmd_name.replace("-", "_"))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), does) for name, (_, does) in group.items()])
+            if here := [(name.ljust(width), does) for name, (at, does) in group.items() if is_here(at)]:
+                with formatter.section(title):
+                    formatter.write_dl(here)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -98,6 +64,10 @@ class _Commands(click.Group):
                 _fail("interrupted", INTERRUPTED, words)
             if isinstance(error, click.exceptions.Exit):
                 sys.exit(error.exit_code)
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("speedrun."):
+                show_traceback(error)
+                lacks = f"this needs {error.name}, which this installation lacks; install the whole package"
+                _fail(lacks, UsageError.exit_code, words)
             if not isinstance(error, click.UsageError):
                 raise
             show_traceback(error)

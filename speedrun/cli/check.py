@@ -13,7 +13,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
-from speedrun.lab.effects import RATE_FROM, compared
+from speedrun.record.comparison import RATE_FROM, compared
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, encode, load_result, need_record

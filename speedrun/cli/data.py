@@ -169,7 +169,7 @@ def verify(
 @cli.command("speedrun data list", "speedrun data list --json", of=data)
 def list_() -> cli.Answer:
     """List the data of every track."""
-    holdings = [overview.holding(tracks.load(name)) for name in tracks.names()]
+    holdings = [overview.holding(tracks.load(name)) for name in tracks.files()]
     lines = [clean(line) for holding in holdings for line in holding.lines()]
     return cli.Answer({"tracks": [holding._asdict() for holding in holdings]}, lines)
 

@@ -20,9 +20,10 @@ from speedrun.base import clock
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.progress import working
 from speedrun.base.recipe_files import resolve
+from speedrun.commands import added
 
 if TYPE_CHECKING:
-    from speedrun.lab.several_runs import Trainer
+    from speedrun.train.batch import Trainer
 
 
 _TEXTS = "\n\nOptions:\n"  #: begins the longer help texts in a docstring
@@ -277,12 +278,7 @@ On = Annotated[
 
 def on_nodes(ctx: click.Context, address: str | None, say: Callable[[str], None]) -> "Trainer | None":
     """Return what trains on the nodes of the Ray at an address; None: this machine. Call it before JAX is imported."""
-    if address is None:
-        return None
-    from speedrun.islands import cluster
-    from speedrun.lab.remote_runs import Nodes
-
-    return Nodes(ctx.with_resource(cluster.connected(address)), address, say).trained
+    return None if address is None else ctx.with_resource(added("nodes")(address, say))
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -10,9 +10,9 @@ import click
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli.options import Amount, Answer, Attention, Count, Data, Integer, Recipe, Settings, Track
+from speedrun.commands import added
 
 if TYPE_CHECKING:
-    from speedrun.lab.trials import Promise, Request
     from speedrun.train.request import RunConfig
 
 
@@ -56,12 +56,6 @@ class Size(NamedTuple):
     then: Annotated[int | None, Integer(3), "Total number, if the first look proves nothing."] = None
     expect: Annotated[Amount | None, "--expect LOSS"] = None
 
-    def promise(self, config: "RunConfig") -> "Promise":
-        """Return the batch of such runs."""
-        from speedrun.lab.trials import Promise
-
-        return Promise(config, self.runs, self.then, self.expect)
-
 
 class DryRun(NamedTuple):
     """Options that price what would be declared.
@@ -83,15 +77,13 @@ class DryRun(NamedTuple):
             raise UsageError("--device-kind and --dollars say how to price; add --dry-run, or leave them out")
         return self.dry_run
 
-    def answer(self, ctx: click.Context, asked: "Promise | Request") -> Answer:
+    def answer(self, ctx: click.Context, asked: Any) -> Answer:
         """Price a request; refuse to price what is begun."""
         if ctx.params["resume"] is not None:
             raise UsageError("--dry-run prices what would begin; leave out --resume")
         import msgspec
 
-        from speedrun.lab.budget import budget
-
-        found = budget(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
+        found = added("budget")(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
         facts = {"track": asked.config.track, **msgspec.structs.asdict(found.budget), "error": found.error}
         return Answer(facts, found.budget.lines(), error=found.error)
 

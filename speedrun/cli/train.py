@@ -1,8 +1,9 @@
-"""The commands that train on a track: `run` and `batch`."""
+"""The commands that train on a track, `run` and `batch`, and what there is to train: `recipes`."""
 
 import importlib
 import os
 import shlex
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -13,19 +14,18 @@ import click
 from speedrun.base import children, signals
 from speedrun.base import track as tracks
 from speedrun.base.errors import INTERRUPTED, UsageError, unknown
-from speedrun.base.runlog import Purpose
-from speedrun.board.exports import relayed
+from speedrun.base.output import expected
 from speedrun.cli import options as cli
 from speedrun.cli import requests
+from speedrun.commands import added
 from speedrun.record.about import Summary
 from speedrun.record.validate import Report, validate
 from speedrun.train import connect, watchdog
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
-    from speedrun.lab import single_run
-    from speedrun.lab.several_runs import Outcome
-    from speedrun.lab.trials import Promise
+    from speedrun.train import single_run
+    from speedrun.train.batch import Outcome
 
 
 def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
@@ -145,8 +145,10 @@ def run(
         purpose="unranked" if single.unranked else "",
     )
     if dry.dry_run:
-        return dry.answer(ctx, requests.Size(runs=1).promise(config))
-    from speedrun.lab import single_run
+        from speedrun.train.batch import Promise
+
+        return dry.answer(ctx, Promise(config, num_runs=1))
+    from speedrun.train import single_run
 
     if resume is not None:
         cli.only_with_resume(ctx, "unranked", *Extras._fields, *Processes._fields)
@@ -167,7 +169,7 @@ def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
                 f"--check writes no record, so it takes no {param.opts[-1]}; leave one of them out"
             )
     import_jax()
-    from speedrun.lab import first_steps
+    from speedrun.train import first_steps
 
     found = first_steps.check(config, partial(click.echo, err=True))
     return cli.Answer(found, [found], int(not found.fell))
@@ -178,7 +180,7 @@ def told(done: "single_run.Single", *more: str) -> cli.Answer:
     lines = [card(done.rules, done.summary, done.report), *more]
     if done.bits_per_byte is not None:
         lines.append(f"bytes   {done.bits_per_byte:.3f} bits per byte of validation text")
-    lines += [f"record  {done.config.out}", f"plot    {done.picture}"]
+    lines += [f"record  {done.config.out}", *([f"plot    {done.picture}"] if done.picture else [])]
     lines.append(f"next    {following(done.config, done.summary, done.report)}")
     is_good = done.summary.target_reached and done.report.exit_code == 0
     return cli.Answer(done.facts(), lines, 0 if is_good else 1)
@@ -216,9 +218,13 @@ def batch(
 
     Exits with 0 if the batch proves its target and every check passes, else with 1.
     """
-    from speedrun.lab.several_runs import run_batch  # NumPy comes with it
+    from speedrun.train.batch import Promise, run_batch  # NumPy comes with it
 
-    asked = partial(_promise, options, size, "unranked" if unranked else "")
+    def asked() -> Promise:
+        folder = options.out or cli.new_folder(tracks.load(options.track).name)
+        settings, purpose = cli.parse_settings(options.settings), "unranked" if unranked else ""
+        return Promise(options.request(folder, settings, purpose=purpose), *size)
+
     if dry.is_asked():
         return dry.answer(ctx, asked())
     ctx.with_resource(children.stoppable())
@@ -227,16 +233,11 @@ def batch(
     if on and ghost:
         raise UsageError("--ghost shows one run beside another, and --on trains several at once; keep one")
     trained = cli.on_nodes(ctx, on, say)
-    folder = requests.begun(ctx, "speedrun.lab.design", asked, *allowed)
-    with relayed(folder, wandb):
+    folder = requests.begun(ctx, "speedrun.train.declare", asked, *allowed)
+    with added("wandb")(folder, wandb) if wandb else nullcontext():
         chosen = {"data": options.data, "title": title, "ghost": ghost, "trained": trained}
         done = run_batch(folder, **chosen, say=say, to_stderr=as_json)
         return _answer(folder, done)
-
-
-def _promise(options: requests.RunOptions, size: requests.Size, purpose: Purpose) -> "Promise":
-    folder = options.out or cli.new_folder(tracks.load(options.track).name)
-    return size.promise(options.request(folder, cli.parse_settings(options.settings), purpose=purpose))
 
 
 def _answer(folder: Path, done: "Outcome") -> cli.Answer:
@@ -285,3 +286,36 @@ def following(config: RunConfig, summary: Summary, report: Report) -> str:
     else:
         words = ["plot", str(config.out), "--kind", "all"]
     return shlex.join(["speedrun", *words])
+
+
+@cli.command("speedrun recipes", "speedrun recipes smoke")
+def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
+    """List the recipes, or the settings of the recipe NAME, in the form of --set."""
+    from speedrun import recipes
+    from speedrun.science import params
+    from speedrun.science.recipe import IDENTITY, settings
+
+    found: dict[str, object] = {}
+    lines = []
+    if name is not None:
+        found = {key: value for key, value in settings(recipes.load(name)).items() if key not in IDENTITY}
+        lines = [f"{key}={value}" for key, value in found.items()]
+    for each in recipes.names() if name is None else []:
+        try:
+            one = recipes.load(each)
+        except BaseException as error:
+            if (known := expected(error)) is None:
+                raise
+            children.say(f"warning: recipe {each} cannot be loaded: {known}")
+            continue
+        num_params = params.count(one.table(one.config))
+        found[each] = {
+            "summary": one.summary,
+            "parent": one.parent,
+            "num_params": num_params,
+            "num_steps": one.num_steps,
+            "total_tokens": one.total_tokens,
+        }
+        counts = f"{num_params:>12,} parameters  {one.total_tokens:>12,} tokens"
+        lines.append(f"{each:<{max(map(len, recipes.names()))}}  {counts}  {one.summary}")
+    return cli.Answer(found, lines)

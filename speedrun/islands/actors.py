@@ -39,7 +39,7 @@ class Actors:
     """`rounds.Engine` over actors. An island is ready once it has compiled and answered its last order."""
 
     def __init__(self, ray: Any, address: str | None, config: RunConfig) -> None:
-        """Keep `config.islands` alive, each of which trains as the request says."""
+        """Keep `config.meshes` alive, each of which trains as the request says."""
         self._ray, self._address, self._config = ray, address, config
         rules = tracks.load(config.track).rules
         is_gpu = rules.platform == "gpu"
@@ -53,7 +53,7 @@ class Actors:
 
     def islands(self) -> list[str]:
         """Return those that are ready; start others in the place of lost ones."""
-        while len(self.actors) < self._config.islands:
+        while len(self.actors) < self._config.meshes:
             name, self._started = str(self._started), self._started + 1
             # Its folder is never made; reports of a hang lie beside it.
             out = Path(f"{self._config.out.absolute()}.island-{name}")

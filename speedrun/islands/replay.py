@@ -2,19 +2,25 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from msgspec.structs import replace
 
 from speedrun.base import runlog
+from speedrun.base.errors import UsageError
 from speedrun.base.rounds import Work
-from speedrun.data.stream import Cursor
+from speedrun.data.stream import START, Cursor
 from speedrun.islands.island import Island
 from speedrun.islands.leases import Lease
 from speedrun.islands.outer import Weights, digest, stepped
 from speedrun.islands.rounds import Answer, Order
+from speedrun.record.examine.training import State, Trainer
+from speedrun.record.findings import Replayed
 from speedrun.science.step import TrainState
+from speedrun.train.checkpoint import state_hash
 from speedrun.train.preflight import shapes_of
 
 #: Trains as a work says, on the island of that name, from these weights.
@@ -75,3 +81,56 @@ def in_turns(island: Island, every: int) -> Train:
         return answer
 
     return train
+
+
+def examined(trainer: Trainer) -> tuple[Replayed, State, Cursor]:
+    """Train all rounds of a record again with its programs, each island from a state of its own.
+
+    Return what was found, with the track's validations, the last state, and the position after it.
+    """
+    settings, end = trainer.request.islands, trainer.request.num_steps
+    assert settings is not None
+    fresh, states = trainer.initial()[0], dict[str, State]()
+    names = trainer.archive.leaves[1:][: trainer.archive.num_params]
+    weights = {name: np.asarray(x) for name, x in zip(names, fresh[1:], strict=False)}
+    losses, vals, last = list[float](), list[tuple[int, float]](), START
+
+    def adopted(leaves: State, weights: Weights, step: int) -> State:
+        given = [np.asarray(step, leaves[0].dtype), *weights.values()]
+        return [*map(jax.device_put, given, trainer.places), *leaves[len(given) :]]
+
+    def train(island: str, work: Work, weights: Weights) -> Answer:
+        nonlocal last
+        at, tokens, costs = work.version * settings.every, trainer.read_from(Cursor(*work.start)), []
+        leaves = adopted(states.pop(island, None) or trainer.initial()[0], weights, at)
+        for step in range(at, min(at + settings.every, end)):
+            leaves, loss, _ = trainer.stepped(leaves, step, tokens)
+            costs.append(loss)
+        if tokens.cursor != work.stop:
+            raise UsageError(
+                f"lease {work.lease} ends at {work.stop} by the log, at {tokens.cursor} when read"
+            )
+        states[island], last = leaves, max(last, tokens.cursor)
+        moved = dict(zip(weights, map(np.asarray, leaves[1:]), strict=False))
+        return Answer(replace(work, losses=tuple(costs)), "", moved)
+
+    for one in repeated(settings, trainer.request.rounds, weights, train):
+        at = one.round.version * settings.every
+        if trainer.track.validates_at(at):
+            vals.append((at, trainer.loss(adopted(fresh, weights, at), at)))
+        losses += [fmean(step) for step in zip(*(new.losses for _, new in one.works), strict=True)]
+        weights = one.weights
+    stopped = adopted(fresh, weights, end)
+    found = Replayed(
+        start=0,
+        stop=end,
+        from_checkpoint=False,
+        state_hash=state_hash(fresh),
+        stop_hash=state_hash(stopped),
+        losses=tuple(losses),
+        vals=tuple(vals),
+        cursors=(START, last),
+        first_batch_sha256="",
+        ranges=(),
+    )
+    return found, stopped, last

@@ -18,8 +18,8 @@ from speedrun.base import track as tracks
 from speedrun.base.console import duration, quantity
 from speedrun.base.track import Track
 from speedrun.data import overview
-from speedrun.lab import design, proof
-from speedrun.lab.trials import Promise, Request
+from speedrun.lab import design
+from speedrun.lab.trials import Request
 from speedrun.plan import estimate as planning
 from speedrun.plan.estimate import Plan
 from speedrun.record.about import summarize
@@ -27,6 +27,7 @@ from speedrun.record.batch import looks as looks_of
 from speedrun.record.reader import load
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe
+from speedrun.train.batch import Promise, Prospect, num_runs, prospect
 from speedrun.train.request import RunConfig
 
 #: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
@@ -96,10 +97,9 @@ def _line(row: Row) -> str:
 
 
 class Priced(NamedTuple):
-    """What a request takes, with the plan of its first recipe on GPUs, and why it does not fit."""
+    """What a request takes, and why it does not fit."""
 
     budget: Budget
-    plan: Plan | None
     error: str | None
 
 
@@ -151,15 +151,15 @@ def budget(
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
         limit_s=None if asked_s is None else 2 * asked_s + rules.rules.untimed_cap_s,
     )
-    return Priced(found, plan, next(filter(None, refusals), None))
+    return Priced(found, next(filter(None, refusals), None))
 
 
-def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, int]], proof.Prospect | None]:
+def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, int]], Prospect | None]:
     """Return the recipes of a request with their numbers of runs, and what is expected of a batch."""
     if isinstance(asked, Promise):
         recipe = recipes.load(asked.config.recipe or rules.recipe).override(asked.config.overrides)
-        mean = proof.prospect(recipe, rules, asked.expected_loss)
-        number = proof.num_runs(asked, rules, mean)
+        mean = prospect(recipe, rules, asked.expected_loss)
+        number = num_runs(asked, rules, mean)
         return [(recipe, number)], mean if number > 1 else None  # one run proves nothing
     first, *others = (recipe for _, recipe in design.arms(asked)[0])
     # The arm that is confirmed, and its reference, are priced as the first one.

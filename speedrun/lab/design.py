@@ -1,6 +1,6 @@
-"""Declares a batch or an experiment: checks every arm, draws the seeds, and writes `batch.json` or `experiment.json`.
+"""Declares an experiment: checks every arm, draws the seeds, and writes `experiment.json`.
 
-python -m speedrun.lab.design REQUEST.json      started by `speedrun batch` and `sweep`, which hold no device
+python -m speedrun.lab.design REQUEST.json      started by `speedrun sweep`, which holds no device
 """
 
 import math
@@ -16,57 +16,19 @@ import msgspec
 from speedrun import recipes
 from speedrun.base import signals
 from speedrun.base import track as tracks
-from speedrun.base.children import say
 from speedrun.base.clock import now
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
 from speedrun.base.wholefile import lock_record, make_folder
-from speedrun.lab import proof, trials
-from speedrun.lab.trials import BASELINE, Arm, Experiment, Promise, Request
+from speedrun.lab import trials
+from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
-from speedrun.record.batch import Declaration, TrackRef, seeds_from
-from speedrun.record.batch import looks as looks_of
+from speedrun.record.batch import TrackRef
 from speedrun.record.reader import encode
 from speedrun.science.models.record21_model import NO_TABLE
 from speedrun.science.recipe import Recipe, describe, settings
 from speedrun.train.preflight import prepare
-from speedrun.train.ranked import approve
 from speedrun.train.request import decoded
-from speedrun.train.run import opening
-
-
-def declare(promise: Promise) -> Declaration:
-    """Write `batch.json` and `source.txt` into a new folder, and say how likely the batch proves its target."""
-    ready = prepare(promise.config)
-    expected = proof.prospect(ready.recipe, ready.track, promise.expected_loss)
-    number = proof.num_runs(promise, ready.track, expected)
-    looks = looks_of(number, promise.then, ready.track.target.sigma)
-    if expected is not None:
-        chance = f"a chance of {max(expected.chance(one.num_runs, len(looks)) for one in looks):.1%}"
-        say(f"batch: {looks[-1].num_runs} runs prove the target with {chance}, for a mean of {expected}")
-    for warning in approve(ready, opening(ready), looks[0].num_runs):
-        say(f"warning: {warning}")
-    config_sha256 = layout.config_sha256(ready.described)
-    declaration = Declaration(
-        track=TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
-        recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
-        config_sha256=config_sha256,
-        source_sha256=ready.source_sha256,
-        num_devices=ready.program.num_devices,
-        microbatches=ready.program.microbatches,
-        attention=ready.program.attention,
-        num_steps=ready.recipe.num_steps,
-        seeds=seeds_from(ready.source_sha256, config_sha256, looks[-1].num_runs),
-        seeds_chosen=False,
-        looks=looks,
-        expected_loss=expected.loss if expected and promise.num_runs is None else promise.expected_loss,
-        purpose=promise.config.purpose,
-        created_utc=now().utc,
-    )
-    with lock_record(promise.config.out):
-        files = {"source.txt": ready.source.encode(), layout.BATCH: encode(declaration)}
-        make_folder(promise.config.out, files)
-    return declaration
 
 
 def arms(request: Request) -> tuple[list[tuple[Arm, Recipe]], list[str]]:
@@ -285,9 +247,4 @@ FEATURES: dict[str, Off] = {
 
 if __name__ == "__main__":
     with reported(), signals.handled_by(signals.stop):
-        raw = Path(sys.argv[1]).read_bytes()
-        asked = decoded(raw, Promise | Request)  # pyright: ignore[reportArgumentType]
-        if isinstance(asked, Promise):
-            declare(asked)
-        else:
-            design(asked)
+        design(decoded(Path(sys.argv[1]).read_bytes(), Request))

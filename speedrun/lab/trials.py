@@ -11,19 +11,16 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from speedrun.base.errors import UsageError
-from speedrun.base.wholefile import read_regular
 from speedrun.record.batch import TrackRef, seeds_from
 from speedrun.record.layout import Strict, sha256
-from speedrun.record.logged_run import FormatError, Run
-from speedrun.record.reader import decode, load
+from speedrun.record.logged_run import Run
+from speedrun.record.reader import load, read_declared
 from speedrun.train.request import RunConfig
-
-_File = TypeVar("_File", bound=Strict)
 
 EXPERIMENT = "experiment.json"
 
@@ -32,15 +29,6 @@ BASELINE = "as it is"
 
 Kind = Literal["features", "ladder", "sweep"]
 Standing = Literal["research, not ranked"]
-
-
-class Promise(Strict, frozen=True, tag=True):
-    """A batch to declare."""
-
-    config: RunConfig  #: its seed is ignored
-    num_runs: int | None  #: None: as `proof.num_runs` finds
-    then: int | None = None  #: total number of runs at a second look
-    expected_loss: float | None = None  #: mean; None: what the recipe states
 
 
 class Request(Strict, frozen=True, tag=True):
@@ -106,23 +94,12 @@ def trials(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Trial]:
 
 def read(folder: Path) -> tuple[Experiment, str]:
     """Read `experiment.json` with its digest, and check that it was not edited."""
-    found, digest = declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
+    found, digest = read_declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
     if (found.seeds, found.confirming) != seeds_for(found.arms, len(found.seeds), len(found.confirming)):
         raise UsageError(
             f"{folder / EXPERIMENT}: its seeds do not follow from its arms; restore it, or start a new sweep"
         )
     return found, digest
-
-
-def declared(path: Path, kind: type[_File], command: str) -> tuple[_File, str]:
-    """Read a file that a command declared; return it and its digest."""
-    try:
-        raw = read_regular(path)
-        return decode(raw, kind), sha256(raw)
-    except OSError:
-        raise UsageError(f"{path.parent} holds no {path.name}; start with '{command}'") from None
-    except FormatError as error:
-        raise UsageError(f"{path}: {error}; restore it, or start anew with '{command}'") from None
 
 
 def arm_folder(folder: Path, experiment: Experiment, arm: Arm) -> Path:

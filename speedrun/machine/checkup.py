@@ -61,7 +61,7 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
     yield disk(track)
     if not frugal:
         yield reachable()
-    for one in [track] if alone else map(tracks.load, tracks.names()):
+    for one in [track] if alone else map(tracks.load, tracks.files()):
         is_asked = one.name == track.name
         fit = None if machine is None else fitting(one, machine, needed=is_asked)
         if fit is not None:
@@ -106,7 +106,7 @@ def fitting(track: Track, machine: check_devices.Machine, *, needed: bool) -> Ch
 
 def refusals(track: Track, machine: check_devices.Machine) -> list[Result]:
     """Return the checks that a record of the track's own recipe would fail, whatever its losses."""
-    source = provenance.closure(source_roots(track.recipe), [tracks.TRACKS_DIR / f"{track.name}.toml"])
+    source = provenance.closure(source_roots(track.recipe), [tracks.files()[track.name]])
     num_devices = track.rules.num_devices or machine.num_devices
     same: dict[str, Any] = {
         "track": track.id,
@@ -127,7 +127,7 @@ def advice(checks: list[Check], *, asked: str | None) -> str:
     marks = {check.name: check.ok for check in checks}
     ranked = [
         track
-        for track in map(tracks.load, tracks.names())
+        for track in map(tracks.load, tracks.files())
         if track.rules.ranked and marks.get(f"track {track.name}")
     ]
 

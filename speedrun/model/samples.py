@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,13 +21,14 @@ import msgspec
 import numpy as np
 
 from speedrun.base import children
+from speedrun.base import track as tracks
 from speedrun.base.children import samples_of as path_of
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.base.output import reported
 from speedrun.base.wholefile import write_whole
 from speedrun.model import decode, weights
 from speedrun.train import checkpoint
-from speedrun.train.request import decoded
+from speedrun.train.request import RunConfig, decoded
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0
@@ -45,12 +46,26 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Path | None = None
 
 
-def beside(request: Request | None) -> AbstractContextManager[None]:
-    """Sample the checkpoints of a run inside the block; without a request, do nothing."""
-    if request is None:
-        return nullcontext()
+def beside(config: RunConfig, every: int | None, prompts: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Sample the checkpoints of a run inside the block.
+
+    Raises:
+        UsageError: for prompts without samples, steps without a checkpoint, and samples of another run.
+    """
+    if every is None or (prompts and tracks.load(config.track).synthetic is not None):
+        raise UsageError(
+            f"--sample-prompt {prompts[0][:40]!r}; need --sample-every, and a track of text, not {config.track}"
+        )
+    path = path_of(config.out)
+    if not config.resume and path.exists():
+        raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
+    if every % (config.checkpoint_every or every):
+        raise UsageError(
+            f"--sample-every {every}; need a multiple of --checkpoint-every {config.checkpoint_every}"
+        )
+    request = Request(config.out, every, prompts, config.recipe, config.data)
     sent = [msgspec.json.encode(request, enc_hook=str).decode()]
-    again = shlex.join(["speedrun", "sample", str(request.record)])
+    again = shlex.join(["speedrun", "sample", str(config.out)])
     remedy = f"to sample the last checkpoint: {again}"
     return children.beside("samples", "speedrun.model.samples", sent, remedy, leave_s=_LEAVE_S)
 

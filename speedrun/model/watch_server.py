@@ -17,7 +17,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,10 +198,8 @@ def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[
                 reader.join(max(0.0, _LAST_S - spent.seconds))
 
 
-def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContextManager[None]:
-    """Serve the page of a run from a child process inside the block; without a port, do nothing."""
-    if port is None:
-        return nullcontext()
+def watched(record: Path, port: int, ghost: str | None) -> AbstractContextManager[None]:
+    """Serve the page of a run from a child process inside the block."""
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
     again = shlex.join(["speedrun", "watch", str(record), "--port", "0"])
     remedy, module = f"the run needs no page; for another: {again}", "speedrun.model.watch_server"

@@ -108,7 +108,7 @@ def reproduce_command(run: Run) -> str:
         return "speedrun reproduce RECORD --same-seeds"  # it takes the recipe from the record's source
     command = ["speedrun", "run", "--track", name, "--recipe", run.start.recipe]
     command += ["--seed", str(run.start.seed)]
-    known = track.load(name) if name in track.names() else None
+    known = track.load(name) if name in track.files() else None
     # A run that was killed before its preflight has no devices.
     if known and num_devices not in (0, known.rules.num_devices):
         command += ["--devices", str(num_devices)]

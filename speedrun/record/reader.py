@@ -216,6 +216,17 @@ def load_result(folder: Path) -> Record:
     return record
 
 
+def read_declared(path: Path, kind: type[_File], command: str) -> tuple[_File, str]:
+    """Read a file that a command declared; return it and its digest."""
+    try:
+        raw = read_regular(path)
+        return decode(raw, kind), sha256(raw)
+    except OSError:
+        raise UsageError(f"{path.parent} holds no {path.name}; start with '{command}'") from None
+    except FormatError as error:
+        raise UsageError(f"{path}: {error}; restore it, or start anew with '{command}'") from None
+
+
 def need_record(folder: Path) -> Path:
     """Return the folder; raise UsageError if it exists but holds no record."""
     if folder.is_dir() and not os.path.exists(folder / SOURCE):  # Path.exists raises without permission
@@ -231,7 +242,7 @@ def known_track(runs: Sequence[Run]) -> Track | None:
         return None
     track_id, sha256 = named.pop()
     name = track_id.rpartition("@")[0]
-    is_known = name in track.names() and (track.load(name).id, track.sha256(name)) == (track_id, sha256)
+    is_known = name in track.files() and (track.load(name).id, track.sha256(name)) == (track_id, sha256)
     return track.load(name) if is_known else None
 
 

@@ -141,13 +141,13 @@ def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
         contract.check_fixed(recipe, program.step.plan.rows, track)
         program = footprint.fitted_here(program)
         found = shards.open_track(folder, track.data)
-        shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.islands))]
+        shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
         num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
         stream.validation_batches(
             found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
         )
         roots = [*source_roots(recipe.name), *{loop} - {"speedrun.train.loop"}]  # this they reach
-        source = provenance.closure(roots, [tracks.TRACKS_DIR / f"{track.name}.toml"])
+        source = provenance.closure(roots, [tracks.files()[track.name]])
         _check_source(config, source)
         return Ready(config, track, recipe, program, found, folder, source, num_shards)
 
@@ -186,9 +186,9 @@ def _check_out(config: RunConfig) -> None:
 
 def _check_platform(track: tracks.Track, config: RunConfig) -> None:
     """Check what the track is for, and the platform: without a usable GPU, JAX silently falls back to the CPU."""
-    if (track.islands is None) == (config.islands > 0):
-        hint = "choose another track, such as islands-cpu" if config.islands else "type: speedrun islands run"
-        raise UsageError(f"{track.id} is for {'one mesh' if track.islands is None else 'islands'}; {hint}")
+    if (track.meshes is None) == (config.meshes > 0):
+        need = "one mesh" if track.meshes is None else "several meshes that train together"
+        raise UsageError(f"{track.id} is for {need}; choose another track, or the command that trains so")
     found, needed = jax.default_backend(), track.rules.platform
     if needed not in ("any", found):
         hint = "scripts/install.sh adds JAX for CUDA where there is a driver; or choose another track"

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from speedrun.base import runlog
 from speedrun.base.errors import UsageError
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load
@@ -24,7 +23,6 @@ def asked(run: Run, out: Path, data: Path | None = None) -> RunConfig:
         replicas=config.get("replicas"),
         microbatches=config.get("microbatches"),
         attention=config.get("attention", "auto"),
-        islands=next((one.islands for one in run.of(runlog.Islands)), 0),
     )
 
 

@@ -29,7 +29,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     checkpoint_every: int = 0  #: steps; 0: no checkpoints
     keep_checkpoints: int = 2  #: the newest ones; 0: all
     resume: bool = False  #: from the newest checkpoint of the run in `out`
-    islands: int = 0  #: that train together, each as this says; 0: one mesh
+    meshes: int = 0  #: that train together, each as this says; 0: one by itself
     purpose: Purpose = ""
     deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
 

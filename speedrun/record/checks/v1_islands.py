@@ -75,7 +75,7 @@ def _leases(record: Record) -> Iterator[str]:
     hint="keep the logs of all runs of the record; `speedrun islands run` takes the track's numbers by itself",
 )
 def _follows(record: Record) -> Iterator[str]:
-    rounds, rules = _rounds(record), record.rules.islands or {}
+    rounds, rules = _rounds(record), record.rules.meshes or {}
     settings = [one for run in record.runs for one in run.of(runlog.Islands)]
     if bool(settings) != bool(rules):
         yield f"{record.rules.id} is {'only' if rules else 'not'} for islands"

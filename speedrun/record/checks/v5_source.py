@@ -34,7 +34,7 @@ def _whole(record: Record) -> Iterator[str]:
     _need_source(record)
     files = record.source_files
     for run in record.runs:
-        tracks = f"speedrun/tracks/{run.start.track.rpartition('@')[0]}.toml"
+        tracks = _track_file(files, run.start.track.rpartition("@")[0])
         for path in (_ENTRY, f"{RECIPES}/{run.start.recipe}.py", tracks):
             if path not in files:
                 yield f"{run.folder}: ran {path}, which is missing"
@@ -43,6 +43,12 @@ def _whole(record: Record) -> Iterator[str]:
         if other and layout.sha256(files[tracks].encode()) != run.start.track_sha256:
             yield f"{run.folder}: ran on another track than {tracks}"
     yield from _unreadable_and_missing(files)
+
+
+def _track_file(files: dict[str, str], name: str) -> str:
+    """Return the path of a track: in the package, or in the room whose runs it is for."""
+    own = f"speedrun/tracks/{name}.toml"
+    return next((path for path in sorted(files) if path.endswith(f"/tracks/{name}.toml")), own)
 
 
 def _unreadable_and_missing(files: dict[str, str]) -> Iterator[str]:
@@ -76,7 +82,7 @@ def _module(path: str) -> str:
 def _harness(record: Record) -> Iterator[str]:
     """The harness must be, byte for byte, that of this version or of the run's commit."""
     _need_source(record)
-    rules = f"speedrun/tracks/{record.rules.name}.toml"  # V501 compares it with the run's digest
+    rules = _track_file(record.source_files, record.rules.name)  # V501 compares it with the run's digest
     texts = {
         path: text for path, text in record.source_files.items() if not is_science(path) and path != rules
     }

@@ -165,9 +165,8 @@ class Rerun:
     def run(self, out: Path, *, seed: int) -> None:
         """Train with the source, and copy its record into a new folder; raise SpeedrunError if it fails."""
         if self.old.of(runlog.Islands):
-            raise UsageError(
-                f"{self.old.folder} was trained by islands; repeat it with speedrun islands replay RECORD"
-            )
+            got = f"{self.old.folder} is of several meshes, which cannot run again here"
+            raise UsageError(f"{got}; to repeat what each did, type: speedrun validate --replay RECORD")
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, self.data)

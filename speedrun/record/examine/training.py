@@ -1,9 +1,8 @@
-"""Trains again with the programs that a record carries: stretches of a run, or all rounds of islands."""
+"""Trains again with the programs that a record carries: stretches of a run, or all of its rounds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
 from typing import Any
 
 import jax
@@ -11,17 +10,13 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from msgspec.structs import replace
 
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
-from speedrun.base.errors import CheckpointError, UsageError
+from speedrun.base.errors import CheckpointError
 from speedrun.base.progress import over
-from speedrun.base.rounds import Work
+from speedrun.commands import added
 from speedrun.data import shards, stream
-from speedrun.islands.outer import Weights
-from speedrun.islands.replay import repeated
-from speedrun.islands.rounds import Answer
 from speedrun.record import layout
 from speedrun.record.archive import Archive
 from speedrun.record.examine.stablehlo import Programs
@@ -47,7 +42,7 @@ class Trainer:
         """Train everything that is asked; return what was found, the last state, and the position after it."""
         done, leaves, cursor = [], [], stream.START
         if self.request.islands is not None:
-            found, leaves, cursor = self._islands(self.request.islands.every)
+            found, leaves, cursor = added("rounds")(self)
             return [found], leaves, cursor
         for stretch in self.request.stretches:
             found, leaves, cursor = self._stretch(stretch)
@@ -56,13 +51,13 @@ class Trainer:
 
     def _stretch(self, stretch: Stretch) -> tuple[Replayed, State, stream.Cursor]:
         """Train a stretch of steps again, with the track's validations."""
-        leaves, cursor = self.restored(stretch.start) if stretch.from_checkpoint else self._initial()
+        leaves, cursor = self.restored(stretch.start) if stretch.from_checkpoint else self.initial()
         began, begun, losses, vals, first = state_hash(leaves), cursor, [], [], ""
-        tokens = self._stream(cursor)
+        tokens = self.read_from(cursor)
         for at in over("train", range(stretch.start, stretch.stop), "steps"):
             if self.track.validates_at(at):
                 vals.append((at, self.loss(leaves, at)))
-            leaves, loss, batch = self._step(leaves, at, tokens)
+            leaves, loss, batch = self.stepped(leaves, at, tokens)
             first = first or layout.sha256(batch.tokens_BT.astype("<u2").tobytes())
             losses.append(loss)
         found = Replayed(
@@ -77,16 +72,19 @@ class Trainer:
         )
         return found, leaves, tokens.cursor
 
-    def _stream(self, cursor: stream.Cursor) -> stream.TokenStream:
+    def read_from(self, cursor: stream.Cursor) -> stream.TokenStream:
+        """Return the training tokens from a position on."""
         return stream.TokenStream(self.shards.train, cursor, document_token=self.track.data.document_token)
 
-    def _step(self, leaves: State, at: int, tokens: stream.TokenStream) -> tuple[State, float, stream.Batch]:
+    def stepped(
+        self, leaves: State, at: int, tokens: stream.TokenStream
+    ) -> tuple[State, float, stream.Batch]:
         """Train a step; return the state, the loss and the batch."""
         name = self.programs.lowered.steps[at]
         num_sequences, seq_len = self.programs.shape(name)
         batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
         ids = (meshes.place(x, self.programs.mesh) for x in batch)
-        outs = (*self._places, NamedSharding(self.programs.mesh, P()))
+        outs = (*self.places, NamedSharding(self.programs.mesh, P()))
         *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *self._constants, *ids)
         return leaves, float(finite(loss)), batch
 
@@ -94,59 +92,14 @@ class Trainer:
     def _constants(self) -> Any:
         return meshes.replicate(self.programs.constants, self.programs.mesh)
 
-    def _islands(self, every: int) -> tuple[Replayed, State, stream.Cursor]:
-        """Train all rounds again, each island from a state of its own, with the track's validations."""
-        fresh, end, states = self._initial()[0], self.request.num_steps, dict[str, State]()
-        names = self.archive.leaves[1:][: self.archive.num_params]
-        weights = {name: np.asarray(x) for name, x in zip(names, fresh[1:], strict=False)}
-        losses, vals, last = list[float](), list[tuple[int, float]](), stream.START
-
-        def adopted(leaves: State, weights: Weights, step: int) -> State:
-            given = [np.asarray(step, leaves[0].dtype), *weights.values()]
-            return [*map(jax.device_put, given, self._places), *leaves[len(given) :]]
-
-        def train(island: str, work: Work, weights: Weights) -> Answer:
-            nonlocal last
-            at, tokens, costs = work.version * every, self._stream(stream.Cursor(*work.start)), []
-            leaves = adopted(states.pop(island, None) or self._initial()[0], weights, at)
-            for step in range(at, min(at + every, end)):
-                leaves, loss, _ = self._step(leaves, step, tokens)
-                costs.append(loss)
-            if tokens.cursor != work.stop:
-                raise UsageError(
-                    f"lease {work.lease} ends at {work.stop} by the log, at {tokens.cursor} when read"
-                )
-            states[island], last = leaves, max(last, tokens.cursor)
-            moved = dict(zip(weights, map(np.asarray, leaves[1:]), strict=False))
-            return Answer(replace(work, losses=tuple(costs)), "", moved)
-
-        assert self.request.islands is not None
-        for one in repeated(self.request.islands, self.request.rounds, weights, train):
-            at = one.round.version * every
-            if self.track.validates_at(at):
-                vals.append((at, self.loss(adopted(fresh, weights, at), at)))
-            losses += [fmean(step) for step in zip(*(new.losses for _, new in one.works), strict=True)]
-            weights = one.weights
-        found = Replayed(
-            start=0,
-            stop=end,
-            from_checkpoint=False,
-            state_hash=state_hash(fresh),
-            stop_hash=state_hash(leaves := adopted(fresh, weights, end)),
-            losses=tuple(losses),
-            vals=tuple(vals),
-            cursors=(stream.START, last),
-            first_batch_sha256="",
-            ranges=(),
-        )
-        return found, leaves, last
-
-    def _initial(self) -> tuple[State, stream.Cursor]:
+    def initial(self) -> tuple[State, stream.Cursor]:
+        """Return the state before training, and the position there."""
         key = jax.random.key_data(jax.random.key(self.request.run_seed))
-        return list(self.programs.compiled("init", outs=self._places)(key)), stream.START
+        return list(self.programs.compiled("init", outs=self.places)(key)), stream.START
 
     @property
-    def _places(self) -> tuple[Any, ...]:
+    def places(self) -> tuple[Any, ...]:
+        """The sharding of each leaf."""
         return tuple(leaf.sharding for leaf in self.programs.state)
 
     def restored(self, step: int) -> tuple[State, stream.Cursor]:

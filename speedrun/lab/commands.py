@@ -1,40 +1,19 @@
-"""The commands that study runs: `plot`, `stats`, `sweep` and `import-log`."""
+"""The commands that study runs: `stats` and `sweep`."""
 
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import click
 
 from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
-from speedrun.board import foreign_logs, plots
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.lab import proof, trials
 from speedrun.lab.effects import table
 from speedrun.lab.trials import Kind, Request
 from speedrun.record.statistics import Interval
-
-
-@cli.command(
-    "speedrun plot records/smoke-cpu/2026-11-25-first",
-    "speedrun plot runs/first --kind all",
-)
-def plot(
-    records: Annotated[tuple[Path, ...], "RECORD..."],
-    *,
-    kind: Literal[plots.Kind, "all"] = "loss",
-) -> cli.Answer:
-    """Draw records as PNG, into RECORD/plots.
-
-    Options:
-        kind: Loss against train time, loss against tokens, a histogram of step times, or all three.
-    """
-    kinds: list[plots.Kind] = [known for known in plots.KINDS if kind in (known, "all")]
-    paths = [str(path) for record in records for path in plots.plot(record, kinds)]
-    return cli.Answer({"plots": paths}, paths)
-
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 
@@ -129,7 +108,7 @@ def sweep(
     Loss and time are compared in pairs of equal seeds, p is adjusted for the number of arms, and the best arm runs
     again with fresh seeds. Nothing of this is ranked.
     """
-    from speedrun.lab.several_runs import run_sweep  # NumPy comes with it
+    from speedrun.lab.sweep import run_sweep  # NumPy comes with it
 
     if dry.is_asked():
         return dry.answer(ctx, _request(variants, config))
@@ -162,54 +141,3 @@ def _request(asked: Variants, config: requests.RunOptions) -> Request:
         features=tuple(name for name in (asked.features or "").split(",") if name not in ("", "all")),
         variants=tuple(variants),
     )
-
-
-_MOST_SHOWN = 5  #: problems of a file
-
-
-@cli.command(
-    "speedrun import-log logs/*.txt --json",
-    "speedrun import-log runs.csv --match track_1_short/2026",
-)
-def import_log(
-    files: Annotated[tuple[Path, ...], "FILE..."],
-    *,
-    match: Annotated[tuple[str, ...], "Only runs with TEXT in their name."] = (),
-) -> cli.Answer:
-    """Read the logs of other people's runs, and show how much equal runs differ.
-
-    A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
-    log,step,num_steps,val_loss,train_time_ms. Runs of one folder that end at the same step form a group; a copy of a
-    run counts once. Imported runs have no seed and no hashes, and are never ranked. Nothing in a FILE is executed.
-    """
-    names = foreign_logs.names(files)
-    contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
-    runs = (run for one in contexts for run in one.runs)
-    chosen = proof.distinct(run for run in runs if not match or any(text in run.name for text in match))
-    if match and not chosen:
-        raise UsageError(f"no run has {' or '.join(match)} in its name; choose with another --match")
-    groups = tuple(proof.groups(chosen))
-    spread = proof.noise(groups)
-    facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
-    lines = [line for one in contexts for line in _of_file(one)] + [*map(_of_group, groups)]
-    if spread is not None:
-        lines.append(
-            f"noise   sd {spread.pooled_sd:.5f} (95 %: {spread.low:.5f} to {spread.high:.5f}), pooled over "
-            f"{spread.num_groups} groups with {spread.num_runs:,} of {len(chosen):,} runs"
-        )
-    return cli.Answer(facts, lines)
-
-
-def _of_file(one: foreign_logs.Context) -> list[str]:
-    lines = [f"file    {one.source}: {len(one.runs):,} runs, {len(one.problems):,} problems"]
-    return lines + [
-        f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]
-    ]
-
-
-def _of_group(group: proof.Group) -> str:
-    steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
-    sd = "none" if group.sd is None else f"{group.sd:.4f}"
-    step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
-    where = clean(group.folder) or "no folder"
-    return f"group   {where}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}  sd {sd}{step}"

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +13,11 @@ from msgspec.structs import replace
 
 from speedrun.base import processes
 from speedrun.base import track as tracks
+from speedrun.base.children import samples_of
 from speedrun.base.console import Printer
 from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
-from speedrun.board import ghost as ghosts
-from speedrun.board.exports import relayed
-from speedrun.board.plots import plot
+from speedrun.commands import added, pictures
 from speedrun.data import generated, overview, shards
-from speedrun.model import samples, weight_sources
-from speedrun.model.watch_server import watched
 from speedrun.record.about import Summary, assemble
 from speedrun.record.layout import SOURCE
 from speedrun.record.salvage import ended
@@ -44,23 +41,16 @@ class Extras(NamedTuple):
     init_from: Path | None = None  #: initial weights
     to_stderr: bool = False
 
-    def samples(self, config: RunConfig) -> samples.Request | None:
-        """Return what to sample; refuse prompts without samples, and steps without a checkpoint."""
-        every, prompts = self.sample_every, self.sample_prompts
-        if prompts and (every is None or tracks.load(config.track).synthetic is not None):
-            raise UsageError(
-                f"--sample-prompt {prompts[0][:40]!r}; need --sample-every, and a track of text, not {config.track}"
-            )
-        if every is None:
-            return None
-        path = samples.path_of(config.out)
-        if not config.resume and path.exists():
-            raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
-        if every % (config.checkpoint_every or every):
-            raise UsageError(
-                f"--sample-every {every}; need a multiple of --checkpoint-every {config.checkpoint_every}"
-            )
-        return samples.Request(config.out, every, prompts, config.recipe, config.data)
+    def beside(self, config: RunConfig) -> list[AbstractContextManager[None]]:
+        """Return what other rooms do beside the training; refuse what does not fit."""
+        found = list[AbstractContextManager[None]]()
+        if self.watch_port is not None:
+            found.append(added("watch")(config.out, self.watch_port, self.ghost))
+        if self.wandb is not None:
+            found.append(added("wandb")(config.out, self.wandb))
+        if self.sample_every or self.sample_prompts:
+            found.append(added("samples")(config, self.sample_every, self.sample_prompts))
+        return found
 
 
 class Single(NamedTuple):
@@ -68,7 +58,7 @@ class Single(NamedTuple):
 
     config: RunConfig
     rules: tracks.Track
-    picture: Path
+    picture: Path | None  #: None where no room draws
     summary: Summary
     report: Report
 
@@ -84,7 +74,7 @@ class Single(NamedTuple):
         """Return the result as a JSON object."""
         return {
             "record": str(self.config.out),
-            "plot": str(self.picture),
+            "plot": self.picture and str(self.picture),
             "summary": self.summary,
             "bits_per_byte": self.bits_per_byte,
             "failed_checks": {r.check.id: r.messages for r in self.report.having("failed")},
@@ -123,27 +113,28 @@ def run(
     if not processes.is_first():
         return None
     summary = assemble(config.out, default_title=_title(config))
-    (picture,) = plot(config.out)
+    picture = next(iter(pictures(config.out)), None)
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 
 def _trained(config: RunConfig, extras: Extras, train: Callable[..., object]) -> RunConfig:
     """Generate the data of a synthetic track, and train; return the settings, which `init_from` changes."""
-    request, rules = extras.samples(config), tracks.load(config.track)
+    beside, rules = extras.beside(config), tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None
     processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
     if extras.init_from is not None:
-        config = weight_sources.start_from(config, extras.init_from)
-    page = watched(config.out, extras.watch_port, extras.ghost)
-    with page, relayed(config.out, extras.wandb), samples.beside(request):
+        config = added("weights")(config, extras.init_from)
+    with ExitStack() as stack:
+        for one in beside:
+            stack.enter_context(one)
         if processes.is_first():
-            stream = sys.stderr if extras.to_stderr else sys.stdout
-            with Printer(stream, ghosts.chosen(extras.ghost, rules.id)) as reader:
+            ghost = added("ghost")(extras.ghost, rules.id) if extras.ghost else None
+            with Printer(sys.stderr if extras.to_stderr else sys.stdout, ghost) as reader:
                 train(config, reader)
         else:
             train(config)
         if extras.sample_every is not None:
-            _say(f"samples {samples.path_of(config.out)}: reading the last checkpoints")
+            _say(f"samples {samples_of(config.out)}: reading the last checkpoints")
     return config
 
 

@@ -6,7 +6,7 @@
 #
 # Islands for SLURM, one on each node; the first also drives. Submit it from a checkout that all nodes see, with its .venv:
 #
-#   sbatch --nodes 8 jobs/islands-slurm.sh --outer-lr 0.7
+#   sbatch --nodes 8 jobs/islands/slurm.sh --outer-lr 0.7
 set -euo pipefail
 export PATH=$PWD/.venv/bin:$PATH RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | sha256sum | cut -d ' ' -f 1)

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.data import generated
 from speedrun.islands import cluster
-from speedrun.lab.several_runs import Say
 from speedrun.record import layout
 from speedrun.record.logged_run import Run
+from speedrun.train.batch import Say, Trainer
 from speedrun.train.request import RunConfig
 
 _LOOK_S = 2.0  #: between looks for new nodes
@@ -158,3 +159,10 @@ class Nodes:
             max_calls=1,
             max_retries=0,
         )(function)
+
+
+@contextmanager
+def trainer(address: str, say: Say) -> Iterator[Trainer]:
+    """Connect to the Ray at an address, and yield what trains on its nodes. Do so before JAX is imported."""
+    with cluster.connected(address) as ray:
+        yield Nodes(ray, address, say).trained

@@ -49,7 +49,7 @@ class Fleet(NamedTuple):
     def settings(self, track: str) -> runlog.Islands:
         """Return the settings that the log names; raise UsageError if the track does not permit them."""
         rules = tracks.load(track)
-        if (own := rules.islands) is None:
+        if (own := rules.meshes) is None:
             raise UsageError(f"{rules.id} is for one mesh; choose another track, such as islands-cpu")
         every, quorum = self.every or own["every"], self.quorum or min(own["quorum"], self.islands)
         if not quorum <= self.islands <= own["most"]:
@@ -90,7 +90,7 @@ def run(
     if resume is None:
         settings = fleet.settings(options.track)
         folder, changed = options.out or cli.new_folder(options.track), cli.parse_settings(options.settings)
-        config = options.request(folder, changed, seed=seed, islands=fleet.islands)
+        config = options.request(folder, changed, seed=seed, meshes=fleet.islands)
     else:
         cli.only_with_resume(ctx, "address", "meet_within")
         config = snapshot.resumed(resume)
@@ -101,7 +101,7 @@ def run(
     engine_of = partial(actors.Actors, ray, address)
     import_jax()
     from speedrun.islands.driver import Driver
-    from speedrun.lab import single_run
+    from speedrun.train import single_run
     from speedrun.train.run import train
 
     more = {"settings": settings, "engine_of": engine_of, "meet_s": float(fleet.meet_within)}
@@ -142,7 +142,8 @@ def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.An
     from speedrun.islands.island import Island, weights_of
     from speedrun.islands.replay import in_turns, repeated
 
-    island = Island("", repeat.asked(found.lead, Path(f"{record}.replay"), data))
+    asked = repeat.asked(found.lead, Path(f"{record}.replay"), data)
+    island = Island("", replace(asked, meshes=settings[0].islands))
     differ, num_works, again = list[str](), 0, in_turns(island, settings[0].every)
     for one in repeated(settings[0], rounds_of(found.runs), weights_of(island.fresh()), again):
         num_works += len(one.works)

@@ -1,0 +1,91 @@
+"""Runs what `lab.design` declared: the arms of an experiment."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from speedrun.base import children, provenance
+from speedrun.base import track as tracks
+from speedrun.base.console import Printer, duration
+from speedrun.base.errors import NonFiniteError, UsageError
+from speedrun.base.wholefile import lock_record, write_whole
+from speedrun.commands import pictures
+from speedrun.lab import effects, trials
+from speedrun.lab.effects import count
+from speedrun.lab.trials import Runs, Trial
+from speedrun.record import layout
+from speedrun.record.about import assemble
+from speedrun.record.reader import encode
+from speedrun.train.batch import Say, Trainer, here
+from speedrun.train.request import RunConfig, source_roots
+
+
+def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None) -> effects.Summary:
+    """Run what is missing of an experiment: every arm with the first seeds, then the best arm with fresh seeds.
+
+    Without `trained`, the runs follow each other on this machine.
+    """
+    plan, plan_sha256 = trials.read(folder)
+    with lock_record(folder, layout.RUNNING):
+        fresh = count(len(plan.confirming), "fresh seed")
+        say(
+            f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
+            f"the best | {plan.standing} | {folder}"
+        )
+        for reason in plan.left_out:
+            say(f"left out  {reason}")
+        rules = [tracks.files()[plan.track.id.rpartition("@")[0]]]
+        for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in plan.arms}):
+            if layout.sha256(provenance.closure(source_roots(recipe), rules).encode()) != sha256:
+                raise UsageError(
+                    f"the source of {recipe} changed since {folder} was designed, or is not in $SPEEDRUN_RECIPES; "
+                    "restore it, or start a new sweep"
+                )
+        train = trained or here(say, lambda: Printer(sys.stderr))
+        run_missing = partial(_run_missing, folder, data, say, train)
+        runs = run_missing([*trials.trials(plan.arms, plan.seeds)])
+        found = effects.summary(plan, plan_sha256, runs)
+        if best := effects.winner(found.findings) if plan.confirming else None:
+            say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
+            pair = [plan.arm(best.against), plan.arm(best.arm)]
+            runs |= run_missing([*trials.trials(pair, plan.confirming)])
+            found = effects.summary(plan, plan_sha256, runs)
+        write_whole(folder / "summary.json", encode(found))
+        return found
+
+
+def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, wanted: Sequence[Trial]) -> Runs:
+    """Run the unfinished trials of an experiment; return all runs."""
+    plan, sha256 = trials.read(folder)
+    runs = trials.completed(folder, plan, wanted)
+    under_way: dict[Path, Trial] = {}
+    rules = tracks.load(plan.track.id.rpartition("@")[0])
+    same = {name: getattr(plan, name) for name in ("num_devices", "microbatches", "attention")}
+
+    def requests() -> Iterator[RunConfig]:
+        for number, (arm, seed) in enumerate(wanted, 1):
+            if (arm.name, seed) in runs:
+                continue
+            left = len(wanted) - len(runs)
+            walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
+            eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
+            say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
+            out = trials.new_folder(folder, plan, arm, seed)
+            under_way[out] = arm, seed
+            chosen = {"recipe": arm.recipe, "overrides": arm.overrides, "data": data}
+            yield RunConfig(rules.name, out, seed=seed, purpose="sweep", **same, **chosen)
+
+    for config, code in train(rules, requests(), runs.values()):
+        arm, seed = under_way.pop(config.out)
+        runs |= trials.completed(folder, plan, [(arm, seed)])
+        run = runs.get((arm.name, seed))
+        if run is not None:
+            change = f"One run of the experiment with sha256 {sha256[:16]}: {plan.standing}."
+            assemble(config.out, title=f"{arm.recipe}, {arm.name}", changes=[change])
+            if run.finished:
+                pictures(config.out)
+        if run is None or code not in (0, NonFiniteError.exit_code):
+            raise children.run_error(code, "sweep", folder, data)
+    return runs
