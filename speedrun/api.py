@@ -28,7 +28,7 @@ from speedrun.record.about import Summary, assemble, summarize
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import ended
 from speedrun.record.validate import Report, validate
-from speedrun.train import local_processes
+from speedrun.train import keeper
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def run(
 
 def _train(config: RunConfig, printer: Printer) -> None:
     """Train in a child process: JAX may use other devices here, and cold wall time starts with the process."""
-    code, said = local_processes.trained(config, printer, stderr=STDOUT)
+    code, said = keeper.trained(config, printer, stderr=STDOUT)
     if not code:
         return
     if not said.startswith("error: "):

@@ -47,8 +47,8 @@ from speedrun.record.about import assemble
 from speedrun.science.models import record21_model as record21
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.train import health
+from speedrun.train.recorded import train
 from speedrun.train.request import RunConfig
-from speedrun.train.run import train
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")

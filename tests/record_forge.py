@@ -34,7 +34,7 @@ PAUSE_S = 0.6
 EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
 RECIPE = "speedrun/recipes/tiny.py"
 #: A recipe of one line, and the harness; never executed.
-SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.run"], []))}
+SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.recorded"], []))}
 LOCK = "run.lock"
 NAMES = ("init", "constants", "train", "hidden-eval", "logits-eval")
 #: An archive of empty programs.

@@ -30,7 +30,7 @@ from speedrun.record.layout import RUNNING, sha256
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
-from speedrun.train import local_processes
+from speedrun.train import keeper
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     for code, folders, said in ((0, "", "resume with: speedrun batch --resume"), (2, "/mine", own)):
         monkeypatch.setenv(RECIPES_VARIABLE, folders)
         trained = lambda *_, code=code, **__: (ran.append(len(made)) or code, "")  # noqa: E731
-        monkeypatch.setattr(local_processes, "trained", trained)
+        monkeypatch.setattr(keeper, "trained", trained)
         result = resumed(folder)
         assert (result.exit_code, said in result.stderr) == (code or 1, True), result.stderr
     assert (made, ran) == (2 * [("forged", None)], [1, 2])

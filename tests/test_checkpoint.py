@@ -29,7 +29,7 @@ from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
 from speedrun.science.step import TrainState
-from speedrun.train import loop, request, resume_settings, run
+from speedrun.train import recorded, request, resume_settings, run
 from speedrun.train.checkpoint import Facts, described, folder_of, named, opened, steps_in
 from speedrun.train.preflight import Resumable, prepare
 from speedrun.train.program import Program
@@ -58,7 +58,7 @@ def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
     out = copied(config, tmp_path)
     for step in (step for step in kept(out) if step > after):
         shutil.rmtree(folder_of(out) / str(step))
-    run.train(msgspec.structs.replace(config, out=out, resume=True))
+    recorded.train(msgspec.structs.replace(config, out=out, resume=True))
     return out, runs_of(out)[-1]
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(trained, tmp_path, after):
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypatch):
-    out, real = tmp_path / "out", loop._log_stage_change
+    out, real = tmp_path / "out", run.log_stage_change
     config = msgspec.structs.replace(trained, out=out, checkpoint_every=100)
 
     def tell(executables, step, log) -> None:
@@ -96,9 +96,9 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypat
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(loop, "_log_stage_change", tell)
+    monkeypatch.setattr(run, "log_stage_change", tell)
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
-        run.train(config)
+        recorded.train(config)
     assert kept(out) == [7]
     assemble(out, title="stopped")
     (stopped,) = runs_of(out)
@@ -107,8 +107,8 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypat
     told = f"{stopped.folder} broke off after 7 of 12 steps: Terminated: stopped by SIGTERM"
     assert (failed.check.id, failed.messages) == ("V301", ("0 of 1 runs finished", told))
     assert f"- {told}" in (out / "README.md").read_text()
-    monkeypatch.setattr(loop, "_log_stage_change", real)
-    run.train(msgspec.structs.replace(config, resume=True))
+    monkeypatch.setattr(run, "log_stage_change", real)
+    recorded.train(msgspec.structs.replace(config, resume=True))
     assert runs_of(out)[-1].end.final_hash == runs_of(trained.out)[0].end.final_hash
     assert [run.outcome for run in runs_of(out)] == ["aborted", "finished"]
 
@@ -121,7 +121,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(trained, 
     (out / "runs" / killed.name / "metrics.jsonl").write_bytes(b"".join(raw[: len(raw) // 2]))
     old = runs_of(trained.out)[0]
     salvage(out)
-    run.train(msgspec.structs.replace(trained, out=out, resume=True))
+    recorded.train(msgspec.structs.replace(trained, out=out, resume=True))
     new = runs_of(out)[-1]
     assert new.end.final_hash == old.end.final_hash
     assert_says_only(out, f"{new.folder}: resumes {killed.name} after step 0")
@@ -131,7 +131,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(trained, 
 
 @pytest.fixture
 def untrained(monkeypatch) -> None:
-    monkeypatch.setattr(loop.Training, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
+    monkeypatch.setattr(recorded, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
 
 
 @pytest.mark.usefixtures("untrained")
@@ -141,7 +141,7 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(trained, tmp_pat
     folder_of(out).mkdir()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="seen"):
-            run.train(msgspec.structs.replace(trained, out=out, resume=True))
+            recorded.train(msgspec.structs.replace(trained, out=out, resume=True))
         assert (out / "source.txt").read_bytes() == (trained.out / "source.txt").read_bytes()
         (out / "source.txt").unlink()
     shutil.rmtree(out)
@@ -177,13 +177,13 @@ def test_what_was_killed_in_its_first_write_is_told_to_start_again(trained, tmp_
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "killed before its settings were written; start it again" in result.stderr
     with pytest.raises(CheckpointError, match="seen"):
-        run.train(msgspec.structs.replace(trained, out=out))
+        recorded.train(msgspec.structs.replace(trained, out=out))
 
 
 def test_a_second_run_into_one_folder_is_refused_without_checkpoints_too(trained, tmp_path):
     config = msgspec.structs.replace(trained, out=tmp_path / "out", checkpoint_every=0)
     with lock_record(config.out), pytest.raises(UsageError, match="another program writes into it"):
-        run.train(config)
+        recorded.train(config)
     assert not config.out.exists()
 
 
@@ -233,7 +233,7 @@ def test_a_run_goes_on_only_with_the_source_it_began_with(trained, tmp_path):
     out = shutil.copytree(trained.out, tmp_path / "out")
     (out / "source.txt").write_text("other\n")
     with pytest.raises(UsageError, match="the source changed since"):
-        run.train(msgspec.structs.replace(trained, out=out, resume=True))
+        recorded.train(msgspec.structs.replace(trained, out=out, resume=True))
 
 
 def program(num_devices: int = 8, **overrides: str) -> Program:

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import SMALL, events, log_of
 
-from speedrun.base import clock, runlog
+from speedrun.base import clock, processes, runlog
 from speedrun.base.clock import Phases
 from speedrun.data.stream import Prefetch
 from speedrun.record.about import assemble
 from speedrun.record.validate import validate
 from speedrun.train import health
-from speedrun.train.loop import Training
+from speedrun.train.recorded import train
 from speedrun.train.request import RunConfig
-from speedrun.train.run import train
 from speedrun.train.warmup import lost_s
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
@@ -105,25 +104,25 @@ def test_before_the_clock_starts_pauses_and_stops_devices_are_done_and_nothing_i
     """Else work would be done while no time counts."""
     told = list[str]()
 
-    def telling(holder: type, name: str) -> None:
+    def telling(holder: Any, name: str) -> None:
         real = getattr(holder, name)
 
-        def tell(self, *args, **named):
-            told.append(type(args[0]).__name__ if name == "emit" else name)
-            return real(self, *args, **named)
+        def tell(*args, **named):
+            told.append(type(args[1]).__name__ if name == "emit" else name)
+            return real(*args, **named)
 
         patch.setattr(holder, name, tell)
 
     with pytest.MonkeyPatch.context() as patch:
-        telling(Training, "_sync")
+        telling(processes, "barrier")
         telling(Prefetch, "drain")
         telling(runlog.RunLog, "emit")
         train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
-    clocked = [one for one in told if one in ("_sync", "drain") or one.startswith("Clock")]
-    pause = ["drain", "_sync", "ClockPause"]
+    clocked = [one for one in told if one in ("barrier", "drain") or one.startswith("Clock")]
+    pause = ["drain", "barrier", "ClockPause"]
     after = clocked[clocked.index("ClockPause") + 1 :]
-    assert clocked[:5] == ["_sync", "ClockStart", *pause]
-    assert after == ["_sync", "ClockResume", "_sync", "ClockStop"]
+    assert clocked[:5] == ["barrier", "ClockStart", *pause]
+    assert after == ["barrier", "ClockResume", "barrier", "ClockStop"]
 
 
 @given(st.lists(st.floats(0.001, 9), min_size=health._TRIALS, max_size=health._TRIALS))

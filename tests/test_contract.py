@@ -20,8 +20,8 @@ from speedrun.record.reader import load
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe
 from speedrun.train.preflight import prepare
+from speedrun.train.recorded import train
 from speedrun.train.request import RunConfig
-from speedrun.train.run import train
 
 FILE = Path(__file__).parent / "toy89" / "toy89.py"
 

@@ -33,9 +33,9 @@ from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import encode, read_files
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe, describe
-from speedrun.train import local_processes
+from speedrun.train import keeper
+from speedrun.train.recorded import train
 from speedrun.train.request import RunConfig
-from speedrun.train.run import train
 
 HAD = [
     (name, feature)
@@ -355,7 +355,7 @@ def performed(forged, monkeypatch):
         return code, ""
 
     monkeypatch.setattr(children, "run_module", designed)
-    monkeypatch.setattr(local_processes, "trained", trained)
+    monkeypatch.setattr(keeper, "trained", trained)
     monkeypatch.setattr(running, "pictures", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 
@@ -435,7 +435,7 @@ def test_what_was_designed_is_found_unchanged(smoke_data, tmp_path):
     variants = ({"optimizer.muon_lr": "0.02"}, {"optimizer.muon_lr": "0.04"})
     design.design(Request(config=config, kind="sweep", num_runs=2, num_confirming=0, variants=variants))
     plan, _ = trials.read(tmp_path / "sweep")
-    modules = ["speedrun.recipes.smoke", "speedrun.train.run"]  # in the order of all records
+    modules = ["speedrun.recipes.smoke", "speedrun.train.recorded"]  # in the order of all records
     source = provenance.closure(modules, [track.TRACKS_DIR / "smoke-cpu.toml"])
     assert {arm.source_sha256 for arm in plan.arms} == {layout.sha256(source.encode())}
 

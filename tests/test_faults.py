@@ -35,7 +35,7 @@ from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
 from speedrun.record.source import read, split_source
 from speedrun.science.params import ParamSpec, normal
-from speedrun.train import run
+from speedrun.train import recorded
 from speedrun.train.checkpoint import folder_of
 from speedrun.train.request import RunConfig
 
@@ -81,7 +81,7 @@ def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:
     request = config.out.with_name(config.out.name + ".json")
     request.write_bytes(msgspec.json.encode(config, enc_hook=str))
     return subprocess.Popen(
-        [sys.executable, "-m", "speedrun.train.run", str(request)],
+        [sys.executable, "-m", "speedrun.train.recorded", str(request)],
         env=os.environ | CANARIES | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -118,7 +118,7 @@ def chain_of(path: Path) -> list[Any]:
 
 def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
     """Resume in this process, and compare with an unbroken run from some step on."""
-    run.train(at(config, out, resume=True))
+    recorded.train(at(config, out, resume=True))
     new = runs_of(out)[-1]
     assert new.end.final_hash == unbroken.end.final_hash
     assert steps(out, new.folder) == steps(config.out, unbroken.folder)[since:]
@@ -196,7 +196,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(shards, "open_track", lambda *args: real(*args)._replace(train=opened))
     unbroken = at(config, tmp_path / "first", checkpoint_every=1)
-    run.train(unbroken)
+    recorded.train(unbroken)
     (first,) = runs_of(tmp_path / "first")
     whole = steps(tmp_path / "first", first.folder)
     read_from = [step.cursor[0] for step in events(tmp_path / "first", runlog.Step)]
@@ -346,7 +346,7 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
         patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
         said = r"step 8: loss is \d.*first non-finite gradient: block.0.qkv"
         with pytest.raises(NonFiniteError, match=said):
-            run.train(at(config, out, overrides={}, checkpoint_every=3))
+            recorded.train(at(config, out, overrides={}, checkpoint_every=3))
     assert kept(out) == [3, 6]
     end = chain_of(log_of(out))[-1].event
     assert end.status == "non-finite"
@@ -377,7 +377,7 @@ def test_a_run_ends_if_rows_of_a_table_do_not_fit(config, tmp_path):
         with pytest.raises(
             NonFiniteError, match=r"warm-up .* loss is nan; .* ids that are read of skewed evenly"
         ):
-            run.train(at(config, tmp_path / "out", overrides={}))
+            recorded.train(at(config, tmp_path / "out", overrides={}))
 
 
 @pytest.mark.compile
@@ -404,7 +404,7 @@ def test_a_disk_that_fills_up(config, unbroken, tmp_path):
 def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_path):
     folder_of(tmp_path / "out").write_text("in the way")
     with pytest.raises(CheckpointError, match="free or choose another folder"):
-        run.train(at(config, tmp_path / "out"))
+        recorded.train(at(config, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -428,5 +428,5 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
 
 def test_no_run_reaches_for_wandb():
     """A separate process sends curves, so wandb cannot stop a run."""
-    files = split_source(provenance.closure(["speedrun.train.run"], [])).values()
+    files = split_source(provenance.closure(["speedrun.train.recorded"], [])).values()
     assert "wandb" not in {module for text in files for _, module, _ in read(text).imports}

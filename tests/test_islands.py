@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from speedrun.data.stream import START, Shape
 from speedrun.islands import outer, snapshot
 from speedrun.islands.driver import Driver
 from speedrun.islands.fleet import Fleet
-from speedrun.islands.island import Island, config_sha256, weights_of
+from speedrun.islands.island import ROOTS, Island, config_sha256, weights_of
 from speedrun.islands.leases import Lease, Leases
 from speedrun.islands.outer import digest
 from speedrun.islands.replay import in_turns, repeated
@@ -35,9 +36,9 @@ from speedrun.record.findings import Examination
 from speedrun.record.logged_run import rounds_of
 from speedrun.record.validate import find_check, validate
 from speedrun.train.preflight import prepare, shapes_of
+from speedrun.train.recorded import train
 from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
-from speedrun.train.run import train
 
 RNG = np.random.default_rng(0)
 FLEET = runlog.Islands(islands=2, every=2, quorum=1, deadline_s=600.0)
@@ -418,7 +419,7 @@ def run(island: Island, out: Path, engine: Any = None, resume: bool = False, **c
     settings = replace(FLEET, every=10, quorum=2, outer_lr=0.7, outer_momentum=0.5, **changed)
     config = replace(island.ready.config, out=out, resume=resume)
     here = lambda config: engine or Here(config, "0", "1", island=island)  # noqa: E731
-    end = train(config, kind=Driver, settings=settings, engine_of=here, meet_s=0.5)
+    end = train(config, steps=partial(Driver, settings=settings, engine_of=here, meet_s=0.5), roots=ROOTS)
     assemble(out)
     return end
 

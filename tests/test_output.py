@@ -143,7 +143,7 @@ ODD = {
     ("code", "place", "said"),
     [
         ("1 / 0", "science/nn.py", "ZeroDivisionError: division by zero; raised at {}:1; "),
-        ("raise MemoryError", "train/loop.py", "out of memory: nothing left; "),
+        ("raise MemoryError", "train/run.py", "out of memory: nothing left; "),
         *((code, "recipes/mine.py", said) for code, said in ODD.items()),
     ],
 )
@@ -167,7 +167,7 @@ def test_an_error_inside_a_package_names_both_places_and_blames_none(monkeypatch
     assert f"raised at {mine}:3; " in str(output.expected(raised(shape, mine)))
 
 
-@pytest.mark.parametrize("place", ["speedrun/train/loop.py", "tests/models/mine.py"])
+@pytest.mark.parametrize("place", ["speedrun/train/run.py", "tests/models/mine.py"])
 def test_a_fault_of_ours_keeps_its_traceback(place):
     assert output.expected(raised("1 / 0", ROOT / place)) is None
     assert output.expected(raised("exit()", ROOT / place)) is None

@@ -144,8 +144,8 @@ def test_several_processes_and_nodes_train_what_one_does(
 DRIFTS = """
 import sys
 if "shared_run" in sys.orig_argv and sys.orig_argv[-2] == "1":
-    from speedrun.train import loop
-    loop.state_hash = lambda state: "0" * 16
+    from speedrun.train import run
+    run.state_hash = lambda state: "0" * 16
 """
 
 
@@ -226,11 +226,11 @@ def test_the_others_end_when_a_process_is_lost(which, sent, tmp_path, smoke_data
 FAILS = """
 import sys
 if sys.orig_argv[-2:] == ["--process", "1"]:
-    from speedrun.train import loop
+    from speedrun.train import run
     def fail(executables, step, log):
         if step == 5:
             {what}
-    loop._log_stage_change = fail
+    run.log_stage_change = fail
 """
 
 

@@ -17,8 +17,8 @@ from speedrun.data import shards
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.step import Step
-from speedrun.train import loop, run
 from speedrun.train import program as programs
+from speedrun.train import recorded, run
 from speedrun.train.program import Program, evaluate
 from speedrun.train.request import RunConfig
 
@@ -195,7 +195,7 @@ def test_a_start_that_talks_to_the_host_is_refused_before_it_runs(smoke_data, tm
 
     monkeypatch.setattr(Step, "init", init)
     with pytest.raises(UsageError, match=r"would call .*callback"):
-        run.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+        recorded.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
     assert not heard
 
 
@@ -210,8 +210,8 @@ def test_a_generator_that_counts_calls_is_refused_and_one_that_does_not_is_not()
 
 def test_a_validation_that_changes_the_state_ends_the_run(smoke_data, tmp_path, monkeypatch):
     """The third state hash of a run precedes its validation, and the fourth follows it."""
-    honest, calls = loop.state_hash, iter(range(100))
-    monkeypatch.setattr(loop, "state_hash", lambda state: honest(state)[:-1] + str(next(calls)))
+    honest, calls = run.state_hash, iter(range(100))
+    monkeypatch.setattr(run, "state_hash", lambda state: honest(state)[:-1] + str(next(calls)))
     said = r"validation at step \d+: the state was \w+ before and is \w+ now"
     with pytest.raises(SpeedrunError, match=said):
-        run.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+        recorded.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))

@@ -948,9 +948,9 @@ def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(trained, smoke
 CHEAT = """
 from msgspec.structs import replace as _replace
 
-import speedrun.train.loop as _loop
+import speedrun.train.run as _run
 
-_honest = _loop.evaluate
+_honest = _run.evaluate
 
 
 def _cheap(*args, **named):
@@ -960,7 +960,7 @@ def _cheap(*args, **named):
     return _replace(score, loss=total / score.tokens, nll_sum=total.hex(), sequences=each)
 
 
-_loop.evaluate = _cheap
+_run.evaluate = _cheap
 """
 
 

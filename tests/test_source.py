@@ -80,7 +80,7 @@ def test_nothing_of_a_source_is_executed(forged):
 PARENT = {
     "speedrun/science/models/mine.py": "import jax\n\ndef f(x):\n    y = x + 1\n    return y\n",
     "speedrun/science/nn.py": "def norm(x):\n    return x\n",
-    "speedrun/train/loop.py": "a = 1\n",
+    "speedrun/train/run.py": "a = 1\n",
     "speedrun/tracks/mine.toml": "a = 1\n",
 }
 MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speedrun/science/nn.py"))
@@ -90,7 +90,7 @@ MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speed
     ("changes", "num_lines"),
     [
         ({}, 0),
-        ({"speedrun/train/loop.py": "b = 2\n"}, 0),
+        ({"speedrun/train/run.py": "b = 2\n"}, 0),
         ({"speedrun/recipes/__init__.py": "b = 2\n"}, 0),
         ({"speedrun/recipes/mine.py": "b = 2\n"}, 1),
         ({"speedrun/tracks/mine.toml": "b = 2\n"}, 0),

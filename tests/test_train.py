@@ -34,12 +34,13 @@ from speedrun.record.examine import sandbox
 from speedrun.record.source import split_source
 from speedrun.record.validate import validate
 from speedrun.train import watchdog
+from speedrun.train.attempt import Attempt
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
 from speedrun.train.ranked import approve
+from speedrun.train.recorded import opening, train
 from speedrun.train.request import RunConfig
-from speedrun.train.run import opening, train
-from speedrun.train.warmup import Untimed, compilations, compile_all
+from speedrun.train.warmup import compilations, compile_all
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +90,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     monkeypatch.setattr(recipes, "load", lambda _: odd)
     ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
     with runlog.RunLog(tmp_path / "log") as log:
-        found = compile_all(ready, ready.program.init(jax.random.key(0)), log, Untimed())
+        found = compile_all(Attempt("a", ready, log, None), ready.program.init(jax.random.key(0)))
     compiled = [line.event for line in runlog.read(tmp_path / "log")]
     names = [event.name for event in compiled if isinstance(event, runlog.Compile)]
     assert len(found.steps) == 2
@@ -257,7 +258,8 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
 @pytest.mark.parametrize(("sent", "exit_code"), [([signal.SIGHUP] * 2, 75), ([signal.SIGINT] * 3, 130)])
 def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sent, exit_code):
     """While JAX is imported. A lost terminal may send two; three others end it at once."""
-    running = started(["speedrun", "run", "--data", str(smoke_data), "--out", str(tmp_path / "out")])
+    with signals.handled_by(signal.SIG_DFL, signal.SIGHUP):  # nohup ignores it, and children inherit that
+        running = started(["speedrun", "run", "--data", str(smoke_data), "--out", str(tmp_path / "out")])
     while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
         assert running.poll() is None, running.communicate()
         threading.Event().wait(0.02)

@@ -316,6 +316,11 @@ class RunLog:
             except OSError:
                 self._reader = lambda _: None
 
+    def is_as_written(self) -> bool:
+        """Return whether the last line of the file is the last that was written, and so all lines are."""
+        assert self._path is not None
+        return not self._index or digest(self._path.read_bytes().splitlines()[-1]) == self._prev
+
     def __enter__(self) -> Self:
         return self
 

@@ -13,7 +13,6 @@ from typing import Any
 from speedrun.base.errors import Terminated
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-ATTENDED = "attended"  #: word for a child process that is to end with its parent
 
 
 def stop(number: int, _frame: object) -> None:

@@ -190,7 +190,7 @@ def import_jax() -> None:
     """Import JAX, and handle signals only afterwards: an exception in its C++ start crashes the process."""
     got: list[int] = []
     with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
-        importlib.import_module("speedrun.train.run")
+        importlib.import_module("speedrun.train.recorded")
     if got:
         signals.stop(got[0], None)
 

@@ -101,11 +101,12 @@ def run(
     engine_of = partial(actors.Actors, ray, address)
     import_jax()
     from speedrun.islands.driver import Driver
+    from speedrun.islands.island import ROOTS
     from speedrun.train import single_run
-    from speedrun.train.run import train
+    from speedrun.train.recorded import train
 
-    more = {"settings": settings, "engine_of": engine_of, "meet_s": float(fleet.meet_within)}
-    begun = partial(train, kind=Driver, **more)
+    steps = partial(Driver, settings=settings, engine_of=engine_of, meet_s=float(fleet.meet_within))
+    begun = partial(train, steps=steps, roots=ROOTS)
     beside = single_run.Extras(to_stderr=ctx.params["as_json"])
     asked = replace(config, resume=resume is not None)
     done = single_run.run(asked, nullcontext(), beside, begun, lambda _: config)

@@ -1,14 +1,13 @@
 """A run whose steps are made by islands. The driver holds the weights, scores them, and writes log and snapshots."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from statistics import fmean
-
-from msgspec.structs import replace
 
 from speedrun.base import faults, runlog
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import SpeedrunError
+from speedrun.base.signals import Deferred
 from speedrun.data.stream import START
 from speedrun.islands import snapshot
 from speedrun.islands.fleet import Fleet, Played
@@ -18,108 +17,120 @@ from speedrun.islands.rounds import Engine, Lost
 from speedrun.islands.snapshot import Snapshot
 from speedrun.record import layout
 from speedrun.record.reader import load
+from speedrun.science.step import TrainState
+from speedrun.train.attempt import Attempt, Progress
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.loop import Training
 from speedrun.train.request import RunConfig
+from speedrun.train.warmup import Executables
 
 _POLL_S = 0.2
 _MOST_FAILED = 10  #: rounds in a row that do not count
 
 
-@dataclass
-class Driver(Training):
-    """A run of a fleet."""
+class Driver:
+    """`run.Steps` that a fleet makes: each is a round that counts."""
 
-    settings: runlog.Islands = field(kw_only=True)
-    engine_of: Callable[[RunConfig], Engine] = field(kw_only=True)  #: islands that train as the request says
-    meet_s: float = field(kw_only=True)  #: time for them to start
+    def __init__(
+        self,
+        this: Attempt,
+        stopping: Deferred,
+        *,
+        settings: runlog.Islands,
+        engine_of: Callable[[RunConfig], Engine],
+        meet_s: float,
+    ) -> None:
+        """Start the islands, which train as the request says; they have `meet_s` to be ready."""
+        self._this, self._stopping, self._settings, self._meet_s = this, stopping, settings, meet_s
+        self._engine, self._joined = engine_of(this.ready.config), set[str]()
+        self._engine.islands()
 
-    def set_up(self) -> None:
-        """Start the islands; compile and warm up meanwhile; make the fleet, or restore it; wait for the islands."""
-        ready = self.ready
-        self.engine, self.joined = self.engine_of(ready.config), set[str]()
-        self.engine.islands()
-        super().set_up()
-        given = self.settings, config_sha256(ready), [one.batch for one in self.executables.planned]
+    def begin(
+        self, programs: Executables, state: TrainState, at: Progress, held: ExitStack
+    ) -> tuple[TrainState, Progress]:
+        """Make the fleet, or restore it; wait for the islands."""
+        this, ready, self._planned = self._this, self._this.ready, programs.planned
+        given = self._settings, config_sha256(ready), [one.batch for one in programs.planned]
         if not ready.config.resume:
-            self.fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(self.state))
+            self._fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(state))
         else:
             kept = snapshot.load(ready.config.out)
             leases = Leases(ready.stream(kept.cursor), kept.num_granted, kept.returned)
-            self.fleet = Fleet(*given, leases, kept.weights, kept.velocity, kept.version)
-            self._resume(kept)
-        self.log.emit(self.settings)
-        first = ready.stream(START).batch(*self.fleet.shapes[0])
-        self.first_batch_sha256 = layout.sha256(first.tokens_BT.astype("<u2").tobytes())
-        self.phases.enter("start")
-        self._recruit(self.settings.islands)
+            self._fleet = Fleet(*given, leases, kept.weights, kept.velocity, kept.version)
+            state, at = self._resumed(kept, state)
+        this.log.emit(self._settings)
+        first = ready.stream(START).batch(*self._fleet.shapes[0])
+        this.first_batch_sha256 = layout.sha256(first.tokens_BT.astype("<u2").tobytes())
+        this.phases.enter("start")
+        self._recruit(self._settings.islands)
+        return state, at
 
-    def _resume(self, kept: Snapshot) -> None:
+    def _resumed(self, kept: Snapshot, state: TrainState) -> tuple[TrainState, Progress]:
         """Log where the run goes on. The last driver may have been killed before it logged the last round."""
-        self._adopt()
+        this, step = self._this, self._fleet.step
+        state = with_weights(this.ready.program, state, kept.weights, step)
         place = kept.train_time_s, kept.tokens_seen, kept.cursor
-        self.log.emit(runlog.Resume(kept.run_id, self.fleet.step, state_hash(self.state), *place))
-        self.place = replace(self.place, train_time_s=kept.train_time_s, tokens_seen=kept.tokens_seen)
-        if all(kept.last not in run.of(runlog.Round) for run in load(self.ready.config.out).runs):
-            self.log.emit(kept.last)
+        this.log.emit(runlog.Resume(kept.run_id, step, state_hash(state), *place))
+        this.clock.resume_at(kept.train_time_s)
+        if all(kept.last not in run.of(runlog.Round) for run in load(this.ready.config.out).runs):
+            this.log.emit(kept.last)
+        return state, Progress(step, kept.tokens_seen, kept.cursor)
 
     def _recruit(self, wanted: int) -> None:
         """Wait until so many islands are ready, and log who joined; be content with a quorum after `meet_s`."""
-        watch, quorum = Stopwatch(), self.settings.quorum
-        while len(ready := self.engine.islands()) < wanted and watch.seconds < self.meet_s:
-            self.fleet.poll(self.engine, _POLL_S)
-            self.stopping.check()
-        for name in sorted({*ready} - self.joined):
-            self.log.emit(runlog.Island(name, self.fleet.version))
-        self.joined.update(ready)
+        watch, quorum = Stopwatch(), self._settings.quorum
+        while len(ready := self._engine.islands()) < wanted and watch.seconds < self._meet_s:
+            self._fleet.poll(self._engine, _POLL_S)
+            self._stopping.check()
+        for name in sorted({*ready} - self._joined):
+            self._this.log.emit(runlog.Island(name, self._fleet.version))
+        self._joined.update(ready)
         if len(ready) < quorum:
-            why = "".join(f"; {one.island}: {one.why}" for one in self.fleet.late if isinstance(one, Lost))
-            got = f"{len(ready)} islands were ready within {self.meet_s:g} s, need {quorum}{why}"
+            why = "".join(f"; {one.island}: {one.why}" for one in self._fleet.late if isinstance(one, Lost))
+            got = f"{len(ready)} islands were ready within {self._meet_s:g} s, need {quorum}{why}"
             raise SpeedrunError(f"{got}; see to their machines, or raise --meet-within, then --resume")
 
-    def train(self) -> None:
-        """Play all rounds, with the validations before them."""
-        failed = 0
-        while not self.fleet.is_done:
-            self.stopping.check()
-            if not failed and self.ready.track.validates_at(self.fleet.step):
-                self._adopt()
-                self._validate_in_pause(self.fleet.step)
-            self.phases.enter("step")  # its deadline counts from here
-            self._recruit(self.settings.quorum)
-            played = self.fleet.advance(self.engine)
+    def make(self, state: TrainState, at: Progress) -> tuple[TrainState, Progress, None]:
+        """Play rounds until one counts, and take its weights."""
+        this, fleet = self._this, self._fleet
+        for _ in range(_MOST_FAILED):
+            self._stopping.check()
+            this.phases.enter("step")  # its deadline counts from here
+            self._recruit(self._settings.quorum)
+            played = fleet.advance(self._engine)
             for one in played.lost:
-                self.log.emit(runlog.Island(one.island, played.round.version, one.why))
-            self._keep(played)
-            failed = 0 if played.used else failed + 1
-            if failed == _MOST_FAILED:
-                got = f"{failed} rounds in a row had fewer than {self.settings.quorum} answers"
-                raise SpeedrunError(f"{got}; the log says why; raise --deadline in a new run")
-        self._adopt()
+                this.log.emit(runlog.Island(one.island, played.round.version, one.why))
+            tokens_seen = self._keep(played, at.tokens_seen)
+            if played.used:
+                state = with_weights(this.ready.program, state, fleet.weights, fleet.step)
+                return state, Progress(fleet.step, tokens_seen, fleet.leases.stream.cursor), None
+        got = f"{_MOST_FAILED} rounds in a row had fewer than {self._settings.quorum} answers"
+        raise SpeedrunError(f"{got}; the log says why; raise --deadline in a new run")
 
-    def _keep(self, played: Played) -> None:
-        """Write the snapshot, then the log: the other way round, a restarted driver would log a round twice."""
-        fleet, used, seen = self.fleet, played.used, self.place.tokens_seen
+    def _keep(self, played: Played, seen: int) -> int:
+        """Write the snapshot, then the log: the other way round, a restarted driver would log a round twice.
+
+        Return the tokens seen, which were `seen` before the round.
+        """
+        this, fleet, used = self._this, self._fleet, played.used
         tokens_seen = seen + sum(one.num_tokens for one in used)
-        self.place = replace(self.place, tokens_seen=tokens_seen)
-        self.ranges = fleet.leases.stream.ranges
+        this.ranges = fleet.leases.stream.ranges
         faults.point("round")
         if used:
             leases = fleet.leases
             where = fleet.version, leases.stream.cursor, leases.num_granted, leases.returned
-            held = tokens_seen, self.clock.seconds, played.round, fleet.weights, fleet.velocity
-            snapshot.save(Snapshot(self.ready.config, self.settings, self.run_id, *where, *held))
+            held = tokens_seen, this.clock.seconds, played.round, fleet.weights, fleet.velocity
+            snapshot.save(Snapshot(this.ready.config, self._settings, this.run_id, *where, *held))
             faults.point("snapshot")
-        self.log.emit(played.round, hold=bool(used))
+        this.log.emit(played.round, hold=bool(used))
         of_steps = zip(*(one.losses for one in used), strict=True)
-        for step, losses in enumerate(of_steps, played.round.version * self.settings.every):
-            size = len(used) * fleet.shapes[step].num_sequences * fleet.shapes[step].seq_len
+        for step, losses in enumerate(of_steps, played.round.version * self._settings.every):
+            size = len(used) * self._planned[step].num_tokens
             seen += size
             read = size, seen, fleet.leases.stream.cursor
-            inputs, is_last = self.executables.planned[step].inputs, step + 1 == fleet.step
-            event = runlog.Step(step, self.clock.seconds, fmean(losses), *read, inputs=inputs)
-            self.log.emit(event, hold=not is_last)
+            inputs, is_last = self._planned[step].inputs, step + 1 == fleet.step
+            event = runlog.Step(step, this.clock.seconds, fmean(losses), *read, inputs=inputs)
+            this.log.emit(event, hold=not is_last)
+        return tokens_seen
 
-    def _adopt(self) -> None:
-        """Take the fleet's weights, to score them."""
-        self.state = with_weights(self.ready.program, self.state, self.fleet.weights, self.fleet.step)
+    def drain(self) -> None:
+        """Nothing is read between rounds."""

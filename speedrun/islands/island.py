@@ -19,7 +19,7 @@ from speedrun.train.preflight import Ready, prepare
 from speedrun.train.program import Program, StepShape
 from speedrun.train.request import RunConfig
 
-LOOP = "speedrun.islands.driver"  #: whose source belongs to the record
+ROOTS = ("speedrun.islands.driver",)  #: its source belongs to the record
 
 
 class Island:
@@ -27,7 +27,7 @@ class Island:
 
     def __init__(self, name: str, config: RunConfig) -> None:
         """Check and compile the run as `speedrun run` does; raise its errors."""
-        self.name, self.ready = name, prepare(config, LOOP)
+        self.name, self.ready = name, prepare(config, ROOTS)
         self._program, self.config_sha256 = self.ready.program, config_sha256(self.ready)
         self.state = self.fresh()
         shapes = {self._program.shape_at(step) for step in range(self.ready.recipe.num_steps)}

@@ -46,7 +46,7 @@ def _facts(platform: str) -> dict[str, str]:
 
 
 def _source() -> str:
-    return layout.sha256(provenance.closure(["speedrun.train.run"], []).encode())[:12]
+    return layout.sha256(provenance.closure(["speedrun.train.recorded"], []).encode())[:12]
 
 
 def _train(config: RunConfig, given: dict[str, bytes]) -> Home:

@@ -24,7 +24,7 @@ from speedrun.record.batch import Declaration, Standing, standing
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load, read_declared
 from speedrun.record.salvage import salvage
-from speedrun.train import local_processes
+from speedrun.train import keeper
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def here(say: Say, printer: Callable[[], Printer]) -> Trainer:
         for config in configs:
             generated.ensure(rules, config.data, say)
             with printer() as shown:
-                code = local_processes.trained(config, shown)[0]
+                code = keeper.trained(config, shown)[0]
             yield config, code
 
     return trained

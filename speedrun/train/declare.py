@@ -19,8 +19,8 @@ from speedrun.record.reader import encode
 from speedrun.train.batch import Promise, num_runs, prospect
 from speedrun.train.preflight import prepare
 from speedrun.train.ranked import approve
+from speedrun.train.recorded import opening
 from speedrun.train.request import decoded
-from speedrun.train.run import opening
 
 
 def declare(promise: Promise) -> Declaration:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from speedrun.base import processes, runlog
+from speedrun.base import messages, processes, runlog
 from speedrun.base.clock import Stopwatch
 from speedrun.base.mesh import setting
 from speedrun.base.track import Track
@@ -33,7 +33,7 @@ _CHUNK_TOKENS = 1024  #: rows of logits
 _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 
-def export_to_record(ready: Ready, log: runlog.RunLog) -> None:
+def export_to_record(ready: Ready, log: messages.Log) -> None:
     """Write the programs of a run into its record. All runs of a batch have the same file."""
     watch, raw = Stopwatch(), archive.pack(exported(ready))
     if len(raw) > archive.MOST_BYTES:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun.base import runlog
+from speedrun.base import messages, runlog
 from speedrun.base.clock import Stopwatch
 from speedrun.base.output import text_of
 
@@ -35,7 +35,7 @@ def matmul_gflops(mesh: Mesh) -> float:
     return _MULTIPLICATIONS * mesh.size * 2 * size**3 / best_s(lambda: _chain(x_NMM, x_NMM.sharding)) / 1e9
 
 
-def matmul_gflops_again(mesh: Mesh, log: runlog.RunLog) -> float:
+def matmul_gflops_again(mesh: Mesh, log: messages.Log) -> float:
     """Return the rate after a run, since other programs may have started or ended; warn and return 0 if it fails."""
     try:
         return matmul_gflops(mesh)

@@ -1,6 +1,6 @@
 """Checks a run before its record is created."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,8 +121,8 @@ class Ready:
         return msgspec.json.encode(kept, enc_hook=str)
 
 
-def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
-    """Check everything about a run that can be checked before its folder is made. `loop` is the module that trains."""
+def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
+    """Check everything about a run that can be checked before its folder is made. Its source has `roots`, too."""
     with watchdog.starting(config.out, config.deadlines_s):
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
@@ -146,8 +146,8 @@ def prepare(config: RunConfig, loop: str = "speedrun.train.loop") -> Ready:
         stream.validation_batches(
             found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
         )
-        roots = [*source_roots(recipe.name), *{loop} - {"speedrun.train.loop"}]  # this they reach
-        source = provenance.closure(roots, [tracks.files()[track.name]])
+        reached = [*source_roots(recipe.name), *roots]
+        source = provenance.closure(reached, [tracks.files()[track.name]])
         _check_source(config, source)
         return Ready(config, track, recipe, program, found, folder, source, num_shards)
 

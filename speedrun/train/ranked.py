@@ -1,17 +1,17 @@
 """A run that a ranked record may hold: the checks that are decided before the clock are asked before it starts.
 
-python -m speedrun.train.ranked REQUEST.json [attended]      as speedrun.train.run
+python -m speedrun.train.ranked REQUEST.json [DESCRIPTOR]    as speedrun.train.recorded
 """
 
 from functools import partial
 
 from speedrun.base import runlog
 from speedrun.record import prospect
-from speedrun.train import health, run, warmup
+from speedrun.train import health, recorded, warmup
 from speedrun.train.preflight import Ready
 
 
-def approve(ready: Ready, first: run.Opening, num_runs: int | None = None) -> list[str]:
+def approve(ready: Ready, first: recorded.Opening, num_runs: int | None = None) -> list[str]:
     """Raise UsageError if the track ranks and no ranked record could hold the run; else return warnings.
 
     `num_runs` is that of the batch to declare. A run that is resumed or single says itself that it is not ranked.
@@ -32,7 +32,7 @@ def approve(ready: Ready, first: run.Opening, num_runs: int | None = None) -> li
     return warnings
 
 
-train = partial(run.train, approve=approve)
+train = partial(recorded.train, approve=approve)
 
 if __name__ == "__main__":
-    run.main(train)
+    recorded.main(train)

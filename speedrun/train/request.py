@@ -36,7 +36,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 def source_roots(recipe: str) -> list[str]:
     """Return the modules whose closure is the source of a run, in their order, on which its digest depends."""
-    return [f"speedrun.recipes.{recipe}", "speedrun.train.run"]
+    return [f"speedrun.recipes.{recipe}", "speedrun.train.recorded"]
 
 
 def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:

@@ -1,155 +1,233 @@
-"""One run of a recipe on a track, with its folder and its log.
+"""A whole run in one function: compile, warm up, train under the clock, score.
 
-python -m speedrun.train.run REQUEST.json [attended]
-
-It prints the log. Other commands run this as a child process; an attended one ends when its standard input does.
+Programs are warmed up on random ids, and the state is built again. No token is read before the clock starts.
 """
 
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, Protocol
 
-from speedrun.base import faults, processes, provenance, runlog, signals
-from speedrun.base import track as tracks
-from speedrun.base.clock import now
-from speedrun.base.errors import NonFiniteError, translate_os_errors
-from speedrun.base.output import expected, reported, text_of
-from speedrun.base.wholefile import lock_record, make_folder, write_whole
+import jax
+from msgspec.structs import replace
+
+from speedrun.base import faults, messages, processes, runlog, signals
+from speedrun.base import mesh as meshes
+from speedrun.base.clock import Stopwatch, cold_wall_s
+from speedrun.base.errors import SpeedrunError, Terminated
+from speedrun.data import stream
 from speedrun.record import layout
-from speedrun.train import checkpoint, health, watchdog
-from speedrun.train.loop import Training
-from speedrun.train.preflight import Ready, prepare
-from speedrun.train.request import RunConfig, decoded
-
-Opening = tuple[runlog.RunStart, runlog.Preflight, runlog.DataReady]
-
-
-def train(
-    config: RunConfig,
-    reader: runlog.Reader | None = None,
-    kind: type[Training] = Training,
-    approve: Callable[[Ready, Opening], list[str]] = lambda *_: [],
-    **more: Any,
-) -> runlog.RunEnd:
-    """Train once; write `source.txt` and `runs/<run id>/` into the record; return the last event of the log.
-
-    If `prepare` or `approve` refuses, no folder is made; `approve` gets the first events of the log, and returns
-    warnings for it. If the run breaks off, its log says why. `more` are arguments of `kind`.
-    """
-    ready = processes.agreed(lambda: prepare(config, kind.__module__), lambda ready: ready.facts)
-    with watchdog.starting(config.out, config.deadlines_s):
-        first = opening(ready)
-    warnings = processes.agreed(lambda: approve(ready, first), lambda _: {})
-    locked = lock_record(config.out) if processes.is_first() else nullcontext()
-    kept = nullcontext()
-    if config.checkpoint_every:
-        folder = checkpoint.folder_of(config.out)
-        kept = checkpoint.opened(folder, ready.resumable, keep=config.keep_checkpoints)
-    with locked, kept as checkpoints:
-        make = partial(kind, checkpoints=checkpoints, **more)
-        return _logged(ready, reader, first, warnings, make)
+from speedrun.science.step import StepMetrics, TrainState
+from speedrun.train import health
+from speedrun.train.attempt import Attempt, Progress
+from speedrun.train.checkpoint import Facts, described, state_hash
+from speedrun.train.export_programs import export_to_record
+from speedrun.train.program import evaluate, finite, finite_step
+from speedrun.train.warmup import Executables, compilations, compile_all, initial, restored, warm_up
 
 
-def _logged(
-    ready: Ready,
-    reader: runlog.Reader | None,
-    first: Opening,
-    warnings: list[str],
-    make: Callable[..., Training],
-) -> runlog.RunEnd:
-    config, run_id = ready.config, first[0].run_id
-    run_dir = config.out / "runs" / run_id
-    path = _make_folders(ready, run_dir) if processes.is_first() else None
-    with runlog.RunLog(path, reader) as log, processes.handled_by(signals.ignore):
-        training = make(run_id, ready, log)
-        outcome: runlog.Outcome = "aborted"
-        training.phases.enter("start")  # its deadline counts from here
+class Pending(NamedTuple):
+    """A dispatched step whose metrics are not fetched."""
+
+    metrics: StepMetrics
+    after: Progress
+
+
+class Steps(Protocol):
+    """Makes the steps of a run: a `Mesh`, or several that another room brings."""
+
+    def begin(
+        self, programs: Executables, state: TrainState, at: Progress, held: ExitStack
+    ) -> tuple[TrainState, Progress]:
+        """Prepare all steps, before the clock; return where the run begins. `held` ends with the run."""
+        ...
+
+    def make(self, state: TrainState, at: Progress) -> tuple[TrainState, Progress, Pending | None]:
+        """Make a step, or several; return what is to be logged one step later, or None if all is logged."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing is being read: the clock is about to pause."""
+        ...
+
+
+#: Is called first, as other meshes compile at the same time.
+Maker = Callable[[Attempt, signals.Deferred], Steps]
+
+
+def run(this: Attempt, steps: Maker) -> None:
+    """Train and score; write the log but for its first and last events."""
+    ready, log, clock, stopping = this.ready, this.log, this.clock, processes.deferred_stop()
+    every, validates_at = ready.config.checkpoint_every, ready.track.validates_at
+    pending: Pending | None = None
+
+    def sync() -> None:
+        """Wait until all devices are done, in all processes."""
+        jax.device_get(jax.block_until_ready(state).step)
+        processes.barrier()
+
+    train = steps(this, stopping)
+    with ExitStack() as held:
+        state = initial(this)
+        this.phases.enter("compile")
+        if processes.is_first():
+            export_to_record(ready, log)
+        programs = compile_all(this, state)
+        stopping.check()
+        this.phases.enter("warm-up")
+        state = warm_up(this, programs, state)
+        stopping.check()
+        state, at = train.begin(programs, *restored(this, state), held)
+        throttled_s = health.throttled_s(ready.program.mesh)
+        with under_clock(this, stopping, lambda: save(this, state, at, wait=True)):
+            clock.start(sync)
+            log.emit(runlog.ClockStart())
+            faults.point("clock")
+            while at.step < ready.recipe.num_steps:
+                is_due = every > 0 and at.step > 0 and at.step % every == 0
+                if stopping.requested or is_due or validates_at(at.step):
+                    pending = report(this, programs, pending)
+                    if is_due:
+                        save(this, state, at)
+                    stopping.check()
+                if validates_at(at.step):
+                    train.drain()
+                    with clock.paused(sync):
+                        log.emit(runlog.ClockPause("validation", clock.seconds))
+                        score(this, programs, state, at.step, stopping.check)
+                    log.emit(runlog.ClockResume(clock.seconds))
+                faults.point("step")
+                state, at, started = train.make(state, at)
+                report(this, programs, pending)  # of the step before: the devices are busy with this one
+                pending = started
+            report(this, programs, pending)
+            clock.stop(sync)
+            log.emit(runlog.ClockStop(clock.seconds))
+
+            this.phases.enter("end")
+            # Before the result, so that little can fail after it.
+            this.throttled_s = health.throttled_s(ready.program.mesh, since_s=throttled_s)
+            this.read = processes.agreed(
+                lambda: ready.data_read(this.ranges), lambda read: {s.name: s.sha256 for s in read.shards}
+            )
+            save(this, state, at)
+            score(this, programs, state, at.step, stopping.check)
+            this.cold_wall_s = cold_wall_s()
+            save(this, state, at, wait=True)
+    with processes.handled_by(signals.ignore):  # do not lose the result
+        this.final_hash = hash_of_all(state)
+        this.matmul_gflops = health.matmul_gflops_again(ready.program.mesh, log)
+
+
+class Mesh:
+    """The steps of a run on the mesh of its processes."""
+
+    def __init__(self, this: Attempt, _: signals.Deferred) -> None:
+        self._this = this
+
+    def begin(
+        self, programs: Executables, state: TrainState, at: Progress, held: ExitStack
+    ) -> tuple[TrainState, Progress]:
+        """Open the stream; nothing is read before the first step."""
+        self._programs = programs
+        share = {"process": processes.index(), "num_processes": processes.count()}
+        tokens = self._this.ready.stream(at.cursor, **share)
+        batches = stream.Prefetch(tokens, [each.batch for each in programs.planned[at.step :]])
+        self._batches = held.enter_context(batches)
+        return state, at
+
+    def make(self, state: TrainState, at: Progress) -> tuple[TrainState, Progress, Pending]:
+        """Read a batch and dispatch its step."""
+        this, batches, planned = self._this, self._batches, self._programs.planned[at.step]
+        log_stage_change(self._programs, at.step, this.log)
+        with this.phases.within("data"):
+            faults.point("data")
+            batch = next(batches)
+            this.data_wait_s, this.ranges = batches.wait_s, batches.ranges
+        if not this.first_batch_sha256:  # with the rows of other processes
+            whole = batch if processes.count() == 1 else this.ready.stream(at.cursor).batch(*planned.batch)
+            this.first_batch_sha256 = layout.sha256(whole.tokens_BT.astype("<u2").tobytes())
+        tokens_BT, targets_BT = (meshes.place(x, this.ready.program.mesh) for x in batch)
+        train_step, schedule = self._programs.steps[planned.shape], this.ready.program.schedule
+        state, metrics = train_step(state, tokens_BT, targets_BT, schedule)
+        # Gather the flags now: queued after the next step, the gather would wait for it.
+        metrics = metrics._replace(bad=meshes.whole(metrics.bad))
+        after = Progress(at.step + 1, at.tokens_seen + planned.num_tokens, batches.cursor)
+        return state, after, Pending(metrics, after)
+
+    def drain(self) -> None:
+        """Wait until nothing is being read."""
+        self._batches.drain()
+
+
+@contextmanager
+def under_clock(this: Attempt, stopping: signals.Deferred, keep: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, disallow implicit transfers, log compilations and defer signals; `keep` the state at one."""
+    with jax.transfer_guard("disallow"), compilations(this.log), processes.handled_by(stopping):
         try:
-            stacks = watchdog.stacks_of(config.out)
-            watched = watchdog.watching(training.phases, config.deadlines_s, log, stacks)
-            with watched, processes.handled_by(processes.immediate_stop()):
-                for event in (*first, *map(runlog.Warning, warnings)):
-                    log.emit(event)
-                training.run()
-            outcome = "finished"
-        except BaseException as error:
-            # A run that broke off stays visible, whatever the cause.
-            known = expected(error) or error
-            outcome = "non-finite" if isinstance(known, NonFiniteError) else "aborted"
-            log.emit(runlog.Error(type(known).__name__, text_of(known) or "stopped from outside"))
+            this.phases.enter("step")
+            yield
+        except Terminated:  # raised only between steps
+            keep()
             raise
-        finally:
-            training.phases.enter("end")
-            faults.point("end")
-            log.emit(end := training.end(outcome))  # last, when everything else is on disk
-    return end
 
 
-def _make_folders(ready: Ready, run_dir: Path) -> Path:
-    """Make the folders of the record and the run; return the path of the log."""
-    out, source = ready.config.out, "source.txt"
-    if (ready.config.batch_sha256 or ready.config.resume) and out.exists():
-        write_whole(out / source, ready.source.encode())  # the same text, or missing
-    else:
-        make_folder(out, {source: ready.source.encode()})
-    with translate_os_errors(run_dir):
-        run_dir.mkdir(parents=True)
-    return run_dir / "metrics.jsonl"
+def report(this: Attempt, programs: Executables, pending: Pending | None) -> None:
+    """Fetch and log a pending step; raise NonFiniteError if its loss, a gradient or an update is not finite."""
+    if pending is None:
+        return
+    after, step = pending.after, pending.after.step - 1
+    loss = finite_step(this.ready.program, pending.metrics, f"step {step}")
+    planned = programs.planned[step]
+    place = planned.num_tokens, after.tokens_seen, after.cursor
+    this.log.emit(runlog.Step(step, this.clock.seconds, loss, *place, inputs=planned.inputs))
 
 
-def opening(ready: Ready) -> Opening:
-    """Return the first events of a log: the run, its devices and its data. Measures the devices."""
-    track, recipe, mesh, config = ready.track, ready.recipe, ready.program.mesh, ready.config
-    nonce = layout.sha256(f"{now()}".encode())[:4]
-    start = runlog.RunStart(
-        format=2,
-        run_id=f"{recipe.name}-{config.seed}-{nonce}",
-        track=track.id,
-        track_sha256=tracks.sha256(track.name),
-        recipe=recipe.name,
-        recipe_revision=recipe.revision,
-        overrides=config.overrides,
-        seed=config.seed,
-        num_steps=recipe.num_steps,
-        source_sha256=ready.source_sha256,
-        config=ready.described,
-        config_sha256=layout.config_sha256(ready.described),
-        batch_sha256=config.batch_sha256,
-        purpose=config.purpose,
+def score(
+    this: Attempt, programs: Executables, state: TrainState, step: int, stop: Callable[[], None]
+) -> None:
+    """Score the validation tokens, log the result, and check that the state did not change. `stop` may raise."""
+    ready, program = this.ready, this.ready.program
+    with this.phases.within("evaluation"):
+        before = state_hash(state)
+        shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
+        val = evaluate(program, programs.scores[program.eval_shape_at(step)], state, shard, num_tokens, stop)
+        this.val_s, where = this.val_s + val.seconds, f"validation at step {val.step}"
+        if (after := state_hash(state)) != before:
+            raise SpeedrunError(f"{where}: the state was {before} before and is {after} now")
+        finite(program, val.loss, where)
+        is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
+        this.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
+        this.val_loss = val.loss
+
+
+def save(this: Attempt, state: TrainState, at: Progress, *, wait: bool = False) -> None:
+    """Save a checkpoint of this step unless there is one; `wait` until it is on disk."""
+    if this.kept is None:
+        return
+    with this.phases.within("checkpoint"):
+        if this.kept.newest != at.step:
+            train_time_s, watch = this.clock.seconds, Stopwatch()
+            digest = layout.config_sha256(this.ready.described)
+            done = at.cursor, at.tokens_seen, train_time_s
+            this.kept.save(state, Facts(at.step, this.run_id, digest, *done, described(state)))
+            this.log.emit(runlog.Checkpoint(at.step, state_hash(state), watch.seconds))
+        if wait:
+            this.kept.settle()
+
+
+def log_stage_change(programs: Executables, step: int, log: messages.Log) -> None:
+    """Log a change of stage, or of an input that is an integer, such as a window."""
+    before, now = programs.planned[max(0, step - 1)], programs.planned[step]
+    changed = {k: int(v) for k, v in now.inputs.items() if type(v) is int and v != before.inputs[k]}
+    if before.stage != now.stage or changed:
+        log.emit(runlog.StageChange(step, now.stage, changed))
+
+
+def hash_of_all(state: TrainState) -> str:
+    """Return the hash of the final state, the same in all processes."""
+    return processes.agreed(
+        lambda: state_hash(state),
+        lambda found: {"the final state": f"of hash {found}"},
+        otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",
+        refuse=SpeedrunError,
     )
-    device, val = mesh.devices.flat[0], ready.shards.val[0]
-    preflight = runlog.Preflight(
-        platform=device.platform,
-        device_kind=device.device_kind,
-        num_devices=mesh.size,
-        num_processes=processes.count(),
-        num_replicas=ready.program.replicas,
-        software=provenance.software(),
-        environment=provenance.environment(),
-        matmul_gflops=health.matmul_gflops(mesh),
-        **provenance.code(),
-    )
-    data = runlog.DataReady(
-        folder=ready.folder.name,
-        train_shards=[shard.path.name for shard in ready.shards.train],
-        val_shard=val.path.name,
-        val_tokens=track.data.val_tokens,
-        val_sha256=ready.val_sha256,
-    )
-    return start, preflight, data
-
-
-def main(train: Callable[..., object]) -> None:
-    """Train the request that the command line names, and print each line of the log."""
-    with reported():
-        if signals.ATTENDED in sys.argv[2:]:
-            signals.end_with_parent()
-        request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
-        train(request, lambda line: print(line.encode().decode(), flush=True))  # noqa: T201
-
-
-if __name__ == "__main__":
-    main(train)

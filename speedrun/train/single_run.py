@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from speedrun.base import processes
+from speedrun.base import processes, runlog
 from speedrun.base import track as tracks
 from speedrun.base.children import samples_of
 from speedrun.base.console import Printer
@@ -130,7 +130,7 @@ def _trained(config: RunConfig, extras: Extras, train: Callable[..., object]) ->
         if processes.is_first():
             ghost = added("ghost")(extras.ghost, rules.id) if extras.ghost else None
             with Printer(sys.stderr if extras.to_stderr else sys.stdout, ghost) as reader:
-                train(config, reader)
+                train(config, partial(runlog.RunLog, reader=reader))
         else:
             train(config)
         if extras.sample_every is not None:

@@ -3,25 +3,23 @@
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from msgspec.structs import replace
 
-from speedrun.base import faults, processes, runlog, signals
+from speedrun.base import faults, messages, runlog, signals
 from speedrun.base import mesh as meshes
-from speedrun.base.clock import Phases, Stopwatch
-from speedrun.base.signals import Deferred
+from speedrun.base.clock import Stopwatch
 from speedrun.data import stream
+from speedrun.record import layout
 from speedrun.science.params import count
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
-from speedrun.train.checkpoint import Checkpoints, Facts, folder_of, state_hash, steps_in
-from speedrun.train.export_programs import export_to_record
+from speedrun.train.attempt import Attempt, Progress
+from speedrun.train.checkpoint import folder_of, state_hash, steps_in
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
 from speedrun.train.program import StepShape, finite, finite_step, inspect
@@ -37,6 +35,11 @@ class Planned(NamedTuple):
     batch: stream.Shape
     inputs: dict[str, float]  #: for the log: those that are numbers
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the batch."""
+        return self.batch.num_sequences * self.batch.seq_len
+
 
 class Executables(NamedTuple):
     """All programs of a run and the plan of each step. No code of a recipe runs under the clock."""
@@ -46,52 +49,19 @@ class Executables(NamedTuple):
     planned: tuple[Planned, ...]  #: each step
 
 
-@dataclass
-class Untimed:
-    """Seconds before the clock, each set as soon as it is known."""
-
-    compile_s: float = 0.0
-    warmup_s: float = 0.0
-    lost_s: float = 0.0  #: of earlier processes, after the checkpoint
-
-
-def set_up(
-    ready: Ready,
-    checkpoints: Checkpoints | None,
-    place: Facts,
-    log: runlog.RunLog,
-    phases: Phases,
-    stopping: Deferred,
-    untimed: Untimed,
-) -> tuple[TrainState, Executables, Facts]:
-    """Make the state, export, compile, warm up, and restore a checkpoint if the run is resumed."""
-    program, seed = ready.program, ready.config.seed
+def initial(this: Attempt) -> TrainState:
+    """Return the state of the seed."""
+    program, seed = this.ready.program, this.ready.config.seed
     inspect(program.init.lower(jax.random.key(0)).as_text())
-    state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
-    phases.enter("compile")
-    if processes.is_first():
-        export_to_record(ready, log)
-    executables = compile_all(ready, state, log, untimed)
-    stopping.check()
-    phases.enter("warm-up")
-    watch = Stopwatch()
-    state = warm_up(ready, executables, state, log)
-    untimed.warmup_s = watch.seconds
-    stopping.check()
-    if checkpoints is not None:
-        phases.enter("checkpoint")
-        if ready.config.resume:
-            state, place, untimed.lost_s = resume(ready, checkpoints, place, state, log)
-        checkpoints.rehearse(state)
-    return state, executables, place
+    return signals.interruptible(lambda: program.init(jax.random.key(seed)))
 
 
-def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, untimed: Untimed) -> Executables:
+def compile_all(this: Attempt, state: TrainState) -> Executables:
     """Compile an executable for each shape of a step and of a validation; equal programs share one.
 
     Raise UsageError if the compiler's peak memory exceeds that of a device.
     """
-    program, recipe = ready.program, ready.recipe
+    ready, log, program, recipe = this.ready, this.log, this.ready.program, this.ready.recipe
     done: dict[str, Any] = {}
 
     def compiled(name: str, lowered: Any) -> Any:
@@ -102,7 +72,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, untimed: Un
         with _cache() as answers:
             done[text] = program.compiled(lowered)
         seconds = watch.seconds
-        untimed.compile_s += seconds
+        this.compile_s += seconds
         log.emit(runlog.Compile(name, seconds, answers[-1] if answers else "off"))
         return done[text]
 
@@ -151,7 +121,7 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def compilations(log: runlog.RunLog) -> ExitStack:
+def compilations(log: messages.Log) -> ExitStack:
     """Log compilations inside the block. There should be none."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -164,12 +134,12 @@ def compilations(log: runlog.RunLog) -> ExitStack:
     return stack
 
 
-def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runlog.RunLog) -> TrainState:
+def warm_up(this: Attempt, executables: Executables, state: TrainState) -> TrainState:
     """Run each executable on random ids, which consumes the state; return a new one from the seed.
 
     Raise NonFiniteError if a number is not finite.
     """
-    watch, program = Stopwatch(), ready.program
+    ready, log, watch, program = this.ready, this.log, Stopwatch(), this.ready.program
     log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
@@ -182,7 +152,8 @@ def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runl
     del state  # otherwise two states would be in memory
     state = program.init(jax.random.key(ready.config.seed))
     again, num_steps = state_hash(state), _STEPS * len(executables.steps)
-    log.emit(runlog.WarmupEnd(again, num_steps, watch.seconds))
+    this.warmup_s = watch.seconds
+    log.emit(runlog.WarmupEnd(again, num_steps, this.warmup_s))
     return state
 
 
@@ -210,21 +181,26 @@ def plan(ready: Ready, temp_bytes: int) -> runlog.Plan:
     )
 
 
-def resume(
-    ready: Ready, checkpoints: Checkpoints, place: Facts, state: TrainState, log: runlog.RunLog
-) -> tuple[TrainState, Facts, float]:
-    """Return state, place and lost seconds of the newest checkpoint, or the fresh state if there is none."""
-    out = ready.config.out
-    if not steps_in(folder_of(out)):
-        if earlier := _latest(out, but=place.run_id):
-            log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
-        return state, place, lost_s(out, 0) if earlier else 0.0
-    state, old = checkpoints.restore(
-        ready.program, place.config_sha256, say=lambda text: log.emit(runlog.Warning(text))
-    )
-    done = old.train_time_s, old.tokens_seen, old.cursor
-    log.emit(runlog.Resume(old.run_id, old.step, state_hash(state), *done))
-    return state, replace(old, run_id=place.run_id), lost_s(out, old.step)
+def restored(this: Attempt, state: TrainState) -> tuple[TrainState, Progress]:
+    """Return the newest checkpoint of a run that is resumed, or the fresh state; set the clock and the lost time."""
+    at = Progress()
+    if this.kept is None:
+        return state, at
+    this.phases.enter("checkpoint")
+    out, log = this.ready.config.out, this.log
+    if this.ready.config.resume and steps_in(folder_of(out)):
+        digest = layout.config_sha256(this.ready.described)
+        warn = lambda text: log.emit(runlog.Warning(text))  # noqa: E731
+        state, old = this.kept.restore(this.ready.program, digest, say=warn)
+        done = old.train_time_s, old.tokens_seen, old.cursor
+        log.emit(runlog.Resume(old.run_id, old.step, state_hash(state), *done))
+        this.clock.resume_at(old.train_time_s)
+        at, this.lost_s = Progress(old.step, old.tokens_seen, old.cursor), lost_s(out, old.step)
+    elif this.ready.config.resume and (earlier := _latest(out, but=this.run_id)):
+        log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
+        this.lost_s = lost_s(out, 0)
+    this.kept.rehearse(state)
+    return state, at
 
 
 def lost_s(record: Path, step: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from speedrun.base import processes, runlog
+from speedrun.base import messages, processes, runlog
 from speedrun.base.clock import Phase, Phases
 from speedrun.base.errors import HANG
 
@@ -23,7 +23,7 @@ _LINGER_S = 2.0  #: for the watchdogs of other processes, which would take this 
 
 @contextmanager
 def watching(
-    phases: Phases, deadlines_s: Mapping[str, float], log: runlog.RunLog, stacks: Path
+    phases: Phases, deadlines_s: Mapping[str, float], log: messages.Log, stacks: Path
 ) -> Iterator[None]:
     """Watch a run inside the block. If it hangs, write the stacks of all threads to the file `stacks`.
 
@@ -65,7 +65,7 @@ def stacks_of(out: Path) -> Path:
     return Path(f"{out.resolve()}{which}.stacks.txt")
 
 
-def _end(message: str, log: runlog.RunLog, stacks: Path) -> None:
+def _end(message: str, log: messages.Log, stacks: Path) -> None:
     """Write stacks, log and error, the safest first, and end the process."""
     threading.Timer(_GRACE_S, os._exit, (HANG,)).start()
     try:

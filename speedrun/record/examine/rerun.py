@@ -37,6 +37,12 @@ _PACKAGE = Path(__file__).parent.parent.parent
 #: What any process needs. No compilation cache: untrusted code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
+#: What trains, of this harness and of older ones.
+_ENTRIES = {
+    "speedrun/train/recorded.py": "speedrun.train.recorded",
+    "speedrun/train/run.py": "speedrun.train.run",
+}
+
 _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
 #: Bounds of the time limit of a run, and its factor on the run's own time.
@@ -171,9 +177,8 @@ class Rerun:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, self.data)
             try:
-                self._start(
-                    ("-m", "speedrun.train.run"), config, Path(scratch), code, [self.data], self._limit_s
-                )
+                module = next(name for path, name in _ENTRIES.items() if path in self._source)
+                self._start(("-m", module), config, Path(scratch), code, [self.data], self._limit_s)
             finally:
                 _bring(made, out)
 

@@ -1,0 +1,139 @@
+"""What keeps the log of a run is a process of its own, which a recipe cannot reach."""
+
+import errno
+import io
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from record_forge import forge
+from small_run import SMALL, log_of, runs_of
+
+from speedrun.base import messages, runlog
+from speedrun.base.console import Printer
+from speedrun.base.errors import SpeedrunError, StorageError
+from speedrun.record.about import assemble
+from speedrun.record.validate import validate
+from speedrun.train import keeper
+from speedrun.train.request import RunConfig
+
+
+@pytest.fixture
+def sent(forged) -> list[bytes]:
+    """What a child sends of a whole run."""
+    forge(out := forged / "record")
+    lines = [*runlog.read(sorted(out.glob("runs/*/metrics.jsonl"))[0])]
+    ends = {len(lines) - 2}  # the result, which is held for the end
+    return [
+        msgspec.json.encode(messages.Message(line.event, i in ends)) + b"\n" for i, line in enumerate(lines)
+    ]
+
+
+@pytest.fixture
+def kept(sent, tmp_path) -> keeper.Kept:
+    first = messages.received(sent[0]).event
+    assert isinstance(first, runlog.RunStart)
+    (tmp_path / "runs" / first.run_id).mkdir(parents=True)
+    return keeper.Kept(RunConfig("smoke-cpu", tmp_path), Printer(io.StringIO()))
+
+
+def test_a_whole_log_is_stamped_and_chained(sent, kept, tmp_path):
+    for message in sent:
+        kept.take(message)
+    kept.close(0)
+    lines = [*runlog.read(log_of(tmp_path))]
+    assert [line.event for line in lines] == [messages.received(message).event for message in sent]
+    assert [line.t_mono_ns for line in lines] == sorted({line.t_mono_ns for line in lines})
+    assert runs_of(tmp_path)[0].chain_break is None
+    assert kept.error is None
+
+
+def test_a_child_that_is_killed_leaves_a_log_with_the_reason_and_no_result(sent, kept, tmp_path):
+    for message in sent[:-1]:
+        kept.take(message)
+    kept.close(-9)
+    last = [*runlog.read(log_of(tmp_path))][-1].event
+    assert last == runlog.Error("Killed", "the process of the run ended with exit code -9 (signal 9)")
+    assert len([*runlog.read(log_of(tmp_path))]) == len(sent) - 1, "and not the result, which was held"
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda kept, path: kept.take(b"42\n"), "what is no event"),
+        (lambda kept, path: kept.take(b'{"event": {"ev": "val"}}\n'), "what is no event"),
+        (
+            lambda kept, path: path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:-1])),
+            "wrote into",
+        ),
+        (lambda kept, path: path.write_bytes(path.read_bytes() + b"{}\n"), "wrote into"),
+    ],
+)
+def test_a_child_that_sends_or_writes_anything_else_fails(sent, kept, tmp_path, harm, said):
+    for message in sent:
+        kept.take(message)
+    harm(kept, log_of(tmp_path))
+    kept.close(0)
+    assert type(kept.error) is SpeedrunError
+    assert said in str(kept.error)
+
+
+def test_a_log_that_does_not_begin_with_its_run_is_refused(sent, kept, tmp_path):
+    kept.take(sent[1])
+    assert "began with a Preflight" in str(kept.error)
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_a_full_disk_is_an_error_of_storage(sent, kept, monkeypatch):
+    kept.take(sent[0])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert kept._log is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(kept._log, "_file", SimpleNamespace(writelines=full))
+        kept.take(sent[1])
+    kept.close(0)
+    assert type(kept.error) is StorageError
+
+
+#: A clock that runs at half speed, from the first step on.
+SLOW = """
+import speedrun.train.run as _run
+import time as _time
+
+_now, _begun = _time.monotonic_ns, []
+
+
+def _slow():
+    now = _now()
+    _begun[:] = _begun or [now]
+    return _begun[0] + (now - _begun[0]) // 2
+
+
+_honest = _run.report
+
+
+def _report(*args):
+    _time.monotonic_ns = _slow
+    _time.sleep(0.05)
+    return _honest(*args)
+
+
+_run.report = _report
+"""
+
+
+def test_a_recipe_that_slows_its_clock_does_not_reach_the_one_that_stamps(smoke_data, tmp_path, monkeypatch):
+    source = (Path(keeper.__file__).parent.parent / "recipes" / "smoke.py").read_text()
+    (tmp_path / "slow.py").write_text(source.replace('"smoke"', '"slow"') + SLOW)
+    monkeypatch.setenv("SPEEDRUN_RECIPES", str(tmp_path))
+    config = RunConfig("smoke-cpu", tmp_path / "out", recipe="slow", overrides=SMALL, data=smoke_data)
+    code, said = keeper.trained(config, Printer(io.StringIO()))
+    assert code == 0, said
+    assemble(config.out)
+    failed = {one.check.id: one.messages for one in validate(config.out).having("failed")}
+    assert "the stamps" in failed["V202"][0]
