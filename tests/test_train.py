@@ -112,7 +112,9 @@ def test_a_run_that_no_ranked_record_could_hold_does_not_start_on_a_track_that_r
         ready, track=replace(ready.track, rules=replace(ready.track.rules, ranked=True))
     )
     if refused:
-        with pytest.raises(UsageError, match=rf"{refused}: ran on 2 devices.* or pass --unranked"):
+        with pytest.raises(
+            UsageError, match=rf"{refused}: number of devices: got 2, need 8.* or pass --unranked"
+        ):
             approve(ranked, first)
     unranked = dataclasses.replace(ranked, config=replace(given, purpose="unranked"))
     assert all("validate will not pass" in line for line in approve(unranked, first))
