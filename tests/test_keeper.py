@@ -136,4 +136,4 @@ def test_a_recipe_that_slows_its_clock_does_not_reach_the_one_that_stamps(smoke_
     assert code == 0, said
     assemble(config.out)
     failed = {one.check.id: one.messages for one in validate(config.out).having("failed")}
-    assert "the stamps" in failed["V202"][0]
+    assert "by its stamp" in failed["V202"][0]
