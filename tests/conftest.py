@@ -33,7 +33,6 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
-import deviceless
 import filelock
 import jax
 import pytest
@@ -172,6 +171,8 @@ def trained(shared: Path, smoke_data: Path) -> RunConfig:
 @pytest.fixture(scope="session")
 def h100() -> Callable[..., Mesh]:
     """Meshes of so many H100s, on one node or more, to compile for, where the compiler is installed."""
+    import deviceless  # it needs `plan`, which may be taken out
+
     if missing := deviceless.missing_wheels():
         pytest.skip(f"needs {', '.join(missing)}: scripts/test.sh --compile installs them")
     return partial(deviceless.target_mesh, "h100")

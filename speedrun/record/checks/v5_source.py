@@ -46,9 +46,10 @@ def _whole(record: Record) -> Iterator[str]:
 
 
 def _track_file(files: dict[str, str], name: str) -> str:
-    """Return the path of a track: in the package, or in the room whose runs it is for."""
-    own = f"speedrun/tracks/{name}.toml"
-    return next((path for path in sorted(files) if path.endswith(f"/tracks/{name}.toml")), own)
+    """Return the path of a track: in the package, else in the room whose runs it is for."""
+    own, rest = f"speedrun/tracks/{name}.toml", f"/tracks/{name}.toml"
+    of_rooms = (path for path in sorted(files) if path.startswith("speedrun/") and path.endswith(rest))
+    return own if own in files else next(of_rooms, own)
 
 
 def _unreadable_and_missing(files: dict[str, str]) -> Iterator[str]:
