@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,6 +25,7 @@ from speedrun.base.wholefile import write_whole
 from speedrun.data import generated, shards, vocabulary
 from speedrun.record import archive
 from speedrun.record.examine import sandbox
+from speedrun.record.examine.heard_clock import HeardClock
 from speedrun.record.findings import Examination, Findings
 from speedrun.record.layout import Strict
 from speedrun.record.logged_run import rounds_of
@@ -176,10 +177,12 @@ class Rerun:
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), self._unpacked(Path(scratch))
             config = self._config(made, seed, self.data)
+            heard = HeardClock()
             try:
                 module = next(name for path, name in _ENTRIES.items() if path in self._source)
-                self._start(("-m", module), config, Path(scratch), code, [self.data], self._limit_s)
+                self._start(("-m", module), config, Path(scratch), code, [self.data], self._limit_s, heard)
             finally:
+                heard.require(made)  # before anything is left that a next call would take for a result
                 _bring(made, out)
 
     def lowered(self) -> tuple[bytes, Facts]:
@@ -221,6 +224,7 @@ class Rerun:
         code: Path,
         readable: Iterable[Path],
         limit_s: float,
+        hear: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """Run Python in the sandbox; its only argument is the path of a file with the request."""
         path = scratch / "request.json"
@@ -233,6 +237,7 @@ class Rerun:
             readable=readable,
             environment={**keep, **self._environment, "PYTHONPATH": str(code)},
             stdout=self._echo,
+            hear=hear,
             wall_s=limit_s,
             gpu=self._on_gpu,
             unsafe=self._unsafe,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -156,6 +156,7 @@ def run(
     readable: Iterable[Path] = (),
     environment: Mapping[str, str],
     stdout: TextIO,
+    hear: Callable[[bytes], None] = lambda _: None,
     wall_s: float,
     gpu: bool = False,
     unsafe: bool,
@@ -163,8 +164,8 @@ def run(
     """Run a command in the sandbox, with this whole environment, and return its exit code.
 
     It can write to `scratch`, its working folder and home. It can read `readable`, the system and this Python. Its
-    sanitised output goes to `stdout`. It is killed after `wall_s`. With `gpu`, it can use the GPUs and has no memory
-    limit, because their driver maps more memory than there is.
+    sanitised output goes to `stdout`, and each line, as it comes, to `hear`. It is killed after `wall_s`. With `gpu`,
+    it can use the GPUs and has no memory limit, because their driver maps more memory than there is.
     """
     protections(unsafe=unsafe)
     env = {**environment, "HOME": str(scratch), "TMPDIR": str(scratch)}
@@ -176,7 +177,9 @@ def run(
             argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        relay = threading.Thread(target=_relay, args=(child.stdout, console.Printer(stdout)), daemon=True)
+        relay = threading.Thread(
+            target=_relay, args=(child.stdout, console.Printer(stdout), hear), daemon=True
+        )
         relay.start()
         timer = threading.Timer(wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
@@ -191,10 +194,11 @@ def run(
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
 
 
-def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
+def _relay(pipe: IO[bytes], reader: console.Printer, hear: Callable[[bytes], None]) -> None:
     """Show the output up to the limit, and read the rest, so that the child does not block on a full pipe."""
     with pipe:
         for number, raw in enumerate(iter(partial(pipe.readline, _LONGEST_LINE), b"")):
+            hear(raw)
             if number < _MOST_LINES:
                 with suppress(OSError):
                     reader.relay(raw.decode(errors="replace").rstrip("\n"))
