@@ -9,7 +9,6 @@ record.plot()
 """
 
 import sys
-from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from subprocess import STDOUT
@@ -100,11 +99,10 @@ def run(
         SpeedrunError: with the message and exit code of `speedrun run`.
     """
     rules = load_track(track)
-    name, settings = (
-        (recipe and resolve(recipe), {})
-        if recipe is None or isinstance(recipe, str)
-        else (recipe.name, settings_of(recipe))
-    )
+    if recipe is None or isinstance(recipe, str):
+        name, settings = recipe and resolve(recipe), {}
+    else:
+        name, settings = recipe.name, settings_of(recipe)
     out = Path(out).absolute()
     if is_occupied(out):
         raise UsageError(
@@ -136,21 +134,12 @@ def _train(config: RunConfig, printer: Printer) -> None:
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
-    """Return the smallest set of `--set` options that turns the recipe in its file into this one."""
+    """Return the `--set` options that turn the recipe in its file into this one."""
     from speedrun import recipes
-    from speedrun.base.sizes import SIZES
-    from speedrun.science.recipe import IDENTITY, settings
 
-    base, now, found = recipes.load(recipe.name), settings(recipe), []
-    for size in ({}, *({"size": name} for name in SIZES)):
-        with suppress(UsageError):  # not every recipe has sizes
-            before = settings(base.override(size))
-            changed = (key for key in before.keys() & now.keys() if before[key] != now[key])
-            wanted = size | {key: str(now[key]) for key in sorted(changed) if key not in IDENTITY}
-            found += [wanted] if base.override(wanted) == recipe else []
-    if not found:
+    if recipes.load(recipe.name).override(recipe.overrides) != recipe:
         raise UsageError(
-            f"recipe {recipe.name} differs from its file in more than settings; need another file, "
-            "since a record contains the source of its recipe; copy the file, change it, and load it by its path"
+            f"recipe {recipe.name} differs from its file in more than settings that `override` changed; need another "
+            "file, since a record contains the source of its recipe; copy the file, change it, and load it by its path"
         )
-    return min(found, key=len)
+    return dict(recipe.overrides)

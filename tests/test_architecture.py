@@ -55,16 +55,17 @@ MESH = "speedrun.base.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank. Ten and fifteen are of record 92's allowance: gradients of rows that travel.
-#: Twenty are what a recipe expects to reach, and flags of updates, as of gradients.
-SCIENCE_LINES = 1_210
+#: Twenty are what a recipe expects to reach, and flags of updates, as of gradients; 142 are rules for other sizes and
+#: for ablations, which were in `base` and `lab`.
+SCIENCE_LINES = 1_352
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own. Record 92 reads what it shares with
 #: record 89 from there.
-MORE_SCIENCE = {"record89": 611, "record92": 465, "record92_masked": 100}
+MORE_SCIENCE = {"record89": 646, "record92": 485, "record92_masked": 100}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection; 200
 #: export the programs that the record carries, for its devices and for a CPU; 40 are the events of islands; 105 refuse
 #: before the clock what `validate` would refuse, write into mounts, end with terminal and parent, and those twenty; 40
 #: send the log to its keeper, which is to take the watchdog's 67.
-CLOSURE_LINES = 5_155
+CLOSURE_LINES = 5_220
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
@@ -153,7 +154,7 @@ def test_no_module_reaches_itself():
 def test_science_imports_no_instrument():
     """The register of recipes is one itself: `record.source` does not count it as science."""
     code = ("science", "recipes")
-    allowed = {f"speedrun.base.{name}" for name in ("canonical", "errors", "limits", "mesh", "sizes")}
+    allowed = {f"speedrun.base.{name}" for name in ("canonical", "errors", "limits", "mesh")}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES

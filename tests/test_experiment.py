@@ -25,7 +25,6 @@ from speedrun.base import children, provenance, track
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.lab import design, effects, trials
 from speedrun.lab import sweep as running
-from speedrun.lab.design import FEATURES
 from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
 from speedrun.record.batch import TrackRef
@@ -40,14 +39,14 @@ from speedrun.train.request import RunConfig
 HAD = [
     (name, feature)
     for name in recipes.names()
-    for feature, off in FEATURES.items()
-    if design.without(recipes.load(name), off)
+    for feature in recipes.load(name).features
+    if recipes.load(name).without(feature)
 ]
 
 
 def without(feature: str, recipe: str = "record21") -> Recipe:
     full = recipes.load(recipe)
-    return full.override(design.without(full, FEATURES[feature]))
+    return full.override(full.without(feature))
 
 
 @pytest.mark.parametrize(("recipe", "feature"), HAD)
@@ -58,11 +57,13 @@ def test_a_feature_that_is_off_is_another_recipe_which_does_not_have_it(recipe, 
         return
     less = without(feature, recipe)
     assert describe(less) != describe(recipes.load(recipe))
-    assert design.without(less, FEATURES[feature]) == {}
+    assert less.without(feature) == {}
 
 
 def test_between_them_the_recipes_have_every_feature():
-    assert {feature for _, feature in HAD} == {*FEATURES}
+    assert {feature for _, feature in HAD} == {
+        *itertools.chain(*(recipes.load(name).features for name in recipes.names()))
+    }
 
 
 def test_what_is_off_is_what_the_name_says():
@@ -465,7 +466,7 @@ FEW = {key: value for key, value in SMALL.items() if key != "config.mixing"} | {
 @pytest.mark.parametrize("feature", [feature for recipe, feature in HAD if recipe == "smoke"])
 def test_a_recipe_without_a_feature_trains(feature, smoke_data, tmp_path):
     """A value that the kernels cannot take would look like a feature of great worth."""
-    off = design.without(recipes.load("smoke").override(FEW), FEATURES[feature])
+    off = {key: str(value) for key, value in recipes.load("smoke").override(FEW).without(feature).items()}
     done = train(RunConfig("smoke-cpu", tmp_path / "run", overrides=FEW | off, data=smoke_data))
     assert done.status == "finished"
 

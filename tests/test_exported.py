@@ -43,7 +43,7 @@ def drawn(table: Table) -> dict[str, np.ndarray]:
 def arbitrary(name: str, overrides: dict[str, str], step: int, data: Path, **more: Any) -> Trained:
     program = Program(recipes.load(name).override(overrides), mesh.make_mesh(1))
     packed = jax.jit(program.layout.pack)(drawn(program.layout.table))
-    return Trained(program, track.load("smoke-cpu"), data, step, packed, overrides, **more)
+    return Trained(program, track.load("smoke-cpu"), data, step, packed, **more)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from speedrun import recipes
 from speedrun.api import settings_of
 from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
-from speedrun.base.sizes import SIZES, settings_at
 from speedrun.science.kernels.cross_entropy import MAX_CAP
 from speedrun.science.models import record21_model as record21
 from speedrun.science.params import count
 from speedrun.science.recipe import IDENTITY, Recipe, Stage, describe, settings
 from speedrun.science.step import TrainState
+from speedrun.science.variants import SIZES, deeper
 from speedrun.train.program import Program
 
 TRACES = {
@@ -228,8 +228,6 @@ def test_stages_follow_each_other():
 FULL = recipes.load("record21")
 AT = {name: FULL.override({"size": name}) for name in SIZES}
 
-#: A model with a number of layers, and learned positions.
-GPT2 = settings(recipes.load("gpt2"))
 FULL_SIZE = [name for name in recipes.names() if recipes.load(name).config.model_dim == 768]
 
 
@@ -246,7 +244,7 @@ def test_small_is_the_recipe_itself_and_each_size_larger_than_the_one_before(nam
 
 @pytest.mark.parametrize("name", SIZES)
 def test_layers_keep_both_ends_and_their_mirrors(name):
-    places = settings_at(name, settings(FULL) | {"config.depth": tuple(range(12))}, {})["config.depth"]
+    places = deeper(tuple(range(12)), FULL, SIZES[name])
     assert places == tuple(sorted(places))
     assert (places[0], places[-1]) == (0, 11)
     assert [11 - place for place in reversed(places)] == list(places)
@@ -279,10 +277,11 @@ def test_other_settings_change_the_sibling_and_those_that_depend_on_each_other_t
     assert one.config.num_layers == 2
     with pytest.raises(UsageError, match=r"setting config\.mixing=\('long',\).*: value_tables has 4 entries"):
         recipes.load("smoke").override({"config.mixing": "('long',)"})
-    wide = GPT2 | {"config.expert_dim": 1536}
-    with pytest.raises(UsageError, match=r"config\.expert_dim"):
-        settings_at("nano", wide, {})
-    assert settings_at("nano", wide, {"config.expert_dim": 1}) == settings_at("nano", GPT2, {})
+    without = {key: rule for key, rule in FULL.sizes.items() if key != "config.mlp_dim"}
+    wide = dataclasses.replace(FULL, sizes=without)
+    with pytest.raises(UsageError, match=r"no rule for config\.mlp_dim"):
+        wide.override({"size": "nano"})
+    assert wide.override({"size": "nano", "config.mlp_dim": 1024}) == AT["nano"]
 
 
 def test_a_size_that_cannot_be_is_refused():

@@ -31,7 +31,7 @@ from speedrun.science.recipe import Recipe
 from speedrun.train import checkpoint, single_run
 from speedrun.train.checkpoint import folder_of
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, seal, unseal
+from speedrun.train.request import RunConfig, seal
 from speedrun.train.single_run import Extras
 
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
@@ -334,7 +334,7 @@ def test_a_run_without_whole_weights_of_its_own_is_refused(run, tmp_path, smoke_
     facts = newest / "facts" / "metadata"
 
     def change(path: Path, *names: str, value: str) -> None:
-        kept = found = json.loads(unseal(json.loads(path.read_bytes())))
+        kept = found = json.loads(json.loads(path.read_bytes())["text"])
         for name in names[:-1]:
             found = found[name]
         found[names[-1]] = value

@@ -161,7 +161,7 @@ def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, i
         mean = prospect(recipe, rules, asked.expected_loss)
         number = num_runs(asked, rules, mean)
         return [(recipe, number)], mean if number > 1 else None  # one run proves nothing
-    first, *others = (recipe for _, recipe in design.arms(asked)[0])
+    first, *others = (recipe for _, recipe, _ in design.arms(asked)[0])
     # The arm that is confirmed, and its reference, are priced as the first one.
     return [
         (first, asked.num_runs + 2 * asked.num_confirming),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
@@ -20,7 +21,7 @@ from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.board.leaks import refuse_secrets
 from speedrun.data import vocabulary
 from speedrun.data.shards import data_folder, sha256
-from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, own_recipe, read_json
+from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
 from speedrun.record.about import sources
@@ -113,7 +114,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
     facts = Facts(
         recipe=recipe.name,
         revision=recipe.revision,
-        overrides=dict(trained.overrides),
+        overrides=dict(recipe.overrides),
         settings=_settings(recipe),
         step=trained.step,
         track=trained.track.id,
@@ -137,7 +138,7 @@ def card(trained: Trained, library: str, load: str) -> str:
     recipe, track = trained.program.recipe, trained.track
     facts = {
         "recipe": f"{recipe.name}, revision {recipe.revision}: {clean(recipe.summary)}",
-        "changed settings": ", ".join(f"{key}={value}" for key, value in trained.overrides.items()) or "none",
+        "changed settings": ", ".join(map("=".join, recipe.overrides.items())) or "none",
         "parameters": f"{count(trained.program.layout.table):,}",
         "track": f"{track.id}: {track.summary}",
         "steps": f"{trained.step:,} of {recipe.num_steps:,}",
@@ -220,8 +221,8 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     want = track.data.vocab_size, track.data.document_token
     if (got := (facts.vocab_size, facts.document_token)) != want:
         raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
-    chosen = own_recipe(folder, facts.recipe, facts.revision, recipe).override(facts.overrides)
-    then, now = facts.settings, _settings(chosen)
+    chosen = recipes.load(recipe or facts.recipe).override(facts.overrides)
+    then, now = facts.settings | {"revision": facts.revision}, _settings(chosen)
     if differing := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
         raise UsageError(
             f"{folder} was trained with other settings than {chosen.name} has now: {', '.join(differing)}; install "
@@ -233,7 +234,7 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     shards, packed = data_folder(track, data), placed(program, arrays(folder, program))
     origin = {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
     own = folder if facts.tokenizer else None
-    return Trained(program, track, shards, facts.step, packed, facts.overrides, origin=origin, tokenizer=own)
+    return Trained(program, track, shards, facts.step, packed, origin=origin, tokenizer=own)
 
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:

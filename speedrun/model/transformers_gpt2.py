@@ -134,14 +134,13 @@ def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Train
         "eval_seq_len": config.n_positions,
         "stages.0.seq_len": config.n_positions,
     }
-    overrides = {name: str(value) for name, value in sizes.items()}
     meshes.prepare("any")
-    program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(1))
+    program = Program(recipes.load("gpt2").override(sizes), meshes.make_mesh(1))
     packed = placed(program, _arrays(tensors, program.layout.table))
     shards = data_folder(track, data)
     # Its own tokenizer, if the track has such a file; else GPT-2's, which every machine can get.
     own = folder if track.python_docs is not None else None
-    return Trained(program, track, shards, 0, packed, overrides, origin=origin, is_ours=False, tokenizer=own)
+    return Trained(program, track, shards, 0, packed, origin=origin, is_ours=False, tokenizer=own)
 
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import msgspec
 
-from speedrun import recipes
 from speedrun.base import processes
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
@@ -132,9 +131,9 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
     folder = checkpoint.folder_of(config.out)
     if folder.exists():
         raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
-    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-    every = config.checkpoint_every or recipe.num_steps
-    ready = prepare(msgspec.structs.replace(config, checkpoint_every=every))
+    ready = prepare(config)
+    every = config.checkpoint_every or ready.recipe.num_steps
+    ready = replace(ready, config=msgspec.structs.replace(config, checkpoint_every=every))
     program = ready.program
     packed, origin = packed_for(program, source)
     fresh = program.init(jax.random.key(config.seed))

@@ -23,12 +23,11 @@ from speedrun.base.track import Track
 from speedrun.base.wholefile import read_regular
 from speedrun.data import tokenizer, vocabulary
 from speedrun.data.shards import data_folder
-from speedrun.record.layout import config_sha256
+from speedrun.record import layout
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
-from speedrun.science.recipe import Recipe, describe, no_constants
+from speedrun.science.recipe import describe, no_constants
 from speedrun.train import checkpoint
-from speedrun.train.preflight import Resumable
 from speedrun.train.program import Program
 from speedrun.train.resume_settings import find_recipe, read_settings
 
@@ -103,7 +102,6 @@ class Trained:
     folder: Path  #: of the track's data
     step: int  #: number of training steps
     packed: Params  #: as `Layout` packs them, in the dtype of training
-    overrides: Mapping[str, str] = field(default_factory=dict)  #: of the recipe, by dotted name
     run: tuple[Path, str] | None = None  #: the record and run that trained them, if on this machine
     origin: Mapping[str, str] = field(default_factory=dict)  #: of weights from a folder or the hub
     is_ours: bool = True  #: whether a run trained them on the track
@@ -158,18 +156,19 @@ def load(
     if recipe is None:
         find_recipe(kept, folder.with_name(folder.name.removesuffix(".checkpoints")))
     track = tracks.load(kept.config.track)
-    chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
+    chosen = recipes.load(recipe or kept.config.recipe or track.recipe).override(kept.config.overrides)
     meshes.prepare(track.rules.platform)
     shards = data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
     program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
     if step is not None and step not in steps:
         raise UsageError(f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {step}")
-    configs, wanted = {*_configs(kept, program)}, checkpoint.named({"params": program.state.params})
+    config_sha256 = layout.config_sha256({"recipe": describe(chosen), **kept.split})
+    wanted = checkpoint.named({"params": program.state.params})
 
     def read(at: int) -> tuple[checkpoint.Facts, dict[str, jax.Array]]:
         facts = checkpoint.read_facts(folder, at)
-        if facts.config_sha256 not in configs:
+        if facts.config_sha256 != config_sha256:
             raise UsageError(
                 f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, "
                 "or name its own recipe with --recipe"
@@ -186,31 +185,7 @@ def load(
             )
     packed = {name.removeprefix("params."): x for name, x in arrays.items()}
     record = folder.with_name(folder.name.removesuffix(".checkpoints")), facts.run_id
-    return Trained(program, track, shards, facts.step, packed, kept.config.overrides, record)
-
-
-def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Recipe:
-    """Load the recipe that trained some weights, from `given` if there is one; raise UsageError if it is another."""
-    chosen = recipes.load(given or name)
-    if (chosen.name, chosen.revision) != (name, revision):
-        raise UsageError(
-            f"{source} was trained with {name}, revision {revision}; got {chosen.name}, revision "
-            f"{chosen.revision}; check out the commit of the run, or name its own recipe with --recipe"
-        )
-    return chosen
-
-
-def _configs(kept: Resumable, program: Program) -> Iterator[str]:
-    """Yield the possible digests of the run's config: the run chose its use of memory."""
-    config = kept.config
-    described = {
-        "recipe": describe(program.recipe),
-        "num_devices": kept.num_devices,
-        "replicas": config.replicas,
-        "microbatches": config.microbatches or max(SHARDS, kept.num_devices),
-        "attention": config.attention,
-    }
-    return (config_sha256({**described, "memory": memory}) for memory in ("ample", "scarce"))
+    return Trained(program, track, shards, facts.step, packed, record)
 
 
 # --- files of safetensors

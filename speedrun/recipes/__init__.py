@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from speedrun.base.errors import UsageError, unknown
@@ -24,7 +25,7 @@ def load(name: str) -> Recipe:
         raise UsageError(f"{name}.py defines no RECIPE; need one, a Recipe of name={name!r}")
     if recipe.name != name:
         raise UsageError(f"{name}.py: its RECIPE is named {recipe.name!r}; name the recipe after its file")
-    return recipe
+    return replace(recipe, overrides={}) if recipe.overrides else recipe  # its file has them
 
 
 # Importing a submodule with one of these names would replace it.

@@ -21,7 +21,7 @@ import optax
 from speedrun.base.errors import UsageError
 from speedrun.base.limits import Count, Momentum, Positive, Rate
 from speedrun.base.mesh import DATA
-from speedrun.science import nn
+from speedrun.science import nn, variants
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import Window, sight
@@ -259,5 +259,7 @@ RECIPE = Recipe(
     eval_sequences=512,
     eval_seq_len=1024,
     compute_dtype="bfloat16",
+    sizes=variants.SIZED,
+    features=variants.FEATURES,
     expected=Expected("gpt2", "main-8xh100", 3.2722, None, 1, "modded-nanogpt, log of 2024-10-13"),
 )

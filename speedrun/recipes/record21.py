@@ -7,6 +7,7 @@ Run: speedrun run --track main-8xh100
 Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB, @leloykun and others).
 """
 
+from speedrun.science import variants
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models.record21_model import NO_TABLE, Config, forward, logits, loss, table
 from speedrun.science.optim.groups import Adam, MuonAndAdam
@@ -62,5 +63,7 @@ RECIPE = Recipe(
     eval_sequences=8,
     eval_seq_len=262144,
     compute_dtype="bfloat16",
+    sizes=variants.SIZED,
+    features=variants.FEATURES,
     expected=Expected("record21", "main-8xh100", 3.2787, 0.0019, 81, "modded-nanogpt, record 21"),
 )

@@ -8,7 +8,7 @@ Credits: modded-nanogpt, records 22 to 89; functions name their authors.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,11 +17,13 @@ import numpy as np
 
 from speedrun.base.errors import UsageError
 from speedrun.base.limits import Count, Fraction, Momentum, Natural, Positive, Rate
+from speedrun.science import variants
 from speedrun.science.kernels.cross_entropy_gpu import RECORD89
 from speedrun.science.models.record89_model import forward, logits, loss
 from speedrun.science.models.record89_table import Config, Layer, constants, rate_of, table
 from speedrun.science.optim.normuon_and_adam import AdamGroup, NorMuonAndAdam
-from speedrun.science.recipe import Expected, Recipe, Stage
+from speedrun.science.recipe import Expected, Recipe, Stage, settings
+from speedrun.science.variants import Rules, at_smoke, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,55 @@ class Schedule(Phases):
         return self.stretched([phase.long_blocks for phase in self.phases[: index + 1]], self.attention_scale)
 
 
+SCALES = "schedule.attention_scale", "schedule.short_scale", "schedule.long_scale"  #: of attention
+SIZED: Rules = {
+    **variants.SIZED,
+    "config.bigram_rows": at_smoke(1920),
+    "schedule.*prefix_weight": at_smoke(0.0),
+    **dict.fromkeys(("config.compose_keys", "schedule.block_tokens", "schedule.*_turns"), scaled(window=1)),
+    "schedule.rotary_pairs": scaled(head=1),
+    **dict.fromkeys(SCALES, scaled(head=-0.5)),
+}
+
+
+def less(extra: str, layers: str = "*") -> Rules:
+    """Take an extra from layers."""
+    return {f"config.layers.{layers}.extras": lambda old, *_: tuple(one for one in old if one != extra)}
+
+
+def frozen(*groups: str) -> Rules:
+    """Set the rates of some groups of Adam to zero. What stays is a table of zeros, or constant gates and weights."""
+    return {"optimizer.adam.*.lr": lambda lr, one, key: lr * (settings(one)[f"{key[:-2]}name"] not in groups)}
+
+
+def last(_: float, recipe: Recipe, key: str) -> float:
+    """Return an input of the last validation, where windows have grown."""
+    return float(recipe.inputs_at(recipe.num_steps)[key.removeprefix("schedule.")])
+
+
+FEATURES: Mapping[str, Rules] = {
+    **variants.FEATURES,
+    # The last layer's value embedding is also mixed in at the end, so it stays.
+    "other-values": less("value", "[0-9]"),
+    # Two heads share a softmax. Without it, their windows are the short ones, and so is record 92's width of values.
+    "paired-heads": {"config.layers.*.attention": lambda old, *_: "short" if old == "paired" else old},
+    "exclusive-heads": less("exclusive"),
+    "key-offset": less("offset"),
+    # A factor for each head and token, initially 1/4. Without it, 1.
+    "head-gates": less("gate"),
+    "composed-heads": less("compose"),
+    "bigrams": frozen("bigram"),
+    "token-gates": frozen("mudd_gate", "mudd_gate_bias", "mudd_gate_scale"),
+    "token-mixing": frozen("mudd", "mudd_bias"),
+    "future-tokens": {"schedule.phases.*.target_weights": (1.0,), "schedule.phases.*.end_weights": (1.0,)},
+    # Wavelengths and scale grow with windows. Without this, windows and scale are the last, wavelengths the first ones.
+    "growing-windows": {
+        "schedule.phases.*.long_blocks": lambda _, recipe, __: recipe.schedule.final_long_blocks,
+        "schedule.phases.*.short_blocks": lambda _, recipe, __: recipe.schedule.phases[-1].short_blocks,
+        **dict.fromkeys(SCALES, last),
+    },
+}
+
 RECIPE = Recipe(
     name="record89",
     summary="11 layers, 636M parameters, 0.34B tokens: modded-nanogpt's record 89",
@@ -257,6 +308,8 @@ RECIPE = Recipe(
     eval_seq_len=262_144,
     compute_dtype="bfloat16",
     constants=constants,
+    sizes=SIZED,
+    features=FEATURES,
     expected=Expected(
         "record89", "main-8xh100", 3.2783, 0.0021, 9, "modded-nanogpt, runs of record 89 for #360"
     ),

@@ -8,6 +8,7 @@ Credits: modded-nanogpt, records 22 to 92.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from speedrun.science.optim.averages import Average
 from speedrun.science.optim.normuon_and_adam import AdamGroup
 from speedrun.science.optim.row_adam import RowPeriod
 from speedrun.science.recipe import Expected, Recipe, Stage
+from speedrun.science.variants import Rules, at_smoke, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,27 @@ class Schedule(record89.Phases):
         is_last = tail.name == "blend" and step >= num_steps - 2
         return tail.rate if is_last or since % 4 == 0 else 0.0
 
+
+SIZED: Rules = {
+    **record89.SIZED,
+    "config.ngram_rows": lambda rows, _, size: round(rows * min(1.0, size.batch) ** 4) or 15_360,
+    "config.segment_tokens": scaled(window=1),
+    "schedule.phases.*.prefix_weights": at_smoke(()),
+    "schedule.phases.*.columns": at_smoke((192,)),
+}
+
+FEATURES: Mapping[str, Rules] = {
+    **record89.FEATURES,
+    # Without these: a table of zeros, one mean in the direction, every second step, all columns.
+    "n-grams": {"optimizer.rows.*.lr": 0.0},
+    "slow-mean": {"schedule.one_mean_steps": lambda _, recipe, __: recipe.num_steps},
+    "rare-updates": {
+        "schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps,
+        "optimizer.rows.0.batches": 4,  # room where batches become smaller
+    },
+    "sampled-softmax": {"schedule.phases.*.columns": ()},
+    "averages": {"optimizer.averages.*.share": 0.0},
+}
 
 #: Groups with the settings of record 89.
 SAME = tuple(group for group in record89.RECIPE.optimizer.adam if group.name not in ("value", "bigram"))
@@ -213,6 +236,8 @@ RECIPE = Recipe(
     compute_dtype="bfloat16",
     constants=constants,
     if_nan="give each sequence as many columns as it has distinct targets (schedule.phases.N.columns)",
+    sizes=SIZED,
+    features=FEATURES,
     expected=Expected(
         "record92", "main-8xh100", 3.2793, 0.0037, 9, "modded-nanogpt, runs of record 92 for #367"
     ),

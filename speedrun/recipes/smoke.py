@@ -6,6 +6,7 @@ Run: speedrun run --track smoke-cpu
 Credits: the architecture is modded-nanogpt's record 21; the numbers were tuned here (docs/LOG.md).
 """
 
+from speedrun.science import variants
 from speedrun.science.models import record21_model as record21
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
@@ -57,6 +58,7 @@ RECIPE = Recipe(
     eval_sequences=16,
     eval_seq_len=1024,
     compute_dtype="float32",
+    features=variants.FEATURES,
     expected=Expected(
         "smoke", "smoke-cpu", 3.3307, 0.26, 6, "records/smoke-cpu/2026-11-25-six-seeds: two learn late"
     ),

@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from types import FunctionType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -12,12 +14,13 @@ import jax
 import numpy as np
 import optax
 
-from speedrun.base import limits, sizes
+from speedrun.base import limits
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.limits import Count, Natural, Positive, Steps
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Layout, Params, Table
+from speedrun.science.variants import SIZES, WIDTH, Rules, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +134,13 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     #: Inputs that are the same at every step.
     constants: Callable[[ConfigT, Vocabulary], Constants] = no_constants
     #: Said about the recipe, and no part of it: the result that is expected without overrides; what else to do about a
-    #: loss that is no number, besides a lower learning rate.
+    #: loss that is no number, besides a lower learning rate; rules for other sizes; what switches off each feature; and
+    #: the overrides that made it, as `--set` has them.
     expected: Expected | None = field(default=None, repr=False, compare=False)
     if_nan: str = field(default="", repr=False, compare=False)
+    overrides: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    sizes: Rules = field(default_factory=dict, repr=False, compare=False)
+    features: Mapping[str, Rules] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -178,18 +185,48 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
         Raises:
             UsageError: if a setting is unknown, has a value of the wrong type, or identifies the recipe.
         """
-        known, new = settings(self), {}
-        if "size" in changes:
-            rest = {key: value for key, value in changes.items() if key != "size"}
-            smaller = _rebuilt(self, sizes.settings_at(str(changes["size"]), known, rest))
-            return dataclasses.replace(smaller, expected=None).override(rest)
-        for key, value in changes.items():
+        texts = {key: str(value) for key, value in changes.items()}
+        rest = {key: text for key, text in texts.items() if key != "size"}
+        base = self._at(texts["size"], rest) if "size" in texts else self
+        known, new = settings(base), {}
+        for key, text in rest.items():
             if key in IDENTITY:
                 raise UsageError(f"setting {key!r} identifies the recipe; to change it, write a recipe file")
             if key not in known:
                 raise unknown("setting", key, {*known, "size"} - {*IDENTITY})
-            new[key] = _literal(known[key], key, str(value))
-        return dataclasses.replace(_rebuilt(self, new), expected=None) if new else self
+            new[key] = _literal(known[key], key, text)
+        return dataclasses.replace(_rebuilt(base, new), overrides={**self.overrides, **texts})
+
+    def _at(self, name: str, given: Collection[str]) -> "Recipe":
+        """Return the recipe at a size; raise UsageError for a multiple of the width without a rule, unless `given`."""
+        known = settings(self.config, "config.")
+        if name not in SIZES or not self.sizes or known.get("config.model_dim") != WIDTH:
+            need = f"need {', '.join(SIZES)}, of a recipe with sizes and config.model_dim={WIDTH}"
+            raise UsageError(f"size={name} of recipe {self.name}; {need}")
+        new = self._following(self.sizes, _nodes(self), SIZES[name])
+        for key, old in known.items():
+            if isinstance(old, int) and old % WIDTH == 0 < old and key not in {*new, *given}:
+                raise UsageError(f"size={name} has no rule for {key}, a multiple of the width; --set it, too")
+        return _rebuilt(self, new)
+
+    def without(self, feature: str) -> dict[str, Any]:
+        """Return the settings that switch a feature off, floats in six digits; none if the recipe does not have it."""
+        known, off = settings(self), dict[str, Any]()
+        for pattern, rule in self.features[feature].items():
+            for key, new in self._following({pattern: rule}, known).items():
+                short = float(f"{new:.6g}") if isinstance(new, float) else new
+                off |= {key: short} if short != known[key] else {}
+            if not off:
+                break
+        return off
+
+    def _following(self, rules: Rules, known: Mapping[str, Any], size: Size | None = None) -> dict[str, Any]:
+        return {
+            key: rule(old, self, size or key) if callable(rule) else rule
+            for pattern, rule in rules.items()
+            for key, old in known.items()
+            if fnmatch(key, pattern)
+        }
 
 
 IDENTITY = ("name", "summary", "parent", "revision")
@@ -197,11 +234,15 @@ IDENTITY = ("name", "summary", "parent", "revision")
 
 def settings(node: Any, above: str = "") -> dict[str, Any]:
     """Return all settings (numbers, strings and tuples of them) by dotted name."""
+    found = _nodes(node, above).items()
+    return {k: v for k, v in found if isinstance(v, int | float | str | tuple) and not _parts(v)}
+
+
+def _nodes(node: Any, above: str = "") -> dict[str, Any]:
+    """Return the parts of a value, and theirs, by dotted name."""
     found: dict[str, Any] = {}
-    for name, value in _parts(node).items():
-        if isinstance(value, int | float | str | tuple) and not _parts(value):
-            found[above + name] = value
-        found |= settings(value, f"{above}{name}.")
+    for name, part in _parts(node).items():
+        found |= {above + name: part, **_nodes(part, f"{above}{name}.")}
     return found
 
 
@@ -251,14 +292,10 @@ def _literal(old: Any, key: str, text: str) -> Any:
     kind = type(old)
     if kind is str:
         return text.strip()
-    try:
-        value = ast.literal_eval(text)
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
+        value = ast.literal_eval(text)  # nor does `float` raise others
         value = float(value) if kind is float and type(value) is int else value
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
-        value = None  # both calls raise no other errors
-    if kind is float and isinstance(value, float) and not math.isfinite(value):
-        value = None
-    if kind not in (int, float, tuple) or type(value) is not kind:
-        need = "a whole number" if kind is int else "a number" if kind is float else "a value"
-        raise UsageError(f"setting {key}={text[:80]!r}: need {need} like {old!r}")
-    return value
+        if type(value) is kind and (kind is not float or math.isfinite(value)):
+            return value
+    need = {int: "a whole number", float: "a number"}.get(kind, "a value")
+    raise UsageError(f"setting {key}={text[:80]!r}: need {need} like {old!r}")

@@ -72,7 +72,7 @@ def prospect(recipe: "Recipe", rules: Track, loss: float | None = None) -> Prosp
     if loss is not None and rules.target.sigma is not None:
         return Prospect(rules, loss, rules.target.sigma, f"--expect; sd of {rules.id}")
     known = recipe.expected
-    if loss is not None or known is None or known.recipe != recipe.name:
+    if loss is not None or known is None or known.recipe != recipe.name or recipe.overrides:
         return None
     sd = known.sd or rules.target.sigma
     scored = [

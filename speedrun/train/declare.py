@@ -37,7 +37,7 @@ def declare(promise: Promise) -> Declaration:
     config_sha256 = layout.config_sha256(ready.described)
     declaration = Declaration(
         track=TrackRef(ready.track.id, tracks.sha256(ready.track.name)),
-        recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
+        recipe=layout.Recipe(ready.recipe.name, ready.recipe.revision, dict(ready.recipe.overrides)),
         config_sha256=config_sha256,
         source_sha256=ready.source_sha256,
         num_devices=ready.program.num_devices,

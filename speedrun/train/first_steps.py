@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,8 +57,8 @@ def train(ready: Ready, say: Callable[[str], None]) -> FirstSteps:
     Raise NonFiniteError for a loss, a gradient or an update that is not finite.
     """
     program, recipe = ready.program, ready.recipe
-    starts = [*accumulate((stage.num_steps for stage in recipe.stages), initial=0)]
-    steps = [*range(min(_STEPS, starts[1])), *starts[1:-1]]
+    first, *later = map(recipe.steps_of, range(len(recipe.stages)))
+    steps = [*first[:_STEPS], *(steps[0] for steps in later)]
     state, tokens = program.init(jax.random.key(ready.config.seed)), ready.stream(stream.START)
 
     def at(step: int) -> TrainState:

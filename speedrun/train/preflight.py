@@ -29,8 +29,7 @@ class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings that a resumed run keeps."""
 
     config: RunConfig
-    recipe: layout.Recipe
-    num_devices: int
+    split: dict[str, int | str]  #: `Ready.described` without the recipe
     recipe_folders: tuple[str, ...] = ()  #: of recipes outside the package
 
 
@@ -82,14 +81,8 @@ class Ready:
     @property
     def described(self) -> dict[str, Any]:
         """Return the resolved recipe and its split over devices, as JSON."""
-        return {
-            "recipe": describe(self.recipe),
-            "num_devices": self.program.num_devices,
-            "replicas": self.program.replicas,
-            "microbatches": self.program.microbatches,
-            "attention": self.program.attention,
-            "memory": self.program.memory,
-        }
+        names = ("num_devices", "replicas", "microbatches", "attention", "memory")
+        return {"recipe": describe(self.recipe), **{name: getattr(self.program, name) for name in names}}
 
     @property
     def facts(self) -> dict[str, str]:
@@ -115,9 +108,9 @@ class Ready:
     @property
     def resumable(self) -> bytes:
         """Return `Resumable` as JSON. A resumed run keeps its number of replicas."""
-        recipe = layout.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
-        kept = Resumable(config, recipe, self.program.num_devices, tuple(map(str, recipe_folders())))
+        split = {name: value for name, value in self.described.items() if name != "recipe"}
+        kept = Resumable(config, split, tuple(map(str, recipe_folders())))
         return msgspec.json.encode(kept, enc_hook=str)
 
 
@@ -143,9 +136,8 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
         found = shards.open_track(folder, track.data)
         shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
         num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
-        stream.validation_batches(
-            found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
-        )
+        shape = recipe.eval_sequences, recipe.eval_seq_len
+        stream.validation_batches(found.val[0], track.data.val_tokens, *shape)
         reached = [*source_roots(recipe.name), *roots]
         source = provenance.closure(reached, [tracks.files()[track.name]])
         _check_source(config, source)
@@ -154,10 +146,8 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
 
 def shapes_of(recipe: Recipe) -> list[stream.Shape]:
     """Return the shape of the batch of each step."""
-    forms = [
-        (stream.Shape(s.num_sequences, s.seq_len, s.document_tokens), s.num_steps) for s in recipe.stages
-    ]
-    return [shape for shape, num_steps in forms for _ in range(num_steps)]
+    stages = [stage for stage in recipe.stages for _ in range(stage.num_steps)]
+    return [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens) for one in stages]
 
 
 def _check_source(config: RunConfig, source: str) -> None:
@@ -202,8 +192,6 @@ def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
         raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")
     needed = track.data.document_token
     if (opens := getattr(recipe.config, "document_token", needed)) != needed:
-        found = (
-            f"recipe {recipe.name} takes id {opens} for the start of a document; {track.id} needs {needed}"
-        )
+        found = f"recipe {recipe.name} takes id {opens} for the start of a document; {track.id} has {needed}"
         hint = f"--set config.document_token={needed}, --set size=smoke or choose another"
         raise UsageError(f"{found}; {hint}")

@@ -106,7 +106,7 @@ def opening(ready: Ready) -> Opening:
         track_sha256=tracks.sha256(track.name),
         recipe=recipe.name,
         recipe_revision=recipe.revision,
-        overrides=config.overrides,
+        overrides=dict(recipe.overrides),
         seed=config.seed,
         num_steps=recipe.num_steps,
         source_sha256=ready.source_sha256,

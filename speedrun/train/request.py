@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -49,14 +49,9 @@ def seal(raw: bytes) -> dict[str, str]:
     return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
 
 
-def unseal(found: Any) -> bytes:
-    """Return the text that `seal` packed, or raise ValueError if it was changed."""
-    match found:
-        case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
-            return text.encode()
-    raise ValueError("its digest does not fit")
-
-
 def read_sealed(path: Path, kind: type[_T]) -> _T:
     """Read a JSON file that `seal` packed; raise OSError or ValueError if it cannot be read or was changed."""
-    return decoded(unseal(msgspec.json.decode(read_regular(path))), kind)
+    found = decoded(read_regular(path), dict[str, str])
+    if found != seal(found.get("text", "").encode()):
+        raise ValueError("its digest does not fit")
+    return decoded(found["text"].encode(), kind)
