@@ -7,11 +7,11 @@ docstring. No heavy imports.
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import click
@@ -123,7 +123,8 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
 
 def _parameter(name: str, hint: Any, default: Any, *, is_option: bool) -> click.Parameter:
     kind, notes = _unwrapped(hint)
-    is_several = get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
+    is_settings = get_origin(kind) is Mapping
+    is_several = is_settings or (get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis)
     if is_several:
         kind, more = _unwrapped(get_args(kind)[0])
         notes += more
@@ -133,6 +134,8 @@ def _parameter(name: str, hint: Any, default: Any, *, is_option: bool) -> click.
         types.append(click.Choice(get_args(kind)))
     given: dict[str, Any] = {"type": [*types, _KINDS.get(kind) or get_args(kind) or kind][0]}
     given |= {"required": True} if default is Parameter.empty else {"required": False, "default": default}
+    if is_settings:
+        given |= {"default": (), "callback": lambda _, __, texts: parse_settings(texts)}
     if not is_option:
         return click.Argument([name], nargs=-1 if is_several else 1, metavar=[*texts, None][0], **given)
     usage = next((text for text in texts if text[0] == "-"), f"--{name.replace('_', '-')}")
@@ -201,7 +204,8 @@ Amount = Annotated[float, Number(0)]
 Folder = Annotated[Path, Place(file_okay=False)]
 Track = Annotated[str, "--track NAME", "Rules of the run; 'speedrun data list' has all tracks."]
 Recipe = Annotated[str, click.types.FuncParamType(resolve), "--recipe NAME|FILE"]
-Settings = Annotated[tuple[str, ...], "--set KEY=VALUE", "Change a setting of the recipe."]
+Settings = Annotated[Mapping[str, str], "--set KEY=VALUE", "Change a setting of the recipe."]
+UNCHANGED: Mapping[str, str] = MappingProxyType({})
 Attention = Annotated[str, "--attention FORM", "Attention kernels: auto, banded, definition or triton."]
 FirstStep = Annotated[Natural, "--first-step I", "First step of the schedule."]
 Data = Annotated[
@@ -258,7 +262,7 @@ def typed(ctx: click.Context) -> list[click.Parameter]:
     return [param for param in ctx.command.params if ctx.get_parameter_source(str(param.name)) is source]
 
 
-def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
+def parse_settings(texts: Iterable[str]) -> dict[str, str]:
     """Parse `key=value` texts."""
     settings: dict[str, str] = {}
     for text in texts:

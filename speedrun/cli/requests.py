@@ -34,14 +34,14 @@ class RunOptions(NamedTuple):
     microbatches: Count | None = None
     data: Data = None
     out: Annotated[Path | None, "--out DIR"] = None
-    settings: Settings = ()
+    settings: Settings = cli.UNCHANGED
 
-    def request(self, out: Path, overrides: dict[str, str], **more: Any) -> "RunConfig":
+    def request(self, out: Path, **more: Any) -> "RunConfig":
         """Return the request for such a run."""
         from speedrun.train.request import RunConfig
 
         same = {name: value for name, value in self._asdict().items() if name not in ("out", "settings")}
-        return RunConfig(**same, out=out, overrides=overrides, **more)
+        return RunConfig(**same, out=out, overrides=dict(self.settings), **more)
 
 
 class Size(NamedTuple):

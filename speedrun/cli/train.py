@@ -123,19 +123,16 @@ def run(
     """
     tracks.load(options.track)
     # Before JAX, whose import is slow.
-    overrides, limits_s = cli.parse_settings(options.settings), deadlines_s(single.deadlines)
+    limits_s = deadlines_s(single.deadlines)
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
     ctx.with_resource(children.stoppable())
     if single.check:
-        return _checked(
-            ctx, options.request(Path(gettempdir(), f"check-{os.getpid()}"), overrides, seed=single.seed)
-        )
+        return _checked(ctx, options.request(Path(gettempdir(), f"check-{os.getpid()}"), seed=single.seed))
     if not dry.is_asked():
         import_jax()
     config = options.request(
         folder,
-        overrides,
         seed=single.seed,
         replicas=single.replicas,
         checkpoint_every=0 if resume else single.checkpoint_every or extras.sample_every or 0,
@@ -222,8 +219,7 @@ def batch(
 
     def asked() -> Promise:
         folder = options.out or cli.new_folder(tracks.load(options.track).name)
-        settings, purpose = cli.parse_settings(options.settings), "unranked" if unranked else ""
-        return Promise(options.request(folder, settings, purpose=purpose), *size)
+        return Promise(options.request(folder, purpose="unranked" if unranked else ""), *size)
 
     if dry.is_asked():
         return dry.answer(ctx, asked())

@@ -89,8 +89,8 @@ def run(
 
     if resume is None:
         settings = fleet.settings(options.track)
-        folder, changed = options.out or cli.new_folder(options.track), cli.parse_settings(options.settings)
-        config = options.request(folder, changed, seed=seed, meshes=fleet.islands)
+        folder = options.out or cli.new_folder(options.track)
+        config = options.request(folder, seed=seed, meshes=fleet.islands)
     else:
         cli.only_with_resume(ctx, "address", "meet_within")
         config = snapshot.resumed(resume)

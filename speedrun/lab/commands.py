@@ -74,7 +74,7 @@ class Variants(NamedTuple):
     """The variants of a recipe, and the number of runs.
 
     Options:
-        features: Instead, turn off one feature at a time: 'all', or names in speedrun/lab/design.py.
+        features: Instead, turn off one feature at a time: 'all', or some of those that its recipe states.
         confirm: Fresh seeds for the best arm and its baseline. Default: as many as --runs.
     """
 
@@ -119,7 +119,7 @@ def sweep(
 
 
 def _request(asked: Variants, config: requests.RunOptions) -> Request:
-    settings = {key: trials.values(text) for key, text in cli.parse_settings(config.settings).items()}
+    settings = {key: trials.values(text) for key, text in config.settings.items()}
     fixed = {key: values[0] for key, values in settings.items() if len(values) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
     if (asked.features is not None) + asked.ladder + bool(free) > 1:
@@ -134,7 +134,7 @@ def _request(asked: Variants, config: requests.RunOptions) -> Request:
         kind = "sweep"
         variants = trials.grid(free)
     return Request(
-        config=config.request(config.out or cli.new_folder(f"{config.track}-sweep"), fixed),
+        config=config._replace(settings=fixed).request(config.out or cli.new_folder(f"{config.track}-sweep")),
         kind=kind,
         num_runs=asked.runs,
         num_confirming=asked.runs if asked.confirm is None else asked.confirm,

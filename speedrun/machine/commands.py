@@ -113,18 +113,17 @@ class ProgramOptions(NamedTuple):
     microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 8
     attention: cli.Attention = "auto"
     first_step: cli.FirstStep = 0
-    settings: cli.Settings = ()
+    settings: cli.Settings = cli.UNCHANGED
 
     def program(self) -> "Program":
         """Return the program; raise UsageError if recipe, devices or kernels refuse an option."""
-        overrides = cli.parse_settings(self.settings)
         import jax
 
         from speedrun import recipes
         from speedrun.base import mesh
         from speedrun.train.program import Program
 
-        chosen = recipes.load(self.recipe).override(overrides)
+        chosen = recipes.load(self.recipe).override(self.settings)
         if self.first_step >= chosen.num_steps:
             raise UsageError(
                 f"--first-step {self.first_step}: {self.recipe} has {chosen.num_steps} steps; need fewer"
@@ -167,7 +166,7 @@ def rival(
     devices: Annotated[cli.Count, "Devices of each program."] = 1,
     microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 8,
     attention: cli.Attention = "auto",
-    settings: cli.Settings = (),
+    settings: cli.Settings = cli.UNCHANGED,
 ) -> cli.Answer:
     """Time our step and that of the program FOLDER/run in turns (ABBA), on the same tokens.
 
@@ -179,13 +178,13 @@ def rival(
     from speedrun.machine import bench_step as timing
 
     program = timing.executable(folder)
-    chosen = recipes.load(recipe).override(cli.parse_settings(settings))
+    chosen = recipes.load(recipe).override(settings)
     stage = chosen.stages[chosen.stage_of(first_step)]
     which = ["--steps", str(steps), "--first-step", str(first_step)]
     ours = [sys.executable, "-m", "speedrun", "bench", "step", "--json", *which]
     ours += ["--data", str(data), "--recipe", recipe, "--attention", attention]
     ours += ["--devices", str(devices), "--microbatches", str(microbatches)]
-    ours += [word for text in settings for word in ("--set", text)]
+    ours += [word for pair in settings.items() for word in ("--set", "=".join(pair))]
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
     with tempfile.TemporaryDirectory() as scratch:
         start = Path(scratch) / "start.npz"
