@@ -127,7 +127,7 @@ def test_a_machine_whose_load_changed_spoils_no_run(folder, before, after, edits
 
 def test_every_check_has_a_forgery_and_one_id():
     ids = [check.id for check in CHECKS]
-    of_islands = {"V108", "V109"}  #: tests/test_islands.py
+    of_islands = {"V108", "V109"}  #: tests/islands/test_islands.py
     assert sorted({id for id, _, _ in FORGERIES} | of_islands) == sorted(ids)
     assert len(set(ids)) == len(ids)
 

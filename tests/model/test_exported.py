@@ -29,10 +29,10 @@ from speedrun.record.reader import load
 from speedrun.science.params import Params, Table
 from speedrun.train.program import Program
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 OVERRIDES = {name: value for name, value in SMALL.items() if name != "stages.0.num_steps"}
-GOLDEN = Path(__file__).parent / "golden" / "gpt2_transformers.npz"
+GOLDEN = Path(__file__).parents[1] / "golden" / "gpt2_transformers.npz"
 
 
 def drawn(table: Table) -> dict[str, np.ndarray]:

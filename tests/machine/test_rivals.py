@@ -13,7 +13,7 @@ from speedrun.data.stream import TokenStream
 from speedrun.machine import bench_step
 from speedrun.train.program import Program
 
-RIVAL = Path(__file__).parent / "rivals" / "jax" / "run"
+RIVAL = Path(__file__).parents[1] / "rivals" / "jax" / "run"
 STEPS = 6
 
 

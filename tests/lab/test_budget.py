@@ -26,7 +26,7 @@ from speedrun.science.recipe import describe
 from speedrun.train.batch import Promise, Prospect, num_runs, prospect
 from speedrun.train.request import RunConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "records"
 
 

@@ -16,7 +16,7 @@ from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.machine import bench_step
 from speedrun.recipes import record21
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "measure_gpu.sh"
 
 

@@ -29,7 +29,7 @@ from speedrun.model import watch_server
 from speedrun.model.watch_server import Feed, rules
 from speedrun.record.reader import load
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 SIX_SEEDS = RECORD.parent / "2026-11-25-six-seeds"
 (LOG,) = RECORD.glob("runs/*/metrics.jsonl")

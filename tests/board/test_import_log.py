@@ -17,7 +17,7 @@ from speedrun.base.errors import UsageError
 from speedrun.board import foreign_logs
 from speedrun.board.foreign_logs import Context, Point
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
 
 #: Invented, in the order of a real log: script, versions, table, lines.

@@ -23,7 +23,7 @@ from speedrun.machine import rates as bench
 from speedrun.machine.check_devices import Check, Machine
 from speedrun.machine.commands import _print
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 H100 = "NVIDIA H100 80GB HBM3"
 CPUS = Machine("cpu", "cpu", 8)
 NODE, HALF = (Machine("gpu", H100, number) for number in (8, 4))

@@ -19,7 +19,7 @@ from speedrun.board.exports import FORMS, export
 from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 
 

@@ -1,4 +1,4 @@
-"""Runs of a batch or sweep on the nodes of a Ray. The real one is in tests/test_islands_ray.py."""
+"""Runs of a batch or sweep on the nodes of a Ray. The real one is in tests/islands/test_islands_ray.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
