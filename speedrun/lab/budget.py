@@ -211,7 +211,7 @@ def _time(
 
 def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) -> tuple[float, float] | None:
     """Return the mean wall and train time of the records, scaled to the recipe's number of tokens."""
-    found, same = [], _model(msgspec.json.decode(msgspec.json.encode(describe(recipe))))
+    found, same = [], _model(describe(recipe))
     for path in sorted((records / track.name).glob("*/source.txt")):
         record = load(path.parent)
         if not record.finished or _model(record.lead.start.config.get("recipe")) != same:

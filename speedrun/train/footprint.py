@@ -99,8 +99,8 @@ def fitted(program: Program, limit_bytes: int) -> Program:
 
 def fitted_here(program: Program) -> Program:
     """Return `fitted` for the program's devices (unchanged on CPUs); raise UsageError if it is too large."""
-    limit_bytes = meshes.memory_bytes(program.mesh)
-    program = program if program.kernels.platform == "cpu" else fitted(program, limit_bytes)
+    if program.kernels.platform != "cpu":
+        program = fitted(program, meshes.memory_bytes(program.mesh))
     require(program, most_bytes(program))
     return program
 
