@@ -11,23 +11,18 @@ record.plot()
 import sys
 from io import StringIO
 from pathlib import Path
-from subprocess import STDOUT
 from typing import TYPE_CHECKING, Literal
 
-from speedrun.base.console import Printer
-from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.base.exit_codes import meaning
+from speedrun.base.errors import UsageError
 from speedrun.base.recipe_files import resolve
 from speedrun.base.track import load as load_track
-from speedrun.base.wholefile import is_occupied
 from speedrun.commands import added
-from speedrun.data import generated
 from speedrun.record import reader as records
 from speedrun.record.about import Summary, assemble, summarize
 from speedrun.record.logged_run import Run
-from speedrun.record.salvage import ended
 from speedrun.record.validate import Report, validate
-from speedrun.train import keeper
+from speedrun.train import single_run
+from speedrun.train.keeper import Job
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -104,33 +99,15 @@ def run(
     else:
         name, settings = recipe.name, settings_of(recipe)
     out = Path(out).absolute()
-    if is_occupied(out):
-        raise UsageError(
-            f"{out} exists already; need a new folder, or an empty one; remove it or pass another out"
-        )
     folder = None if data is None else Path(data).absolute()
-    printer = Printer(StringIO() if quiet else sys.stdout)
-    generated.ensure(rules, folder, printer.say)
     config = RunConfig(
         track, out, recipe=name, seed=seed, overrides=settings, data=folder, num_devices=devices,
         purpose="unranked" if unranked else "",
     )  # fmt: skip
-    try:
-        _train(config, printer)
-    finally:
-        if any(map(ended, out.glob("runs/*"))):
-            assemble(out, title=f"{name or rules.recipe} on {track}")
+    # In a child process: JAX may use other devices here.
+    single_run.trained(Job(config), single_run.Extras(stream=StringIO() if quiet else sys.stdout))
+    assemble(out, title=f"{name or rules.recipe} on {track}")
     return Record(out)
-
-
-def _train(config: RunConfig, printer: Printer) -> None:
-    """Train in a child process: JAX may use other devices here, and cold wall time starts with the process."""
-    code, said = keeper.trained(config, printer, stderr=STDOUT)
-    if not code:
-        return
-    if not said.startswith("error: "):
-        said = f"the run ended with {meaning(code)}; the last line was: {said}"
-    raise SpeedrunError(said.removeprefix("error: "), code)
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:

@@ -24,6 +24,10 @@ SMALL = {
 }
 
 
+def children_of(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 def log_of(out: Path) -> Path:
     (path,) = out.glob("runs/*/metrics.jsonl")
     return path

@@ -21,7 +21,6 @@ from speedrun.base import children, runlog
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.base.wholefile import lock_record
-from speedrun.data import generated
 from speedrun.record import batch
 from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
@@ -273,22 +272,21 @@ def test_a_batch_that_was_described_keeps_its_title(folder):
         assert load(folder).about.title == title
 
 
-def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
+def test_a_resumed_batch_trains_what_is_missing(folder, monkeypatch):
     """A run that succeeds and leaves nothing is an error, too."""
-    made, ran = [], []
-    monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
+    ran: list[str] = []
     begun(folder, lost(1, 3.25))
     own = "mend that, then resume with: env SPEEDRUN_RECIPES=/mine speedrun batch --resume"
     for code, folders, said in ((0, "", "resume with: speedrun batch --resume"), (2, "/mine", own)):
         monkeypatch.setenv(RECIPES_VARIABLE, folders)
-        trained = lambda *_, code=code, **__: (ran.append(len(made)) or code, "")  # noqa: E731
+        trained = lambda job, *_, code=code, **__: (ran.append(job.config.track) or code, "")  # noqa: E731
         monkeypatch.setattr(keeper, "trained", trained)
         result = resumed(folder)
         assert (result.exit_code, said in result.stderr) == (code or 1, True), result.stderr
-    assert (made, ran) == (2 * [("forged", None)], [1, 2])
+    assert ran == ["forged", "forged"]
     write_run(folder, lost(2, 3.24))
     assert resumed(folder).exit_code == 0
-    assert len(made) == 2
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize(

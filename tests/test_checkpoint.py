@@ -30,10 +30,10 @@ from speedrun.record.salvage import salvage
 from speedrun.record.validate import validate
 from speedrun.science.step import TrainState
 from speedrun.train import recorded, request, resume_settings, run
-from speedrun.train.checkpoint import Facts, described, folder_of, named, opened, steps_in
-from speedrun.train.preflight import Resumable, prepare
+from speedrun.train.checkpoint import Facts, described, named, opened
+from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, decoded, read_sealed, seal
+from speedrun.train.request import Resumable, RunConfig, decoded, folder_of, read_sealed, seal, steps_in
 
 NUM_STEPS = 12
 

@@ -21,12 +21,12 @@ import msgspec
 import numpy as np
 import pytest
 import test_checkpoint
-from small_run import SMALL, events, log_of, runs_of
+from small_run import SMALL, children_of, events, log_of, runs_of
 from test_checkpoint import kept, steps
 from typed import invoke, speedrun
 
 from speedrun import recipes
-from speedrun.base import faults, provenance, runlog
+from speedrun.base import children, faults, provenance, runlog
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError
 from speedrun.board import leaks
 from speedrun.data import shards, writer
@@ -36,8 +36,7 @@ from speedrun.record.salvage import salvage
 from speedrun.record.source import read, split_source
 from speedrun.science.params import ParamSpec, normal
 from speedrun.train import recorded
-from speedrun.train.checkpoint import folder_of
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, folder_of
 
 EVERY = 5
 TIMEOUT_S = 600
@@ -76,12 +75,29 @@ def at(config: RunConfig, out: Path, **changes) -> RunConfig:
     return msgspec.structs.replace(config, out=out, **changes)
 
 
+#: Trains a request as `speedrun run` does, but for what follows.
+KEPT = """
+import sys
+from pathlib import Path
+from speedrun.base import children, console, output
+from speedrun.train import keeper, request
+
+with output.reported(), children.stoppable():
+    job = keeper.Job(request.decoded(Path(sys.argv[1]).read_bytes(), request.RunConfig))
+    code, error = keeper.trained(job, console.Printer(sys.stdout))
+    if error:
+        children.say(f"error: {error}")
+sys.exit(children.shell_code(code))
+"""
+KILLED = children.shell_code(-signal.SIGKILL)
+
+
 def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:
-    """The run as a process, in a group of its own."""
+    """The run with its keeper, in a session of its own."""
     request = config.out.with_name(config.out.name + ".json")
     request.write_bytes(msgspec.json.encode(config, enc_hook=str))
     return subprocess.Popen(
-        [sys.executable, "-m", "speedrun.train.recorded", str(request)],
+        [sys.executable, "-c", KEPT, str(request)],
         env=os.environ | CANARIES | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -144,7 +160,7 @@ def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, un
 @pytest.mark.compile
 def test_killed_between_saves(config, unbroken, tmp_path):
     out = tmp_path / "out"
-    assert ended(at(config, out), "step@9=sleep:2,step@10=kill")[0] == -signal.SIGKILL
+    assert ended(at(config, out), "step@9=sleep:2,step@10=kill")[0] == KILLED
     assert kept(out) == [5]
     broken = log_of(out)
     new = went_on(config, out, unbroken, since=5)
@@ -166,7 +182,7 @@ def test_killed_between_saves(config, unbroken, tmp_path):
 def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
     """Without a checkpoint the run starts over in its folder."""
     out, is_early = tmp_path / "out", fault in ("compile@2=kill", "clock=kill", "evaluation@3=kill")
-    assert ended(at(config, out), fault if is_early else f"step@8=sleep:1,{fault}")[0] == -signal.SIGKILL
+    assert ended(at(config, out), fault if is_early else f"step@8=sleep:1,{fault}")[0] == KILLED
     assert kept(out) in ([[]] if is_early else [[5], [5, 10], [5, 10, 12]])
     went_on(config, out, unbroken, since=max(kept(out), default=0))
 
@@ -244,7 +260,7 @@ def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
     stacks = out.with_name("out.stacks.txt").read_text()
     for text in (stacks, stderr):
         assert "in run\n" in text
-        assert "watchdog.py" in text
+        assert "faults.py" in text
     assert f"error: {last.message}\n" in stderr
     salvage(out)
     assemble(out, title="hung")
@@ -389,7 +405,8 @@ def test_a_disk_that_fills_up(config, unbroken, tmp_path):
         while not (folder_of(out).exists() and kept(out) == [5]):
             assert child.poll() is None, child.communicate()
             threading.Event().wait(0.05)
-        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+        (trains,) = children_of(child.pid)
+        resource.prlimit(trains, resource.RLIMIT_FSIZE, (20_000, 20_000))
         _, stderr = child.communicate(timeout=TIMEOUT_S)
     finally:
         child.kill()

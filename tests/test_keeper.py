@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from small_run import SMALL, log_of, runs_of
 
 from speedrun.base import messages, runlog
 from speedrun.base.console import Printer
-from speedrun.base.errors import SpeedrunError, StorageError
+from speedrun.base.errors import HANG, SpeedrunError, StorageError
 from speedrun.record.about import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
@@ -26,9 +27,7 @@ def sent(forged) -> list[bytes]:
     forge(out := forged / "record")
     lines = [*runlog.read(sorted(out.glob("runs/*/metrics.jsonl"))[0])]
     ends = {len(lines) - 2}  # the result, which is held for the end
-    return [
-        msgspec.json.encode(messages.Message(line.event, i in ends)) + b"\n" for i, line in enumerate(lines)
-    ]
+    return [msgspec.json.encode(messages.Told(line.event, i in ends)) + b"\n" for i, line in enumerate(lines)]
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def kept(sent, tmp_path) -> keeper.Kept:
     first = messages.received(sent[0]).event
     assert isinstance(first, runlog.RunStart)
     (tmp_path / "runs" / first.run_id).mkdir(parents=True)
-    return keeper.Kept(RunConfig("smoke-cpu", tmp_path), Printer(io.StringIO()))
+    return keeper.Kept(keeper.Job(RunConfig("smoke-cpu", tmp_path)), lambda _: None)
 
 
 def test_a_whole_log_is_stamped_and_chained(sent, kept, tmp_path):
@@ -100,6 +99,18 @@ def test_a_full_disk_is_an_error_of_storage(sent, kept, monkeypatch):
     assert type(kept.error) is StorageError
 
 
+def test_a_child_that_hangs_is_ended_and_its_stacks_are_kept(tmp_path, monkeypatch, capsys):
+    """The deadline counts from when the child says that a phase begins."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    config = RunConfig("webmini", tmp_path / "new" / "out", deadlines_s={"data": 0.5})
+    code, error = keeper.trained(keeper.Job(config), Printer(io.StringIO()), module="hung_child")
+    assert code == HANG
+    assert error.startswith("data has taken 0.")
+    stacks = (tmp_path / "new" / "out.stacks.txt").read_text()
+    assert "hung_child.py" in stacks
+    assert stacks in capsys.readouterr().err
+
+
 #: A clock that runs at half speed, from the first step on.
 SLOW = """
 import speedrun.train.run as _run
@@ -127,13 +138,40 @@ _run.report = _report
 """
 
 
-def test_a_recipe_that_slows_its_clock_does_not_reach_the_one_that_stamps(smoke_data, tmp_path, monkeypatch):
-    source = (Path(keeper.__file__).parent.parent / "recipes" / "smoke.py").read_text()
-    (tmp_path / "slow.py").write_text(source.replace('"smoke"', '"slow"') + SLOW)
-    monkeypatch.setenv("SPEEDRUN_RECIPES", str(tmp_path))
-    config = RunConfig("smoke-cpu", tmp_path / "out", recipe="slow", overrides=SMALL, data=smoke_data)
-    code, said = keeper.trained(config, Printer(io.StringIO()))
+@pytest.fixture
+def hostile(smoke_data, tmp_path, monkeypatch) -> Callable[[str], tuple[RunConfig, keeper.Ended]]:
+    """Trains the smoke recipe with more source."""
+
+    def trained(more: str) -> tuple[RunConfig, keeper.Ended]:
+        source = (Path(keeper.__file__).parent.parent / "recipes" / "smoke.py").read_text()
+        (tmp_path / "hostile.py").write_text(source.replace('"smoke"', '"hostile"') + more)
+        monkeypatch.setenv("SPEEDRUN_RECIPES", str(tmp_path))
+        config = RunConfig("smoke-cpu", tmp_path / "out", recipe="hostile", overrides=SMALL, data=smoke_data)
+        return config, keeper.trained(keeper.Job(config), Printer(io.StringIO()))
+
+    return trained
+
+
+def test_a_recipe_that_slows_its_clock_does_not_reach_the_one_that_stamps(hostile):
+    config, (code, said) = hostile(SLOW)
     assert code == 0, said
     assemble(config.out)
     failed = {one.check.id: one.messages for one in validate(config.out).having("failed")}
     assert "by its stamp" in failed["V202"][0]
+
+
+#: Ends the process with success at the first step.
+LEAVES = """
+import os as _os
+import speedrun.train.run as _run
+
+_run.report = lambda *_: _os._exit(0)
+"""
+
+
+def test_a_recipe_that_leaves_with_success_has_none(hostile):
+    config, (code, said) = hostile(LEAVES)
+    assert (code, "ended without a result" in said) == (1, True)
+    assert [*runlog.read(log_of(config.out))][-1].event == runlog.Error(
+        "Killed", "the process of the run ended with exit code 0 (done)"
+    )

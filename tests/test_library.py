@@ -75,7 +75,7 @@ def test_a_record_that_is_there_is_not_touched_and_an_unknown_name_is_told(tmp_p
         getattr(sr, "fit")  # noqa: B009 - no type checker lets the name pass
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").touch()
-    with pytest.raises(UsageError, match="exists already; need a new folder"):
+    with pytest.raises(SpeedrunError, match="exists already; need a new folder"):
         sr.run(track="smoke-cpu", out=tmp_path / "mine")
     assert len([*(tmp_path / "mine").iterdir()]) == 1
 
@@ -96,5 +96,5 @@ def test_a_run_that_leaves_nothing_is_an_error(tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\necho step 7\nkill -9 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(SpeedrunError, match=r"signal 9.*: step 7"):
+    with pytest.raises(SpeedrunError, match=r"signal 9"):
         sr.run(track="webmini", out=tmp_path / "mine", quiet=True)

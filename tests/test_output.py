@@ -179,13 +179,3 @@ def test_debug_shows_the_traceback_of_any_error(tmp_path):
     assert done.returncode == UsageError.exit_code
     assert "Traceback (most recent call last):" in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path}")
-
-
-@pytest.mark.parametrize("place", ["recipes/mine.py", "train/mine.py"])
-def test_no_recipe_ends_a_process_as_if_it_had_succeeded(place):
-    path = str(ROOT / "speedrun" / place)
-    script = "import os\nfrom speedrun.base import output\noutput.own_process()\n"
-    script += f"exec(compile('os._exit(0)', {path!r}, 'exec'))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    told = (1, "os._exit would end the process\n") if "recipes" in place else (0, "")
-    assert (done.returncode, done.stderr) == told

@@ -14,19 +14,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from small_run import SMALL, runs_of
+from small_run import SMALL, children_of, runs_of
 from typed import as_words
 
-from speedrun.base import errors, processes, runlog
+from speedrun.base import children, errors, processes, runlog
 from speedrun.base.errors import UsageError
-from speedrun.train import checkpoint, connect
+from speedrun.train import connect, request
 from speedrun.train.request import RunConfig
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
 QUICK = ["--heartbeat", "10", "--meet-within", "60"]
 #: Exit codes of a process that lost another one: a transfer fails, or JAX misses the heartbeat.
-ENDED = (1, -signal.SIGABRT)
+ENDED = (1, children.shell_code(-signal.SIGABRT))
 
 
 def lines(out: Path) -> list[Any]:
@@ -92,10 +92,10 @@ def config(tmp_path, smoke_data) -> RunConfig:
 
 #: Python reads this file when it starts.
 NODES = """
-import socket, sys
+import json, socket, sys
 words = sys.orig_argv
-if "shared_run" in words or "--process" in words:
-    process = int(words[words.index("--process") + 1 if "--process" in words else -2])
+if "shared_run" in words or "speedrun.train.child" in words:
+    process = int(words[-2]) if "shared_run" in words else json.load(open(words[-3]))["group"]["index"]
     socket.gethostname = lambda: f"node{{process // {per_node}}}"
 """
 
@@ -175,7 +175,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(
     assert stderr.count("error: stopped by a signal to one of 2 processes") == 1
     assert "Traceback" not in stderr + other_stderr
     steps = of(runlog.Step, out)
-    kept = [path.name for path in checkpoint.folder_of(out).iterdir() if path.name.isdigit()]
+    kept = [path.name for path in request.folder_of(out).iterdir() if path.name.isdigit()]
     assert kept == [str(steps[-1].step + 1)]
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [2]
     got, want = ([step.loss for step in of(runlog.Step, one)[:3]] for one in (out, trained.out))
@@ -210,7 +210,8 @@ def test_the_others_end_when_a_process_is_lost(which, sent, tmp_path, smoke_data
     out = tmp_path / "out"
     running = launched(out, smoke_data)
     wait_for_steps(running, out, 3)
-    running[which].send_signal(sent)
+    (trains,) = children_of(running[which].pid)
+    os.kill(trains, sent)
     try:
         assert running[1 - which].wait(300) in ENDED
     finally:
@@ -224,8 +225,9 @@ def test_the_others_end_when_a_process_is_lost(which, sent, tmp_path, smoke_data
 
 #: What process 1 does at a step.
 FAILS = """
-import sys
-if sys.orig_argv[-2:] == ["--process", "1"]:
+import json, sys
+words = sys.orig_argv
+if "speedrun.train.child" in words and json.load(open(words[-3]))["group"]["index"] == 1:
     from speedrun.train import run
     def fail(executables, step, log):
         if step == 5:
@@ -248,7 +250,7 @@ def test_a_worker_with_an_error_of_its_own_tells_it(tmp_path, smoke_data, monkey
 def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(
     tmp_path, smoke_data, monkeypatch
 ):
-    """Its heartbeat continues, so JAX does not notice; each process has a watchdog."""
+    """Its heartbeat continues, so JAX does not notice; each process has a keeper."""
     with_start(monkeypatch, tmp_path, FAILS.format(what="import time; time.sleep(600)"))
     out = tmp_path / "out"
     running = launched(out, smoke_data, "--deadline", "step=5")
@@ -277,7 +279,8 @@ def test_a_cluster_is_known_by_its_variables_and_nodes_by_the_machines_of_their_
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert connect.find_group(None, None, None) is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert connect.find_group(None, None, None) == connect.Group(2, found_by="SLURM")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert connect.find_group(None, None, None) == connect.Group(2, 1, found_by="SLURM")
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     pod = connect.find_group("pod-0:1234", 2, None)
     assert pod == connect.Group(2, 1, "pod-0:1234", "flags and Kubernetes")

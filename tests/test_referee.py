@@ -44,8 +44,7 @@ from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
 from speedrun.record.reader import load, read_programs
 from speedrun.record.validate import Report, ask, validate
-from speedrun.train.checkpoint import folder_of
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, folder_of
 
 needs_sandbox = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
@@ -1109,10 +1108,9 @@ def test_only_what_a_record_may_hold_is_brought_back(tmp_path):
     os.mkfifo(made / "batch.json")
     (made.parent / "record-of-another").mkdir()
     (made.parent / "record-of-another" / "about.json").write_text("{}")
-    (made.parent / "record.stacks.txt").write_text("Thread 1")
     _bring(made, out)
     found = {path.relative_to(out.parent).as_posix() for path in out.parent.rglob("*") if path.is_file()}
-    assert found == {"mine/about.json", "mine.stacks.txt"}
+    assert found == {"mine/about.json"}
 
 
 def test_checkpoints_that_are_no_files_are_refused(tmp_path):

@@ -49,16 +49,18 @@ Phase = Literal["start", "compile", "warm-up", "step", "data", "evaluation", "ch
 class Phases:
     """The phases of a run since the import. They add up to its wall time."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Phase], None] = lambda _: None) -> None:
+        """`tell` is called with each phase that begins."""
         self._spent_ns: dict[Phase, int] = {}
-        #: The phase and its start. One assignment replaces both: the watchdog's thread reads them without a lock.
         self._current: tuple[Phase, int] = ("start", _IMPORT_NS)
+        self._tell = tell
 
     def enter(self, phase: Phase) -> Phase:
         """Start a phase; return the previous one."""
         left, since_ns = self._current
         self._current = phase, time.monotonic_ns()
         self._spent_ns[left] = self._spent_ns.get(left, 0) + self._current[1] - since_ns
+        self._tell(phase)
         return left
 
     @contextmanager
@@ -71,7 +73,7 @@ class Phases:
             self.enter(left)
 
     def current(self) -> tuple[Phase, float]:
-        """Return the current phase and its seconds so far. Any thread may call this."""
+        """Return the current phase and its seconds so far."""
         phase, since_ns = self._current
         return phase, (time.monotonic_ns() - since_ns) / 1e9
 

@@ -7,15 +7,24 @@ from typing import Protocol
 
 import msgspec
 
+from speedrun.base.clock import Phase
 from speedrun.base.runlog import AnyEvent
 
 
-class Message(msgspec.Struct, frozen=True):
+class Told(msgspec.Struct, frozen=True, tag="told"):
     """An event; one that is held counts only with the next."""
 
     event: AnyEvent
     hold: bool = False
 
+
+class Entered(msgspec.Struct, frozen=True, tag="entered"):
+    """A phase begins."""
+
+    phase: Phase
+
+
+Message = Told | Entered
 
 #: Return a message from its bytes; raise msgspec.DecodeError for anything else.
 received = msgspec.json.Decoder(Message).decode
@@ -38,6 +47,13 @@ class Sender:
 
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
         """Send an event."""
+        self._send(Told(event, hold))
+
+    def entered(self, phase: Phase) -> None:
+        """Send that a phase begins."""
+        self._send(Entered(phase))
+
+    def _send(self, message: Message) -> None:
         with self._turn, suppress(BrokenPipeError):
-            self._pipe.write(msgspec.json.encode(Message(event, hold)) + b"\n")
+            self._pipe.write(msgspec.json.encode(message) + b"\n")
             self._pipe.flush()

@@ -1,8 +1,9 @@
 """The commands that train on a track, `run` and `batch`, and what there is to train: `recipes`."""
 
-import importlib
 import os
 import shlex
+import signal
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,14 @@ import click
 
 from speedrun.base import children, signals
 from speedrun.base import track as tracks
-from speedrun.base.errors import INTERRUPTED, UsageError, unknown
+from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import expected
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.commands import added
 from speedrun.record.about import Summary
 from speedrun.record.validate import Report, validate
-from speedrun.train import connect, watchdog
+from speedrun.train import connect, keeper
 from speedrun.train.request import RunConfig
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for text in texts:
         phase, _, seconds = text.partition("=")
-        if phase not in watchdog.DEADLINES_S:
-            raise unknown("phase", phase, watchdog.DEADLINES_S)
+        if phase not in keeper.DEADLINES_S:
+            raise unknown("phase", phase, keeper.DEADLINES_S)
         if not seconds.isdecimal():
             raise UsageError(f"--deadline {text!r}; need whole seconds, for example --deadline step=60")
         found[phase] = float(seconds)
@@ -63,7 +64,7 @@ class Single(NamedTuple):
     deadlines: Annotated[
         tuple[str, ...],
         "--deadline PHASE=SECONDS",
-        f"Longest time in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
+        f"Longest time in one phase: {', '.join(keeper.DEADLINES_S)}; 0: no limit.",
     ] = ()
 
 
@@ -122,15 +123,12 @@ def run(
     Exits with 0 if the target is reached and every check passes, else with 1; with --check, if the loss falls.
     """
     tracks.load(options.track)
-    # Before JAX, whose import is slow.
     limits_s = deadlines_s(single.deadlines)
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
     ctx.with_resource(children.stoppable())
     if single.check:
         return _checked(ctx, options.request(Path(gettempdir(), f"check-{os.getpid()}"), seed=single.seed))
-    if not dry.is_asked():
-        import_jax()
     config = options.request(
         folder,
         seed=single.seed,
@@ -141,7 +139,7 @@ def run(
         resume=resume is not None,
         purpose="unranked" if single.unranked else "",
     )
-    if dry.dry_run:
+    if dry.is_asked():
         from speedrun.train.batch import Promise
 
         return dry.answer(ctx, Promise(config, num_runs=1))
@@ -150,11 +148,12 @@ def run(
     if resume is not None:
         cli.only_with_resume(ctx, "unranked", *Extras._fields, *Processes._fields)
     group = connect.find_group(processes.coordinator, processes.processes, processes.process)
-    joined = connect.joined(group, processes.heartbeat, processes.meet_within)
+    job = keeper.Job(config, group, processes.heartbeat, processes.meet_within, single.init_from)
     same = {name: value for name, value in extras._asdict().items() if name != "watch"}
     same["watch_port"] = extras.watch_port or (cli.WATCH_PORT if extras.watch else None)
-    beside = single_run.Extras(**same, init_from=single.init_from, to_stderr=ctx.params["as_json"])
-    done = single_run.run(config, joined, beside)
+    done = single_run.run(
+        job, single_run.Extras(**same, stream=sys.stderr if ctx.params["as_json"] else None)
+    )
     return None if done is None else told(done)
 
 
@@ -165,9 +164,8 @@ def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
             raise UsageError(
                 f"--check writes no record, so it takes no {param.opts[-1]}; leave one of them out"
             )
-    import_jax()
-    from speedrun.train import first_steps
-
+    with signals.handled_by(signal.SIG_DFL):  # an exception in JAX's C++ start would crash
+        from speedrun.train import first_steps
     found = first_steps.check(config, partial(click.echo, err=True))
     return cli.Answer(found, [found], int(not found.fell))
 
@@ -181,15 +179,6 @@ def told(done: "single_run.Single", *more: str) -> cli.Answer:
     lines.append(f"next    {following(done.config, done.summary, done.report)}")
     is_good = done.summary.target_reached and done.report.exit_code == 0
     return cli.Answer(done.facts(), lines, 0 if is_good else 1)
-
-
-def import_jax() -> None:
-    """Import JAX, and handle signals only afterwards: an exception in its C++ start crashes the process."""
-    got: list[int] = []
-    with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
-        importlib.import_module("speedrun.train.recorded")
-    if got:
-        signals.stop(got[0], None)
 
 
 @cli.command(

@@ -1,8 +1,7 @@
 """The commands `speedrun islands`: training that loses a machine and goes on."""
 
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -15,7 +14,7 @@ from speedrun.base.console import memory
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli import requests
-from speedrun.cli.train import import_jax, told
+from speedrun.cli.train import told
 from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
 from speedrun.train import repeat
@@ -85,7 +84,8 @@ def run(
         address: Ray to use; $RAY_AUTH_TOKEN has its token. Default: one of our own, on this machine.
     """
     ctx.with_resource(children.stoppable())
-    from speedrun.islands import actors, cluster, snapshot
+    from speedrun.islands import child, snapshot
+    from speedrun.train import single_run
 
     if resume is None:
         settings = fleet.settings(options.track)
@@ -97,19 +97,10 @@ def run(
         settings = snapshot.load(resume).settings if config.resume else fleet.settings(config.track)
     limits_s = {"start": fleet.meet_within + 300.0, "step": fleet.meet_within + settings.deadline_s + 300.0}
     config = replace(config, deadlines_s=limits_s)
-    ray = ctx.with_resource(cluster.connected(address, settings.islands))
-    engine_of = partial(actors.Actors, ray, address)
-    import_jax()
-    from speedrun.islands.driver import Driver
-    from speedrun.islands.island import ROOTS
-    from speedrun.train import single_run
-    from speedrun.train.recorded import train
-
-    steps = partial(Driver, settings=settings, engine_of=engine_of, meet_s=float(fleet.meet_within))
-    begun = partial(train, steps=steps, roots=ROOTS)
-    beside = single_run.Extras(to_stderr=ctx.params["as_json"])
     asked = replace(config, resume=resume is not None)
-    done = single_run.run(asked, nullcontext(), beside, begun, lambda _: config)
+    job = child.Job(asked, meet_s=fleet.meet_within, settings=settings, address=address)
+    beside = single_run.Extras(stream=sys.stderr if ctx.params["as_json"] else None)
+    done = single_run.run(job, beside, resumed=lambda *_, **__: config, module=child.__name__)
     return None if done is None else told(done, _line(load_result(config.out).runs))
 
 

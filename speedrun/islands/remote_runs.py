@@ -1,6 +1,7 @@
 """Runs on the nodes of a Ray, one at a time on each. A node that differs from the first one is left out."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,15 +11,14 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from speedrun.base import provenance
-from speedrun.base import track as tracks
+from speedrun.base.console import Printer
 from speedrun.base.errors import SpeedrunError
-from speedrun.base.output import expected, text_of
 from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_record, make_folder, write_whole
-from speedrun.data import generated
 from speedrun.islands import cluster
 from speedrun.record import layout
 from speedrun.record.logged_run import Run
+from speedrun.train import keeper
 from speedrun.train.batch import Say, Trainer
 from speedrun.train.request import RunConfig
 
@@ -51,19 +51,14 @@ def _source() -> str:
 
 def _train(config: RunConfig, given: dict[str, bytes]) -> Home:
     """Train in a scratch folder with the files that a batch declared, if any."""
-    from speedrun.train.ranked import train
-
     with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
-        out, code, error = Path(scratch, "record"), 0, ""
+        out = Path(scratch, "record")
         if given:
             make_folder(out, given)
         try:
-            generated.ensure(tracks.load(config.track), config.data, lambda _: None)
-            train(replace(config, out=out))
-        except BaseException as caught:
-            if (known := expected(caught)) is None:
-                raise
-            code, error = known.exit_code, text_of(known)
+            code, error = keeper.trained(keeper.Job(replace(config, out=out)), Printer(sys.stdout))
+        except SpeedrunError as caught:
+            code, error = caught.exit_code, str(caught)
         paths = [path for path in out.rglob("*") if path.is_file()]
         return Home(code, error, {path.relative_to(out).as_posix(): path.read_bytes() for path in paths})
 

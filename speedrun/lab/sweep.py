@@ -43,7 +43,7 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
                     f"the source of {recipe} changed since {folder} was designed, or is not in $SPEEDRUN_RECIPES; "
                     "restore it, or start a new sweep"
                 )
-        train = trained or here(say, lambda: Printer(sys.stderr))
+        train = trained or here(lambda: Printer(sys.stderr))
         run_missing = partial(_run_missing, folder, data, say, train)
         runs = run_missing([*trials.trials(plan.arms, plan.seeds)])
         found = effects.summary(plan, plan_sha256, runs)

@@ -27,8 +27,7 @@ from speedrun.base.errors import CheckpointError, UsageError, translate_read_err
 from speedrun.base.output import reported
 from speedrun.base.wholefile import write_whole
 from speedrun.model import decode, weights
-from speedrun.train import checkpoint
-from speedrun.train.request import RunConfig, decoded
+from speedrun.train.request import RunConfig, decoded, folder_of, steps_in
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0
@@ -79,7 +78,7 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
     Raises:
         DataError: if earlier samples of the record cannot be read.
     """
-    folder, path = checkpoint.folder_of(request.record), path_of(request.record)
+    folder, path = folder_of(request.record), path_of(request.record)
     found, is_over = _written(path), False
     due_until = 0
     while not is_over:
@@ -110,7 +109,7 @@ def _written(path: Path) -> dict[int, list[bytes]]:
 
 def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
     """Return the steps to sample: at the end, they include the last one."""
-    steps = checkpoint.steps_in(folder)[::-1]
+    steps = steps_in(folder)[::-1]
     return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
 
 

@@ -21,7 +21,7 @@ from speedrun.science.step import TrainState
 from speedrun.train import checkpoint
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig
+from speedrun.train.request import RunConfig, folder_of
 
 #: OpenAI's models by name. A folder of that name comes first.
 ON_THE_HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -94,7 +94,7 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
     """Return the folder of a source, downloaded if necessary, and the origin of its weights."""
     if source.is_file():
         raise UsageError(f"{source} is a file; name the folder that holds it")
-    if source.exists() or checkpoint.folder_of(source).exists():
+    if source.exists() or folder_of(source).exists():
         return source, {"weights": source.resolve().name}
     if (repo := ON_THE_HUB.get(str(source))) is None:
         raise UsageError(
@@ -128,7 +128,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
         )
     if (count := processes.count()) > 1:
         raise UsageError(f"--init-from in {count} processes; need one; start only one")
-    folder = checkpoint.folder_of(config.out)
+    folder = folder_of(config.out)
     if folder.exists():
         raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
     ready = prepare(config)

@@ -29,6 +29,7 @@ from speedrun.science.params import SHARDS, Params
 from speedrun.science.recipe import describe, no_constants
 from speedrun.train import checkpoint
 from speedrun.train.program import Program
+from speedrun.train.request import folder_of, steps_in
 from speedrun.train.resume_settings import find_recipe, read_settings
 
 WEIGHTS = "model.safetensors"
@@ -146,8 +147,8 @@ def load(
     run: Path, *, data: Path | None = None, recipe: str | None = None, step: int | None = None
 ) -> Trained:
     """Load the weights of a run onto one device, as `weight_sources.load`; `run` is its record or its checkpoints."""
-    folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
-    steps = checkpoint.steps_in(folder)
+    folder = run.resolve() if run.name.endswith(".checkpoints") else folder_of(run)
+    steps = steps_in(folder)
     if not steps:
         if not folder.exists() and not (run / "runs").is_dir():
             raise UsageError(f"{run} is no run, and no folder of weights; name one, as in runs/first")

@@ -27,7 +27,7 @@ class Attempt:
     ready: Ready
     log: messages.Log
     kept: Checkpoints | None
-    phases: Phases = field(default_factory=Phases)
+    phases: Phases
     clock: Clock = field(default_factory=Clock)
     compile_s: float = 0.0
     warmup_s: float = 0.0

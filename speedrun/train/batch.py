@@ -17,7 +17,6 @@ from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.track import Track
 from speedrun.base.wholefile import lock_record
 from speedrun.commands import added, pictures
-from speedrun.data import generated
 from speedrun.record import layout, statistics
 from speedrun.record.about import Summary, assemble
 from speedrun.record.batch import Declaration, Standing, standing
@@ -107,16 +106,15 @@ def num_runs(promise: Promise, rules: Track, found: Prospect | None) -> int:
 Trainer = Callable[[Track, Iterable[RunConfig], Iterable[Run]], Iterator[tuple[RunConfig, int]]]
 
 
-def here(say: Say, printer: Callable[[], Printer]) -> Trainer:
+def here(printer: Callable[[], Printer]) -> Trainer:
     """Return what trains one after the other in children, which end with this process."""
 
-    def trained(
-        rules: Track, configs: Iterable[RunConfig], _: Iterable[Run]
-    ) -> Iterator[tuple[RunConfig, int]]:
+    def trained(_: Track, configs: Iterable[RunConfig], __: Iterable[Run]) -> Iterator[tuple[RunConfig, int]]:
         for config in configs:
-            generated.ensure(rules, config.data, say)
             with printer() as shown:
-                code = keeper.trained(config, shown)[0]
+                code, error = keeper.trained(keeper.Job(config), shown)
+            if error:
+                children.say(f"error: {error}")
             yield config, code
 
     return trained
@@ -177,7 +175,7 @@ def run_batch(
             **{"track": rules.name, "recipe": recipe.name, "overrides": recipe.overrides},
             **{"out": folder, "data": data, "batch_sha256": sha256},
         }
-        train = trained or here(say, lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival))
+        train = trained or here(lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival))
         while now.missing:
             configs = [RunConfig(seed=seed, **same) for seed in now.missing]
             for config, code in train(rules, configs, load(folder).runs):

@@ -28,9 +28,7 @@ from speedrun.base.wholefile import give_name, lock_folder, require_regular, wri
 from speedrun.data import stream
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
-from speedrun.train.request import read_sealed, seal
-
-RUN = "run.json"
+from speedrun.train.request import RUN, read_sealed, seal, steps_in
 
 _T = TypeVar("_T")
 
@@ -77,11 +75,6 @@ def state_hash(state: Any) -> str:
     return fetch(fingerprint(state)).astype(">u4").tobytes().hex()
 
 
-def folder_of(record: Path) -> Path:
-    """Return the folder of a record's checkpoints."""
-    return Path(f"{record.resolve()}.checkpoints")
-
-
 def named(tree: Any) -> dict[str, Any]:
     """Return the leaves of a state by flat name, such as `params.embed`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -101,12 +94,6 @@ def differences(
         found, wanted = (shown(arrays[name]) if name in arrays else "nothing" for arrays in (got, need))
         if found != wanted:
             yield f"{name} is {found}, need {wanted}"
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the steps with a checkpoint, the newest first."""
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def newest_whole(

@@ -25,10 +25,10 @@ HEARTBEAT_S = 100  #: without a heartbeat, until a process is lost
 MEET_S = 300  #: for all processes to connect
 _LEAVE_S = 10  #: for all processes to reach the end of a run that broke off
 
-#: Name, a variable that only this cluster sets, and the variable with the number of processes.
+#: Name, a variable that only this cluster sets, and those with the number of processes and the index of this one.
 _CLUSTERS = (
-    ("SLURM", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
-    ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 )
 
 
@@ -53,9 +53,10 @@ def find_group(coordinator: str | None, num_processes: int | None, process: int 
         if len(missing) < len(flags):
             need = f"need {', '.join(flags)} together, or none of them"
             raise UsageError(f"{', '.join(missing)} missing; {need}")
-        for name, marker, number in _CLUSTERS:
-            if marker in os.environ and (tasks := os.environ.get(number, "")).isdigit() and int(tasks) > 1:
-                return Group(int(tasks), found_by=name)
+        for name, marker, *numbers in _CLUSTERS:
+            tasks, index = (os.environ.get(number, "") for number in numbers)
+            if marker in os.environ and tasks.isdigit() and int(tasks) > 1 and index.isdigit():
+                return Group(int(tasks), int(index), found_by=name)
         return None
     host, _, port = coordinator.rpartition(":")
     if not (host and port.isdigit() and int(port) < 2**16):

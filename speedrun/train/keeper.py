@@ -1,85 +1,196 @@
-"""The process beside a run: it stamps what the run tells with its own clock, and writes the log.
+"""The process beside a run: it stamps what the run tells with its own clock, writes the log, and ends what hangs.
 
 The run is a child process, with JAX and the recipe. It sends events through a pipe and has neither this clock nor this
-file. A child that dies in any way leaves a log that says so. Imports no JAX.
+file. A child that dies in any way leaves a log that says so. Of a run in several processes, each has a keeper, and the
+first one the log. Imports no JAX.
 """
 
 import os
-from subprocess import PIPE
-from threading import Lock, Thread
-from typing import IO
+import select
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from subprocess import PIPE, Popen
+from threading import Event, Thread
+from typing import IO, NamedTuple
 
 import msgspec
 
 from speedrun.base import children, messages, runlog
+from speedrun.base import track as tracks
+from speedrun.base.clock import Phase, Phases
 from speedrun.base.console import Printer
-from speedrun.base.errors import SpeedrunError
+from speedrun.base.errors import HANG, SpeedrunError
 from speedrun.base.exit_codes import meaning
+from speedrun.base.wholefile import write_whole
+from speedrun.data import generated
 from speedrun.record import layout
+from speedrun.train.connect import HEARTBEAT_S, MEET_S, Group
 from speedrun.train.request import RunConfig
 
+#: Limits for one stay in a phase, such as one step. The end has none.
+DEADLINES_S: dict[Phase, float] = {
+    **dict.fromkeys(("compile", "warm-up", "evaluation", "checkpoint"), 3600.0),
+    **dict.fromkeys(("start", "step", "data"), 900.0),
+}
+CHILD = "speedrun.train.child"
+_LINGER_S = 2.0  #: to write stacks; and for other keepers, whose children would take this one's for lost
+_LOOK_S = 0.5
+_LAST_WORDS_S = 10.0  #: after the end of a child, if one of its own children holds its pipes
 
-def trained(config: RunConfig, printer: Printer, *, stderr: int | None = None) -> tuple[int, str]:
+
+class Job(msgspec.Struct, frozen=True):
+    """What a child is to do."""
+
+    config: RunConfig
+    group: Group | None = None  #: None: it trains alone
+    heartbeat_s: int = HEARTBEAT_S
+    meet_s: int = MEET_S
+    init_from: Path | None = None  #: initial weights
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its process writes the record."""
+        return self.group is None or self.group.index == 0
+
+
+class Ended(NamedTuple):
+    """The end of a child."""
+
+    code: int  #: as from `children.wait_for`, or of an error that this process found
+    error: str  #: in one line; empty if there is none, or the child has told it
+
+
+def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
     """Train in a child process, which ends with this one; write and print its log, and print its other output.
 
-    `stderr` is as for `Popen`.
-
-    Returns:
-        The exit code, as from `children.wait_for`, or that of an error of writing the log, and the last line that the
-        child printed.
+    Its standard error goes to ours, except an error in the last line.
     """
-    events, theirs = os.pipe()
-    pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": stderr, "text": True, "pass_fds": [theirs]}
-    with children.started("speedrun.train.ranked", config, str(theirs), **pipes) as child:
-        os.close(theirs)
-        assert child.stdin is not None
-        assert child.stdout is not None
-        turn, kept, said = Lock(), Kept(config, printer), [""]
-
-        def show(lines: IO[str]) -> None:
-            with lines:
-                for line in map(str.rstrip, lines):
-                    if line:
-                        said[0] = line
-                        with turn:
-                            printer.say(line)
-
-        def keep() -> None:
-            with open(events, "rb") as messages:
-                for message in messages:
-                    with turn:
-                        kept.take(message)
-                    if kept.error is not None:
-                        child.terminate()
-
-        threads = Thread(target=show, args=[child.stdout]), Thread(target=keep)
-        for thread in threads:
-            thread.start()
-        with child.stdin:  # its end would end the child
-            code = children.wait_for(child)
-        for thread in threads:
-            thread.join()
+    generated.ensure(tracks.load(job.config.track), job.config.data, printer.say)
+    shown, done = SimpleQueue[str | runlog.Line | None](), Event()
+    kept, said = Kept(job, shown.put), LastWords()
+    reads, writes = os.pipe()
+    with open(reads, "rb", 0) as events, open(os.memfd_create("stacks"), "rb") as stacks:
+        passed = writes, stacks.fileno()
+        pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), PIPE), "errors": "backslashreplace"}
+        with children.started(module, job, *map(str, passed), pass_fds=passed, **pipes) as child:
+            os.close(writes)
+            readers = [
+                Thread(target=_read, args=(child.stdout, shown.put), daemon=True),
+                Thread(target=_read, args=(child.stderr, said), daemon=True),
+                Thread(target=_keep, args=(events, kept, child, stacks, done), daemon=True),
+            ]
+            printing = Thread(target=_print, args=(shown, printer), daemon=True)
+            for thread in (*readers, printing):
+                thread.start()
+            assert child.stdin is not None
+            with child.stdin:  # its end would end the child
+                code = children.wait_for(child)
+            done.set()
+            for thread in readers:  # a child of the child may hold a pipe open
+                thread.join(_LAST_WORDS_S)
     kept.close(code)
-    if kept.error is None:
-        return code, said[0]
-    children.say(line := f"error: {kept.error}")
-    return kept.error.exit_code, line
+    shown.put(None)
+    printing.join()
+    if kept.error is not None:
+        return Ended(kept.error.exit_code, str(kept.error))
+    return Ended(code, said.error(code, is_silent=code > 0 and not job.is_first))
+
+
+def _read(lines: IO[str], take: Callable[[str], None]) -> None:
+    with lines:
+        for line in map(str.rstrip, lines):
+            if line:
+                take(line)
+
+
+def _print(shown: "SimpleQueue[str | runlog.Line | None]", printer: Printer) -> None:
+    """Print in a thread of its own: a terminal that waits must not delay the stamps."""
+    for line in iter(shown.get, None):
+        with suppress(OSError):
+            printer.say(line) if isinstance(line, str) else printer(line)
+
+
+def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes], done: Event) -> None:
+    """Take what comes, until the child is `done`; end it if that is an error, or if it hangs."""
+    ready, rest, is_open, is_ending = select.poll(), b"", True, False
+    ready.register(events, select.POLLIN)
+    while is_open or not done.wait(_LOOK_S):
+        if is_open and ready.poll(_LOOK_S * 1000):
+            is_open = bool(raw := events.read(1 << 16))
+            *messages, rest = (rest + raw).split(b"\n")
+            for message in messages:
+                kept.take(message)
+        elif done.is_set():
+            return
+        if is_ending or done.is_set():
+            continue
+        if kept.error is not None:
+            child.terminate()
+        elif kept.hangs():
+            child.send_signal(signal.SIGUSR1)  # it writes its stacks
+            done.wait(_LINGER_S)
+            text = os.pread(stacks.fileno(), 1 << 20, 0)
+            with suppress(OSError, SpeedrunError):  # log and exit code matter more
+                kept.stacks.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(kept.stacks, text)
+            for line in text.decode(errors="replace").splitlines():
+                children.say(line)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(child.pid, signal.SIGKILL)
+        is_ending = kept.error is not None
+
+
+class LastWords:
+    """The standard error of a child. An error in the last line is kept back."""
+
+    def __init__(self) -> None:
+        self._last, self._is_held = "", False
+
+    def __call__(self, line: str) -> None:
+        """Take a line."""
+        if self._is_held:
+            children.say(self._last)
+        self._last, self._is_held = line, line.startswith("error: ")
+        if not self._is_held:
+            children.say(line)
+
+    def error(self, code: int, *, is_silent: bool) -> str:
+        """Return the error of a child that ended so; nothing if it was told already, or is another's to tell."""
+        if self._is_held:
+            return self._last.removeprefix("error: ")
+        if not code or is_silent or ": error: " in self._last:
+            return ""
+        return f"the process of the run ended with {meaning(code)}"
 
 
 class Kept:
     """The log of a child, as it comes."""
 
-    def __init__(self, config: RunConfig, printer: Printer) -> None:
-        self._out, self._printer = config.out, printer
+    def __init__(self, job: Job, show: runlog.Reader) -> None:
+        group, limits_s = job.group, {**DEADLINES_S, **job.config.deadlines_s}
+        limits_s["start"] += job.meet_s if group and limits_s["start"] else 0
+        self._job, self._show, self._limits_s = job, show, limits_s
+        self._phases = Phases()
+        self._phases.enter("start")
         self._log: runlog.RunLog | None = None
         self._held: list[runlog.AnyEvent] = []
-        self._is_whole = False
+        self._is_whole = self._is_over = False
         self.error: SpeedrunError | None = None  #: the first one
+        which = f".process-{group.index}" if group else ""
+        self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
     def take(self, raw: bytes) -> None:
-        """Write what a message says. The first one names the folder of the run, which the child has made."""
+        """Write what a message says. The first event names the folder of the run, which the child has made."""
+        if self._is_over:
+            return
         try:
             message = messages.received(raw)
+            if isinstance(message, messages.Entered):
+                self._phases.enter(message.phase)
+                return
             if self._log is None:
                 self._log = self._opened(message.event)
             self._held.append(message.event)
@@ -94,18 +205,35 @@ class Kept:
                 f"the run sent what is no event: {error}; see its recipe"
             )
 
+    def hangs(self) -> bool:
+        """Return whether a phase takes longer than it may. Then that is the last line: the rest is a consequence."""
+        phase, spent_s = self._phases.current()
+        limit_s = self._limits_s.get(phase, 0.0)
+        if not limit_s or spent_s <= limit_s:
+            return False
+        took = f"{phase} has taken {spent_s:.1f} s; its deadline is {limit_s:g} s"
+        hint = f"--deadline {phase}=SECONDS sets it; {self.stacks.name} has the stacks of all threads"
+        self.error = SpeedrunError(f"{took}; {hint}", HANG)
+        self._is_over = True
+        if self._log is not None:
+            with suppress(SpeedrunError):
+                self._log.emit(runlog.Error("Hang", str(self.error)))
+        return True
+
     def _opened(self, first: runlog.AnyEvent) -> runlog.RunLog:
         if not isinstance(first, runlog.RunStart):
             raise SpeedrunError(f"the run began with a {type(first).__name__}; see its recipe")
-        return runlog.RunLog(self._out / "runs" / first.run_id / layout.LOG, self._printer)
+        return runlog.RunLog(self._job.config.out / "runs" / first.run_id / layout.LOG, self._show)
 
     def close(self, code: int) -> None:
         """Say why a log has no end, without a result that nobody has seen; check that the file is as written."""
+        if not (code or self._is_whole or self.error) and self._job.is_first:
+            self.error = SpeedrunError("the process of the run ended without a result; see its recipe")
         if self._log is None:
             return
         with self._log as log:
             try:
-                if not self._is_whole:
+                if not (self._is_whole or self._is_over):
                     log.emit(runlog.Error("Killed", f"the process of the run ended with {meaning(code)}"))
                 if not self.error and not log.is_as_written():
                     self.error = SpeedrunError("something else wrote into the log of the run; see its recipe")

@@ -20,17 +20,9 @@ from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.train import contract, footprint, watchdog
+from speedrun.train import contract, footprint
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, source_roots
-
-
-class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that a resumed run keeps."""
-
-    config: RunConfig
-    split: dict[str, int | str]  #: `Ready.described` without the recipe
-    recipe_folders: tuple[str, ...] = ()  #: of recipes outside the package
+from speedrun.train.request import Resumable, RunConfig, source_roots
 
 
 @dataclass(frozen=True)
@@ -116,32 +108,31 @@ class Ready:
 
 def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
     """Check everything about a run that can be checked before its folder is made. Its source has `roots`, too."""
-    with watchdog.starting(config.out, config.deadlines_s):
-        if not 0 <= config.seed < 2**31:
-            raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
-        track = tracks.load(config.track)
-        recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-        _check_out(config)
-        meshes.prepare(track.rules.platform)
-        _check_platform(track, config)
-        num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
-        mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
-        folder = shards.data_folder(track, config.data)
-        known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
-        _check_ids(recipe, track)
-        microbatches = config.microbatches or max(SHARDS, num_devices)
-        program = contract.checked(Program(recipe, mesh, microbatches, config.attention, known))
-        contract.check_fixed(recipe, program.step.plan.rows, track)
-        program = footprint.fitted_here(program)
-        found = shards.open_track(folder, track.data)
-        shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
-        num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
-        shape = recipe.eval_sequences, recipe.eval_seq_len
-        stream.validation_batches(found.val[0], track.data.val_tokens, *shape)
-        reached = [*source_roots(recipe.name), *roots]
-        source = provenance.closure(reached, [tracks.files()[track.name]])
-        _check_source(config, source)
-        return Ready(config, track, recipe, program, found, folder, source, num_shards)
+    if not 0 <= config.seed < 2**31:
+        raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
+    track = tracks.load(config.track)
+    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    _check_out(config)
+    meshes.prepare(track.rules.platform)
+    _check_platform(track, config)
+    num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
+    mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
+    folder = shards.data_folder(track, config.data)
+    known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
+    _check_ids(recipe, track)
+    microbatches = config.microbatches or max(SHARDS, num_devices)
+    program = contract.checked(Program(recipe, mesh, microbatches, config.attention, known))
+    contract.check_fixed(recipe, program.step.plan.rows, track)
+    program = footprint.fitted_here(program)
+    found = shards.open_track(folder, track.data)
+    shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
+    num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
+    shape = recipe.eval_sequences, recipe.eval_seq_len
+    stream.validation_batches(found.val[0], track.data.val_tokens, *shape)
+    reached = [*source_roots(recipe.name), *roots]
+    source = provenance.closure(reached, [tracks.files()[track.name]])
+    _check_source(config, source)
+    return Ready(config, track, recipe, program, found, folder, source, num_shards)
 
 
 def shapes_of(recipe: Recipe) -> list[stream.Shape]:

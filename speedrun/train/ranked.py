@@ -1,7 +1,4 @@
-"""A run that a ranked record may hold: the checks that are decided before the clock are asked before it starts.
-
-python -m speedrun.train.ranked REQUEST.json [DESCRIPTOR]    as speedrun.train.recorded
-"""
+"""A run that a ranked record may hold: the checks that are decided before the clock are asked before it starts."""
 
 from functools import partial
 
@@ -33,6 +30,3 @@ def approve(ready: Ready, first: recorded.Opening, num_runs: int | None = None) 
 
 
 train = partial(recorded.train, approve=approve)
-
-if __name__ == "__main__":
-    recorded.main(train)

@@ -1,9 +1,6 @@
 """One run of a recipe on a track, with its folder and its log.
 
-python -m speedrun.train.recorded REQUEST.json [DESCRIPTOR]
-
-It prints the log. With a descriptor it is the child of `train.keeper`: it sends the log there, and ends when its
-standard input does.
+python -m speedrun.train.recorded REQUEST.json      prints the log
 """
 
 import sys
@@ -14,15 +11,15 @@ from pathlib import Path
 
 from speedrun.base import faults, messages, processes, provenance, runlog, signals
 from speedrun.base import track as tracks
-from speedrun.base.clock import now
+from speedrun.base.clock import Phases, now
 from speedrun.base.errors import NonFiniteError, translate_os_errors
 from speedrun.base.output import expected, reported, text_of
 from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.record import layout
-from speedrun.train import checkpoint, health, watchdog
+from speedrun.train import checkpoint, health
 from speedrun.train.attempt import Attempt
 from speedrun.train.preflight import Ready, prepare
-from speedrun.train.request import RunConfig, decoded
+from speedrun.train.request import RunConfig, decoded, folder_of
 from speedrun.train.run import Maker, Mesh, run
 
 Opening = tuple[runlog.RunStart, runlog.Preflight, runlog.DataReady]
@@ -34,38 +31,36 @@ def train(
     steps: Maker = Mesh,
     approve: Callable[[Ready, Opening], list[str]] = lambda *_: [],
     roots: Sequence[str] = (),
+    phases: Phases | None = None,
 ) -> runlog.RunEnd:
     """Train once; write `source.txt` and `runs/<run id>/` into the record; return the last event of the log.
 
     If `prepare` or `approve` refuses, no folder is made; `approve` gets the first events of the log, and returns
     warnings for it. If the run breaks off, its log says why. `steps` makes the steps of the run; `roots` are the
-    modules with its source.
+    modules with its source; `phases` takes those of the run.
     """
+    phases = phases or Phases()
+    phases.enter("start")
     ready = processes.agreed(lambda: prepare(config, roots), lambda ready: ready.facts)
-    with watchdog.starting(config.out, config.deadlines_s):
-        first = opening(ready)
+    first = opening(ready)
     warnings = processes.agreed(lambda: approve(ready, first), lambda _: {})
     locked = lock_record(config.out) if processes.is_first() else nullcontext()
     kept = nullcontext()
     if config.checkpoint_every:
-        folder = checkpoint.folder_of(config.out)
+        folder = folder_of(config.out)
         kept = checkpoint.opened(folder, ready.resumable, keep=config.keep_checkpoints)
     run_id, told = first[0].run_id, [*first, *map(runlog.Warning, warnings)]
     with locked, kept as checkpoints:
         path = _make_folders(ready, config.out / "runs" / run_id) if processes.is_first() else None
         with opened(path) as log, processes.handled_by(signals.ignore):
-            return _logged(Attempt(run_id, ready, log, checkpoints), told, steps)
+            return _logged(Attempt(run_id, ready, log, checkpoints, phases), told, steps)
 
 
 def _logged(this: Attempt, told: Sequence[runlog.AnyEvent], steps: Maker) -> runlog.RunEnd:
     """Write the first events, run, and write the last one, whatever happens."""
-    config = this.ready.config
     outcome: runlog.Outcome = "aborted"
-    this.phases.enter("start")  # its deadline counts from here
     try:
-        stacks = watchdog.stacks_of(config.out)
-        watched = watchdog.watching(this.phases, config.deadlines_s, this.log, stacks)
-        with watched, processes.handled_by(processes.immediate_stop()):
+        with processes.handled_by(processes.immediate_stop()):
             for event in told:
                 this.log.emit(event)
             run(this, steps)
@@ -137,20 +132,12 @@ def opening(ready: Ready) -> Opening:
     return start, preflight, data
 
 
-def main(train: Callable[..., object]) -> None:
+def main() -> None:
     """Train the request that the command line names, and print each line of the log."""
     with reported():
-        request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
-        opened: Callable[[Path | None], AbstractContextManager[messages.Log]] = partial(
-            runlog.RunLog,
-            reader=lambda line: print(line.encode().decode(), flush=True),  # noqa: T201
-        )
-        if sys.argv[2:]:
-            signals.end_with_parent()
-            sender = messages.Sender(int(sys.argv[2]))
-            opened = lambda _: nullcontext(sender)  # noqa: E731
-        train(request, opened)
+        config = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
+        train(config, partial(runlog.RunLog, reader=lambda line: print(line.encode().decode(), flush=True)))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main(train)
+    main()

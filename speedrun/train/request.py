@@ -9,6 +9,8 @@ import msgspec
 from speedrun.base.runlog import Purpose
 from speedrun.base.wholefile import read_regular
 
+RUN = "run.json"  #: in the folder of a run's checkpoints
+
 _T = TypeVar("_T")
 
 
@@ -31,7 +33,26 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     resume: bool = False  #: from the newest checkpoint of the run in `out`
     meshes: int = 0  #: that train together, each as this says; 0: one by itself
     purpose: Purpose = ""
-    deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
+    deadlines_s: dict[str, float] = {}  #: of phases, where other than `keeper.DEADLINES_S`
+
+
+class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings that a resumed run keeps."""
+
+    config: RunConfig
+    split: dict[str, int | str]  #: `preflight.Ready.described` without the recipe
+    recipe_folders: tuple[str, ...] = ()  #: of recipes outside the package
+
+
+def folder_of(record: Path) -> Path:
+    """Return the folder of a record's checkpoints."""
+    return Path(f"{record.resolve()}.checkpoints")
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps with a checkpoint, the newest first."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def source_roots(recipe: str) -> list[str]:

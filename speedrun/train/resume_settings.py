@@ -5,26 +5,23 @@ from pathlib import Path
 
 import msgspec
 
-from speedrun.base import processes
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.base.recipe_files import look_in
 from speedrun.record import layout
-from speedrun.train import checkpoint
-from speedrun.train.preflight import Resumable
 from speedrun.train.repeat import finished, repair
-from speedrun.train.request import RunConfig, read_sealed
+from speedrun.train.request import RUN, Resumable, RunConfig, folder_of, read_sealed
 
 
-def resumed(out: Path) -> RunConfig:
+def resumed(out: Path, *, is_first: bool = True) -> RunConfig:
     """Return the settings of the run in a folder; `resume` is unset if it finished and only its record is missing.
 
-    Mark a run that was killed as one that broke off.
+    The first process marks a run that was killed as one that broke off.
     """
     if (out / layout.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
     if (done := finished(out)) is not None:
         return done
-    path = checkpoint.folder_of(out) / checkpoint.RUN
+    path = folder_of(out) / RUN
     if not path.exists():
         if not out.exists():
             killed = "the run was killed before its settings were written; start it again"
@@ -34,21 +31,21 @@ def resumed(out: Path) -> RunConfig:
         raise UsageError(f"{out} has no checkpoints: {path} is missing; {hint}")
     kept = read_settings(path.parent)
     find_recipe(kept, out)
-    if processes.is_first() and out.exists():
+    if is_first and out.exists():
         repair(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
 
 
 def read_settings(folder: Path) -> Resumable:
     """Read the settings of a run in the folder of its checkpoints."""
-    path = folder / checkpoint.RUN
+    path = folder / RUN
     with translate_read_errors(path, "start a new run with another --out", kind=CheckpointError):
         return read_sealed(path, Resumable)
 
 
 def find_recipe(kept: Resumable, record: Path) -> None:
     """Look for a recipe where the run found it, but not beside its files, which may be a stranger's."""
-    theirs = record.resolve(), checkpoint.folder_of(record)
+    theirs = record.resolve(), folder_of(record)
     folders = [Path(folder) for folder in kept.recipe_folders]
     own = [one for one in folders if one.is_absolute() and not any(map(one.resolve().is_relative_to, theirs))]
     look_in(*own)

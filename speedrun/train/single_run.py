@@ -7,24 +7,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from msgspec.structs import replace
 
-from speedrun.base import processes, runlog
+from speedrun.base import children
 from speedrun.base import track as tracks
 from speedrun.base.children import samples_of
 from speedrun.base.console import Printer
 from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
 from speedrun.commands import added, pictures
-from speedrun.data import generated, overview, shards
+from speedrun.data import overview, shards
 from speedrun.record.about import Summary, assemble
-from speedrun.record.layout import SOURCE
-from speedrun.record.salvage import ended
+from speedrun.record.layout import LOG, SOURCE
 from speedrun.record.validate import Report, validate
-from speedrun.train.checkpoint import folder_of, steps_in
-from speedrun.train.ranked import train
-from speedrun.train.request import RunConfig
+from speedrun.train import keeper
+from speedrun.train.keeper import Job
+from speedrun.train.request import RunConfig, folder_of, steps_in
 from speedrun.train.resume_settings import resumed
 
 _say = partial(print, file=sys.stderr, flush=True)
@@ -38,8 +37,7 @@ class Extras(NamedTuple):
     watch_port: int | None = None  #: of the page; None: no page
     sample_every: int | None = None  #: steps
     sample_prompts: tuple[str, ...] = ()
-    init_from: Path | None = None  #: initial weights
-    to_stderr: bool = False
+    stream: TextIO | None = None  #: for the log; None: standard output
 
     def beside(self, config: RunConfig) -> list[AbstractContextManager[None]]:
         """Return what other rooms do beside the training; refuse what does not fit."""
@@ -81,60 +79,50 @@ class Single(NamedTuple):
         }
 
 
-def run(
-    config: RunConfig,
-    joined: AbstractContextManager[object],
-    extras: Extras,
-    train: Callable[..., object] = train,
-    resumed: Callable[[Path], RunConfig] = resumed,
-) -> Single | None:
-    """Train, or resume, and write the record; return None in all processes but the first.
-
-    `joined` connects the processes of the run. With `config.resume`, all settings but `out` come from the folder, by
-    `resumed`. `train` trains a request.
-    """
-    is_ours = config.resume or not os.path.exists(config.out / SOURCE)
-    is_done = False
-    try:
-        with joined:
-            if config.resume:
-                kept = resumed(config.out)
-                config = replace(kept, purpose=config.purpose or kept.purpose)
-                is_done = not config.resume
-                if is_done and processes.is_first():
-                    _say(f"{config.out} is finished; nothing to resume; writing its record again")
-            if not is_done:
-                extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
-                config = _trained(config, extras, train)
-    except BaseException as error:
-        if is_ours and processes.is_first():
-            _assemble_broken(config, resumes=not isinstance(error, NonFiniteError | UsageError))
-        raise
-    if not processes.is_first():
+def run(job: Job, extras: Extras, **how: Any) -> Single | None:
+    """Train as `trained` does, and write the record; return None in all processes but the first."""
+    config = trained(job, extras, **how)
+    if not job.is_first:
         return None
     summary = assemble(config.out, default_title=_title(config))
     picture = next(iter(pictures(config.out)), None)
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 
-def _trained(config: RunConfig, extras: Extras, train: Callable[..., object]) -> RunConfig:
-    """Generate the data of a synthetic track, and train; return the settings, which `init_from` changes."""
-    beside, rules = extras.beside(config), tracks.load(config.track)
-    say = _say if processes.is_first() else lambda _: None
-    processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
-    if extras.init_from is not None:
-        config = added("weights")(config, extras.init_from)
-    with ExitStack() as stack:
-        for one in beside:
-            stack.enter_context(one)
-        if processes.is_first():
-            ghost = added("ghost")(extras.ghost, rules.id) if extras.ghost else None
-            with Printer(sys.stderr if extras.to_stderr else sys.stdout, ghost) as reader:
-                train(config, partial(runlog.RunLog, reader=reader))
-        else:
-            train(config)
-        if extras.sample_every is not None:
-            _say(f"samples {samples_of(config.out)}: reading the last checkpoints")
+def trained(
+    job: Job, extras: Extras, *, resumed: Callable[..., RunConfig] = resumed, module: str = keeper.CHILD
+) -> RunConfig:
+    """Train, or resume, in a child that runs `module`; return the settings. The record of a broken run says where.
+
+    With `resume`, all settings but `out` come from the folder, by `resumed`.
+    """
+    config = job.config
+    is_ours = config.resume or not os.path.exists(config.out / SOURCE)
+    if config.resume:
+        settled = resumed(config.out, is_first=job.is_first)
+        config = replace(settled, purpose=config.purpose or settled.purpose)
+        if not config.resume:
+            _say(f"{config.out} is finished; nothing to resume; writing its record again")
+            return config
+    rules = tracks.load(config.track)
+    try:
+        with ExitStack() as beside:
+            for one in extras.beside(config) if job.is_first else []:
+                beside.enter_context(one)
+            ghost = added("ghost")(extras.ghost, rules.id) if extras.ghost and job.is_first else None
+            printer = beside.enter_context(Printer(extras.stream or sys.stdout, ghost))
+            code, error = keeper.trained(replace(job, config=config), printer, module=module)
+            if error:
+                raise SpeedrunError(error, children.shell_code(code))
+            if code:
+                raise SystemExit(children.shell_code(code))
+    except BaseException as error:
+        if is_ours and job.is_first:
+            fails_again = getattr(error, "exit_code", 0) in (NonFiniteError.exit_code, UsageError.exit_code)
+            _assemble_broken(config, resumes=not fails_again)
+        raise
+    if extras.sample_every is not None and job.is_first:
+        _say(f"samples {samples_of(config.out)}: reading the last checkpoints")
     return config
 
 
@@ -144,7 +132,7 @@ def _title(config: RunConfig) -> str:
 
 
 def _assemble_broken(config: RunConfig, *, resumes: bool) -> None:
-    if not any(map(ended, config.out.glob("runs/*"))):
+    if not any(config.out.glob(f"runs/*/{LOG}")):
         return
     try:
         assemble(config.out, default_title=_title(config))

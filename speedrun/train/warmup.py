@@ -19,10 +19,11 @@ from speedrun.science.params import count
 from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.attempt import Attempt, Progress
-from speedrun.train.checkpoint import folder_of, state_hash, steps_in
+from speedrun.train.checkpoint import state_hash
 from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
 from speedrun.train.program import StepShape, finite, finite_step, inspect
+from speedrun.train.request import folder_of, steps_in
 
 _STEPS = 2  #: of each executable
 

@@ -176,7 +176,7 @@ def test_what_is_priced_is_what_would_be_declared_whatever_the_options(command, 
     base = PLANNED(recipes.load("smoke"), "h100", 8, 8)
     requests: list[Any] = []
     monkeypatch.setattr("speedrun.base.children.run_module", lambda _, one: requests.append(one) or 9)
-    monkeypatch.setattr("speedrun.train.single_run.run", lambda config, *_: requests.append(config))
+    monkeypatch.setattr("speedrun.train.single_run.run", lambda job, *_: requests.append(job.config))
     monkeypatch.setattr(
         "speedrun.lab.budget.budget", lambda one, *a, **k: requests.append(one) or budget(one, *a, **k)
     )

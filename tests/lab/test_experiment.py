@@ -336,8 +336,8 @@ def performed(forged, monkeypatch):
         plan(request.num_confirming)
         return 0
 
-    def trained(config: RunConfig, *_: object, **__: object) -> tuple[int, str]:
-        out, seed = config.out, config.seed
+    def trained(job: keeper.Job, *_: object, **__: object) -> tuple[int, str]:
+        out, seed = job.config.out, job.config.seed
         out.mkdir(parents=True)
         write_code(out, Spec())
         arm = out.parent.name[3:]

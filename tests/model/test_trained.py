@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
-from contextlib import nullcontext
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.train import checkpoint, single_run
-from speedrun.train.checkpoint import folder_of
+from speedrun.train.keeper import Job
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, seal
+from speedrun.train.request import RunConfig, folder_of, seal
 from speedrun.train.single_run import Extras
 
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
@@ -420,14 +420,14 @@ def test_a_run_starts_from_given_weights_and_is_marked(run, smoke_data, tmp_path
     out = tmp_path / "out"
     how: Any = {"num_devices": 8, "keep_checkpoints": 0, "checkpoint_every": 6}
     config = RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, **how)
-    extras = Extras(sample_every=6, init_from=tmp_path / "model", to_stderr=True)
+    extras = Extras(sample_every=6, stream=sys.stderr)
     # Killed before its step 0 is whole: nothing could be resumed without it.
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.Checkpoints, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             start_from(config, tmp_path / "model")
-        assert not checkpoint.folder_of(out).exists()
-    done = single_run.run(config, nullcontext(), extras)
+        assert not folder_of(out).exists()
+    done = single_run.run(Job(config, init_from=tmp_path / "model"), extras)
     assert done is not None
     begun = weights.load(out, data=smoke_data, step=0).packed
     assert all(np.array_equal(begun[name], x) for name, x in trained.packed.items())

@@ -156,12 +156,12 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     """Return the folder of checkpoints of each run, by the name in its last checkpoint."""
-    from speedrun.train import checkpoint  # it imports JAX
+    from speedrun.train import checkpoint, request  # the first imports JAX
 
     found = {}
     for folder in folders:
         try:
-            facts = checkpoint.read_facts(folder, checkpoint.steps_in(folder)[0])
+            facts = checkpoint.read_facts(folder, request.steps_in(folder)[0])
             found[runs[facts.run_id].folder] = folder
         except (OSError, LookupError, checkpoint.Damaged, CheckpointError):
             raise UsageError(

@@ -8,7 +8,6 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
@@ -48,7 +47,7 @@ _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
 #: Bounds of the time limit of a run, and its factor on the run's own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 86400.0, 10.0
-_MOST_STACKS_BYTES, _MOST_FACTS_BYTES = 1 << 22, 1 << 26
+_MOST_FACTS_BYTES = 1 << 26
 
 #: Lowers the programs of a source with functions of its harness, which V503 knows, by names that old harnesses have.
 _LOWER = """
@@ -279,11 +278,8 @@ def plain(path: Path, most_bytes: int) -> bytes:
 
 
 def _bring(made: Path, out: Path) -> None:
-    """Copy the files that a record may hold, and the stacks of a run that hung."""
+    """Copy the files that a record may hold."""
     if made.is_dir() and not made.is_symlink():
         for path, content in read_files(made)[0].items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             write_whole(out / path, content)
-    with suppress(OSError, ValueError):
-        stacks = plain(made.with_name("record.stacks.txt"), _MOST_STACKS_BYTES)
-        write_whole(out.with_name(f"{out.name}.stacks.txt"), stacks)
