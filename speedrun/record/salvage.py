@@ -1,4 +1,4 @@
-"""Repairs the logs of killed runs, so that they stay visible as runs that broke off."""
+"""Repairs the logs of runs whose keeper was killed, too, so that they stay visible as runs that broke off."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def salvage(root: Path) -> list[str]:
     with lock_record(root):
         discard_partials(root)
         folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
-        killed = [folder.name for folder in folders if not ended(folder) and _salvage(folder)]
+        killed = [folder.name for folder in folders if _was_killed(folder)]
         logs = [_read(folder / LOG) for folder in folders]
         for path in root.glob("programs-*.xz"):  # a run may be killed before its log names them
             if not any(path.stem.removeprefix("programs-").encode() in log for log in logs):
@@ -27,28 +27,27 @@ def salvage(root: Path) -> list[str]:
         return killed
 
 
-def ended(folder: Path) -> bool:
-    """Return whether a log has its end."""
-    raw = _read(folder / LOG)
-    return raw.endswith(b"\n") and _is_end(raw.splitlines()[-1])
-
-
-def _is_end(line: bytes) -> bool:
-    return b'"ev":"run_end"' in line and line.endswith(b"}}")
-
-
 def _read(path: Path) -> bytes:
     with translate_os_errors(path, UsageError):
         return read_regular(path) if path.exists() else b""
 
 
-def _salvage(folder: Path) -> bool:
-    """Salvage one run. Without a first line, which says what it ran, remove it and return False."""
-    raw = _read(folder / LOG)
-    if _is_end(raw.rpartition(b"\n")[2]):  # only the last newline is missing, so the result counts
-        write_whole(folder / LOG, raw, b"\n")
+def _was_killed(folder: Path) -> bool:
+    """Salvage a log without an end. Remove one without a first line, which says what it ran, and return False."""
+    raw, lines = _read(folder / LOG), list[runlog.Line]()
+    last = raw.removesuffix(b"\n").rpartition(b"\n")[2]
+    if b'"ev":"run_end"' in last and last.endswith(b"}}"):
+        if not raw.endswith(b"\n"):  # only that is missing, so the result counts
+            write_whole(folder / LOG, raw, b"\n")
         return False
-    lines = _readable(raw)
+    for one in raw.split(b"\n")[:-1]:
+        try:
+            line = runlog.decode(one)
+        except DecodeError:  # a power cut may leave zeros
+            break
+        if isinstance(line.event, runlog.RunEnd):  # with more after it
+            break
+        lines.append(line)
     if not lines or not isinstance(lines[0].event, runlog.RunStart):
         (folder / LOG).unlink(missing_ok=True)
         if not any(folder.iterdir()):  # `assemble` reports other files
@@ -61,17 +60,3 @@ def _salvage(folder: Path) -> bool:
     if (whole := b"".join(line.encode() + b"\n" for line in lines)) != raw:
         write_whole(folder / LOG, whole)
     return True
-
-
-def _readable(raw: bytes) -> list[runlog.Line]:
-    """Return the lines before the end of the run, or before the first unreadable one."""
-    lines: list[runlog.Line] = []
-    for one in raw.split(b"\n")[:-1]:  # a power cut may leave zeros
-        try:
-            line = runlog.decode(one)
-        except DecodeError:
-            break
-        if isinstance(line.event, runlog.RunEnd):
-            break
-        lines.append(line)
-    return lines
