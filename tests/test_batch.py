@@ -229,14 +229,12 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
 
 def test_a_child_ends_with_its_parent():
     """Its standard input ends when a parent is killed, however that happens."""
-    program = (
-        "from speedrun.base import signals; signals.end_with_parent(); signals.threading.Event().wait(60)"
-    )
+    program = "from speedrun.train import child; child.end_with_parent(); child.threading.Event().wait(60)"
     argv = [sys.executable, "-c", program]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.close()
-        assert child.wait(30) == -signal.SIGTERM
+        assert child.wait(30) == -signal.SIGKILL
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second():

@@ -62,6 +62,11 @@ def test_a_child_that_is_killed_leaves_a_log_with_the_reason_and_no_result(sent,
     ("harm", "said"),
     [
         (lambda kept, path: kept.take(b"42\n"), "what is no event"),
+        (
+            lambda kept, path: kept.take(b'{"type":"told","event":{"ev":"warning","message":"\xff"}}'),
+            "no event",
+        ),
+        (lambda kept, path: kept.take(b'{"type":"told","event":' + b"[" * 10**5), "no event"),
         (lambda kept, path: kept.take(b'{"event": {"ev": "val"}}\n'), "what is no event"),
         (
             lambda kept, path: path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:-1])),
@@ -77,6 +82,34 @@ def test_a_child_that_sends_or_writes_anything_else_fails(sent, kept, tmp_path, 
     kept.close(0)
     assert type(kept.error) is SpeedrunError
     assert said in str(kept.error)
+
+
+def test_a_log_that_was_deleted_is_an_error_of_one_line(sent, kept, tmp_path):
+    for message in sent:
+        kept.take(message)
+    log_of(tmp_path).unlink()
+    kept.close(0)
+    assert "cannot be written" in str(kept.error)
+
+
+def test_a_run_has_its_result_however_its_process_ends_afterwards(sent, kept):
+    for message in sent:
+        assert not kept.has_result
+        kept.take(message)
+    assert kept.has_result
+    kept.close(-11)
+    assert kept.error is None
+
+
+def test_the_last_error_is_kept_back_and_a_crash_is_named(capsys):
+    said = keeper.LastWords()
+    for line in ("warning", "error: first", "error: last"):
+        said(line)
+    assert capsys.readouterr().err == "warning\nerror: first\n"
+    assert said.error(2, is_silent=False) == "last"
+    assert (said.error(0, is_silent=False), capsys.readouterr().err) == ("", "error: last\n")
+    said("RuntimeError: mine")
+    assert said.error(1, is_silent=False) == "the process of the run crashed, as it says above"
 
 
 def test_a_log_that_does_not_begin_with_its_run_is_refused(sent, kept, tmp_path):

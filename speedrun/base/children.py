@@ -49,7 +49,8 @@ def started(module: str, request: msgspec.Struct, *words: str, **more: Any) -> I
     with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
         path = Path(scratch, "request.json")
         write_whole(path, msgspec.json.encode(request, enc_hook=str))
-        yield Popen([sys.executable, "-m", module, str(path), *words], process_group=0, **more)
+        # -P: the current folder may hold files named as modules are.
+        yield Popen([sys.executable, "-P", "-m", module, str(path), *words], process_group=0, **more)
 
 
 def run_module(module: str, request: msgspec.Struct) -> int:
@@ -68,24 +69,36 @@ def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:
         return child.wait()
     got: list[int] = []
 
+    def suspend(_number: int, _frame: object) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.killpg(child.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.killpg(child.pid, signal.SIGCONT)
+
     def forward(number: int, _frame: object) -> None:
         got.append(number)
         child.send_signal(number)
         if len(got) > 1:
             raise KeyboardInterrupt
 
-    with signals.handled_by(forward):
+    with signals.handled_by(forward), signals.handled_by(suspend, signal.SIGTSTP):
         try:
             code = child.wait()
         except KeyboardInterrupt:
             with suppress(TimeoutExpired, KeyboardInterrupt):
                 return _stopped(child.wait(kill_after_s), got)
-            with suppress(ProcessLookupError):  # it has just ended
-                os.killpg(child.pid, signal.SIGKILL)
+            kill(child)
             with suppress(KeyboardInterrupt):
                 child.wait()
             return INTERRUPTED
     return _stopped(code, got)
+
+
+def kill(child: Popen[Any]) -> None:
+    """Kill a child and its group, as far as they are alive."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()  # it may have left its group
 
 
 def _stopped(code: int, got: list[int]) -> int:
@@ -128,7 +141,7 @@ def beside(
             # A child that is killed cannot remove its scratch files.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             child = Popen(
-                [sys.executable, "-m", module, *words],
+                [sys.executable, "-P", "-m", module, *words],
                 stdin=PIPE,
                 stdout=PIPE if is_heard else DEVNULL,
                 stderr=said,
@@ -155,8 +168,7 @@ def beside(
             finally:  # also if a signal arrives
                 if waiting.is_alive():
                     overdue.append(f"it did not end within {leave_s:.0f} s after the run")
-                    with suppress(ProcessLookupError):  # it has just ended
-                        os.killpg(child.pid, signal.SIGKILL)
+                    kill(child)
                     waiting.join()
 
 

@@ -1,8 +1,8 @@
 """What a run sends to the process that keeps its log: `train.keeper`."""
 
 import os
+import signal
 import threading
-from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -39,7 +39,7 @@ class Log(Protocol):
 
 
 class Sender:
-    """Sends events through a pipe. If the keeper has died, this process is about to end, too."""
+    """Sends events through a pipe. Without a keeper this process ends: it must save nothing that no log has."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)  # noqa: FBT003 - it has no name
@@ -54,6 +54,9 @@ class Sender:
         self._send(Entered(phase))
 
     def _send(self, message: Message) -> None:
-        with self._turn, suppress(BrokenPipeError):
-            self._pipe.write(msgspec.json.encode(message) + b"\n")
-            self._pipe.flush()
+        with self._turn:
+            try:
+                self._pipe.write(msgspec.json.encode(message) + b"\n")
+                self._pipe.flush()
+            except BrokenPipeError:
+                os.kill(os.getpid(), signal.SIGKILL)

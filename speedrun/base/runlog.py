@@ -319,7 +319,9 @@ class RunLog:
     def is_as_written(self) -> bool:
         """Return whether the last line of the file is the last that was written, and so all lines are."""
         assert self._path is not None
-        return not self._index or digest(self._path.read_bytes().splitlines()[-1]) == self._prev
+        with translate_os_errors(self._path):
+            lines = self._path.read_bytes().splitlines()
+        return not self._index or (lines != [] and digest(lines[-1]) == self._prev)
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,17 +67,6 @@ class Deferred:
         """Raise Terminated if a signal was received."""
         if self._got is not None:
             raise _terminated(self._got)
-
-
-def end_with_parent() -> None:
-    """Stop this process, as by SIGTERM, when its standard input ends: a killed parent has left it alone."""
-
-    def wait() -> None:
-        while os.read(0, 1):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def hang_up_as_term() -> None:

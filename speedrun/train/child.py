@@ -3,9 +3,12 @@
 python -m speedrun.train.child REQUEST.json EVENTS STACKS       descriptors of a pipe, and of a file
 """
 
+import ctypes
 import faulthandler
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any, TypeVar
 
 from speedrun.base import messages, runlog, signals
 from speedrun.base.clock import Phases
-from speedrun.base.output import reported
+from speedrun.base.output import leave, reported
 from speedrun.commands import added
 from speedrun.train import connect
 from speedrun.train.keeper import Job
@@ -22,13 +25,29 @@ from speedrun.train.request import decoded
 _T = TypeVar("_T")
 
 
+def end_with_parent() -> None:
+    """Kill this process when its standard input ends: a killed parent has left it alone.
+
+    Linux does so even while another thread holds the interpreter.
+    """
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    threading.Thread(target=wait, daemon=True).start()
+
+
 @contextmanager
 def attended(kind: type[_T]) -> Iterator[tuple[_T, dict[str, Any]]]:
     """Yield the request of the keeper, and what `recorded.train` needs to send all to it. End with the keeper."""
     faulthandler.register(signal.SIGUSR1, int(sys.argv[3]))
     with reported():
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
-        signals.end_with_parent()
+        end_with_parent()
         sender = messages.Sender(int(sys.argv[2]))
 
         def opened(path: Path | None) -> AbstractContextManager[messages.Log]:
@@ -38,6 +57,7 @@ def attended(kind: type[_T]) -> Iterator[tuple[_T, dict[str, Any]]]:
             decoded(Path(sys.argv[1]).read_bytes(), kind),
             {"opened": opened, "phases": Phases(sender.entered)},
         )
+        leave(0)  # a thread of a recipe may never end
 
 
 def importing_jax() -> AbstractContextManager[None]:

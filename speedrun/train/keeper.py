@@ -38,7 +38,7 @@ DEADLINES_S: dict[Phase, float] = {
 CHILD = "speedrun.train.child"
 _LINGER_S = 2.0  #: to write stacks; and for other keepers, whose children would take this one's for lost
 _LOOK_S = 0.5
-_LAST_WORDS_S = 10.0  #: after the end of a child, if one of its own children holds its pipes
+_LAST_WORDS_S = 5.0  #: after the end of a child, if one of its own children left its group, with its pipes
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -89,13 +89,15 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
             with child.stdin:  # its end would end the child
                 code = children.wait_for(child)
             done.set()
-            for thread in readers:  # a child of the child may hold a pipe open
+            children.kill(child)  # its own children, which may hold pipes
+            for thread in readers:
                 thread.join(_LAST_WORDS_S)
     kept.close(code)
     shown.put(None)
     printing.join()
     if kept.error is not None:
         return Ended(kept.error.exit_code, str(kept.error))
+    code = 0 if kept.has_result else code  # however the process ended afterwards
     return Ended(code, said.error(code, is_silent=code > 0 and not job.is_first))
 
 
@@ -115,7 +117,7 @@ def _print(shown: "SimpleQueue[str | runlog.Line | None]", printer: Printer) -> 
 
 def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes], done: Event) -> None:
     """Take what comes, until the child is `done`; end it if that is an error, or if it hangs."""
-    ready, rest, is_open, is_ending = select.poll(), b"", True, False
+    ready, rest, is_open, is_told = select.poll(), b"", True, False
     ready.register(events, select.POLLIN)
     while is_open or not done.wait(_LOOK_S):
         if is_open and ready.poll(_LOOK_S * 1000):
@@ -125,22 +127,19 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
                 kept.take(message)
         elif done.is_set():
             return
-        if is_ending or done.is_set():
-            continue
-        if kept.error is not None:
+        if kept.error is not None and not is_told:
             child.terminate()
-        elif kept.hangs():
+            is_told = True
+        if not done.is_set() and kept.hangs():
             child.send_signal(signal.SIGUSR1)  # it writes its stacks
             done.wait(_LINGER_S)
+            children.kill(child)
             text = os.pread(stacks.fileno(), 1 << 20, 0)
             with suppress(OSError, SpeedrunError):  # log and exit code matter more
                 kept.stacks.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(kept.stacks, text)
             for line in text.decode(errors="replace").splitlines():
                 children.say(line)
-            with suppress(ProcessLookupError):  # it has just ended
-                os.killpg(child.pid, signal.SIGKILL)
-        is_ending = kept.error is not None
 
 
 class LastWords:
@@ -159,11 +158,16 @@ class LastWords:
 
     def error(self, code: int, *, is_silent: bool) -> str:
         """Return the error of a child that ended so; nothing if it was told already, or is another's to tell."""
-        if self._is_held:
+        if self._is_held and code:
             return self._last.removeprefix("error: ")
+        if self._is_held:
+            children.say(self._last)
         if not code or is_silent or ": error: " in self._last:
             return ""
-        return f"the process of the run ended with {meaning(code)}"
+        how = (
+            "crashed, as it says above" if code == SpeedrunError.exit_code else f"ended with {meaning(code)}"
+        )
+        return f"the process of the run {how}"
 
 
 class Kept:
@@ -177,7 +181,7 @@ class Kept:
         self._phases.enter("start")
         self._log: runlog.RunLog | None = None
         self._held: list[runlog.AnyEvent] = []
-        self._is_whole = self._is_over = False
+        self._is_whole = self._is_over = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
@@ -198,9 +202,10 @@ class Kept:
                 event = self._held.pop(0)
                 self._log.emit(event, hold=bool(self._held))
                 self._is_whole = isinstance(event, runlog.RunEnd)
+                self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
         except SpeedrunError as error:
             self.error = self.error or error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             self.error = self.error or SpeedrunError(
                 f"the run sent what is no event: {error}; see its recipe"
             )
@@ -209,15 +214,15 @@ class Kept:
         """Return whether a phase takes longer than it may. Then that is the last line: the rest is a consequence."""
         phase, spent_s = self._phases.current()
         limit_s = self._limits_s.get(phase, 0.0)
-        if not limit_s or spent_s <= limit_s:
+        if self._is_over or not limit_s or spent_s <= limit_s:
             return False
         took = f"{phase} has taken {spent_s:.1f} s; its deadline is {limit_s:g} s"
         hint = f"--deadline {phase}=SECONDS sets it; {self.stacks.name} has the stacks of all threads"
-        self.error = SpeedrunError(f"{took}; {hint}", HANG)
+        self.error = self.error or SpeedrunError(f"{took}; {hint}", HANG)
         self._is_over = True
         if self._log is not None:
             with suppress(SpeedrunError):
-                self._log.emit(runlog.Error("Hang", str(self.error)))
+                self._log.emit(runlog.Error("Hang", f"{took}; {hint}"))
         return True
 
     def _opened(self, first: runlog.AnyEvent) -> runlog.RunLog:
