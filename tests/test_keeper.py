@@ -18,6 +18,7 @@ from speedrun.base.errors import HANG, SpeedrunError, StorageError
 from speedrun.record.about import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
+from speedrun.train.connect import Group
 from speedrun.train.request import RunConfig
 
 
@@ -106,10 +107,13 @@ def test_the_last_error_is_kept_back_and_a_crash_is_named(capsys):
     for line in ("warning", "error: first", "error: last"):
         said(line)
     assert capsys.readouterr().err == "warning\nerror: first\n"
-    assert said.error(2, is_silent=False) == "last"
-    assert (said.error(0, is_silent=False), capsys.readouterr().err) == ("", "error: last\n")
+    assert said.error(2, None) == "last"
+    assert (said.error(0, None), capsys.readouterr().err) == ("", "error: last\n")
     said("RuntimeError: mine")
-    assert said.error(1, is_silent=False) == "the process of the run crashed, as it says above"
+    assert said.error(1, None) == "the process of the run crashed, as it says above"
+    assert said.error(1, Group(2, 1)) == ""
+    said("process 0: error: its own")
+    assert (said.error(1, Group(2)), said.error(-6, Group(2))[-10:]) == ("", "(signal 6)")
 
 
 def test_a_log_that_does_not_begin_with_its_run_is_refused(sent, kept, tmp_path):

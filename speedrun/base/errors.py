@@ -54,7 +54,7 @@ class Terminated(BaseException):
     exit_code = 75
 
 
-HANG = 6  #: the watchdog ends a run that hangs
+HANG = 6  #: the keeper ends a run that hangs
 INTERRUPTED = 130  #: after a second SIGINT, as a shell reports it
 
 

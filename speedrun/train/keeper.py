@@ -98,7 +98,7 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
     if kept.error is not None:
         return Ended(kept.error.exit_code, str(kept.error))
     code = 0 if kept.has_result else code  # however the process ended afterwards
-    return Ended(code, said.error(code, is_silent=code > 0 and not job.is_first))
+    return Ended(code, said.error(code, job.group))
 
 
 def _read(lines: IO[str], take: Callable[[str], None]) -> None:
@@ -156,18 +156,16 @@ class LastWords:
         if not self._is_held:
             children.say(line)
 
-    def error(self, code: int, *, is_silent: bool) -> str:
-        """Return the error of a child that ended so; nothing if it was told already, or is another's to tell."""
+    def error(self, code: int, group: Group | None) -> str:
+        """Return the error of a child that ended so; nothing if one of a group has told it, or leaves it to another."""
         if self._is_held and code:
             return self._last.removeprefix("error: ")
         if self._is_held:
             children.say(self._last)
-        if not code or is_silent or ": error: " in self._last:
+        if not code or (group and code > 0 and (group.index or ": error: " in self._last)):
             return ""
-        how = (
-            "crashed, as it says above" if code == SpeedrunError.exit_code else f"ended with {meaning(code)}"
-        )
-        return f"the process of the run {how}"
+        crashed = code == SpeedrunError.exit_code
+        return f"the process of the run {'crashed, as it says above' if crashed else f'ended with {meaning(code)}'}"
 
 
 class Kept:

@@ -91,7 +91,7 @@ class Repetition:
 
     def _result(self, seed: int) -> Run | None:
         """Return the first run of a seed with a result, so that nobody gets a second try."""
-        # Next to the folders, there may be files with the stacks of runs that hung.
+        # Next to the folders are their locks.
         for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
             match load(attempt).runs:
                 # An untrusted log may claim an end before its beginning, without hardware.
