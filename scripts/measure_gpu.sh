@@ -18,7 +18,7 @@
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
 #
 # Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures, with 2 if JAX cannot use the GPU.
-# Whether the kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/test_gpu.py
+# Whether the kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/science/test_gpu.py
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"

@@ -16,7 +16,7 @@ from speedrun.record.source import SCIENCE, split_source
 
 ROOT = Path(__file__).parent.parent
 
-#: What it takes to train, to prove and to check. Any other room may be taken out: tests/test_rooms.py.
+#: What it takes to train, to prove and to check. Any other room may be taken out: tests/project/test_rooms.py.
 CORE = {"api", "base", "cli", "data", "record", "record.examine", "recipes", "science", "train"}
 #: A room imports only from rooms of lower floors. The table of commands knows the others by name, and imports none.
 FLOORS = {

@@ -1,4 +1,4 @@
-"""A synthetic token stream with a known entropy rate, which `tests/test_generated.py` computes.
+"""A synthetic token stream with a known entropy rate, which `tests/data/test_generated.py` computes.
 
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)

@@ -1,7 +1,7 @@
 """record21: the PyTorch speedrun's record of 2025-01-26, variant A, on the tokens of FineWeb.
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.2787 (sd 0.0019, 81 runs) in 1,770 steps. The step
-agrees with an independent implementation in float32 (tests/test_golden.py).
+agrees with an independent implementation in float32 (tests/core/test_golden.py).
 Differs: on 8 devices gradients of matrices and head are summed in bfloat16, not float32 (docs/LOG.md).
 Run: speedrun run --track main-8xh100
 Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB, @leloykun and others).

@@ -1,7 +1,7 @@
 """record89: the PyTorch speedrun's record of 2026-07-17, on the tokens of FineWeb.
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,285 steps and 73.8 s on 8 H100. The step
-agrees with runs of the authors' classes in float32 (tests/test_golden89.py).
+agrees with runs of the authors' classes in float32 (tests/core/test_golden89.py).
 Differs: docs/record89.md lists the differences.
 Run: speedrun run --track main-8xh100 --recipe record89
 Credits: modded-nanogpt, records 22 to 89; functions name their authors.

@@ -1,7 +1,7 @@
 """record92: the PyTorch speedrun's record of 2026-08-30, on the tokens of FineWeb.
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,194 steps and 39.9 s on 8 H100. The step agrees
-with runs of the authors' functions in float32 (tests/test_golden92.py).
+with runs of the authors' functions in float32 (tests/core/test_golden92.py).
 Differs: docs/record92.md lists the differences.
 Run: speedrun run --track main-8xh100 --recipe record92
 Credits: modded-nanogpt, records 22 to 92.

@@ -1,6 +1,6 @@
 """Estimates the memory and FLOPs of a program from its parameter table.
 
-The error for record 21 is at most 10 %, besides the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
+The error for record 21 is at most 10 %, besides the sixth that `mlp_mosaic` saves (`tests/plan/test_h100_program.py`).
 """
 
 import math

@@ -1,0 +1,214 @@
+"""What keeps the log of a run is a process of its own, which a recipe cannot reach."""
+
+import errno
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from record_forge import forge
+from small_run import SMALL, log_of, runs_of
+
+from speedrun.base import messages, runlog
+from speedrun.base.console import Printer
+from speedrun.base.errors import HANG, SpeedrunError, StorageError
+from speedrun.record.about import assemble
+from speedrun.record.validate import validate
+from speedrun.train import keeper
+from speedrun.train.connect import Group
+from speedrun.train.request import RunConfig
+
+
+@pytest.fixture
+def sent(forged) -> list[bytes]:
+    """What a child sends of a whole run."""
+    forge(out := forged / "record")
+    lines = [*runlog.read(sorted(out.glob("runs/*/metrics.jsonl"))[0])]
+    ends = {len(lines) - 2}  # the result, which is held for the end
+    return [msgspec.json.encode(messages.Told(line.event, i in ends)) + b"\n" for i, line in enumerate(lines)]
+
+
+@pytest.fixture
+def kept(sent, tmp_path) -> keeper.Kept:
+    first = messages.received(sent[0]).event
+    assert isinstance(first, runlog.RunStart)
+    (tmp_path / "runs" / first.run_id).mkdir(parents=True)
+    return keeper.Kept(keeper.Job(RunConfig("smoke-cpu", tmp_path)), lambda _: None)
+
+
+def test_a_whole_log_is_stamped_and_chained(sent, kept, tmp_path):
+    for message in sent:
+        kept.take(message)
+    kept.close(0)
+    lines = [*runlog.read(log_of(tmp_path))]
+    assert [line.event for line in lines] == [messages.received(message).event for message in sent]
+    assert [line.t_mono_ns for line in lines] == sorted({line.t_mono_ns for line in lines})
+    assert runs_of(tmp_path)[0].chain_break is None
+    assert kept.error is None
+
+
+def test_a_child_that_is_killed_leaves_a_log_with_the_reason_and_no_result(sent, kept, tmp_path):
+    for message in sent[:-1]:
+        kept.take(message)
+    kept.close(-9)
+    last = [*runlog.read(log_of(tmp_path))][-1].event
+    assert last == runlog.Error("Killed", "the process of the run ended with exit code -9 (signal 9)")
+    assert len([*runlog.read(log_of(tmp_path))]) == len(sent) - 1, "and not the result, which was held"
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda kept, path: kept.take(b"42\n"), "what is no event"),
+        (
+            lambda kept, path: kept.take(b'{"type":"told","event":{"ev":"warning","message":"\xff"}}'),
+            "no event",
+        ),
+        (lambda kept, path: kept.take(b'{"type":"told","event":' + b"[" * 10**5), "no event"),
+        (lambda kept, path: kept.take(b'{"event": {"ev": "val"}}\n'), "what is no event"),
+        (
+            lambda kept, path: path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:-1])),
+            "wrote into",
+        ),
+        (lambda kept, path: path.write_bytes(path.read_bytes() + b"{}\n"), "wrote into"),
+    ],
+)
+def test_a_child_that_sends_or_writes_anything_else_fails(sent, kept, tmp_path, harm, said):
+    for message in sent:
+        kept.take(message)
+    harm(kept, log_of(tmp_path))
+    kept.close(0)
+    assert type(kept.error) is SpeedrunError
+    assert said in str(kept.error)
+
+
+def test_a_log_that_was_deleted_is_an_error_of_one_line(sent, kept, tmp_path):
+    for message in sent:
+        kept.take(message)
+    log_of(tmp_path).unlink()
+    kept.close(0)
+    assert "cannot be written" in str(kept.error)
+
+
+def test_a_run_has_its_result_however_its_process_ends_afterwards(sent, kept):
+    for message in sent:
+        assert not kept.has_result
+        kept.take(message)
+    assert kept.has_result
+    kept.close(-11)
+    assert kept.error is None
+
+
+def test_the_last_error_is_kept_back_and_a_crash_is_named(capsys):
+    said = keeper.LastWords()
+    for line in ("warning", "error: first", "error: last"):
+        said(line)
+    assert capsys.readouterr().err == "warning\nerror: first\n"
+    assert said.error(2, None) == "last"
+    assert (said.error(0, None), capsys.readouterr().err) == ("", "error: last\n")
+    said("RuntimeError: mine")
+    assert said.error(1, None) == "the process of the run crashed, as it says above"
+    assert said.error(1, Group(2, 1)) == ""
+    said("process 0: error: its own")
+    assert (said.error(1, Group(2)), said.error(-6, Group(2))[-10:]) == ("", "(signal 6)")
+
+
+def test_a_log_that_does_not_begin_with_its_run_is_refused(sent, kept, tmp_path):
+    kept.take(sent[1])
+    assert "began with a Preflight" in str(kept.error)
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_a_full_disk_is_an_error_of_storage(sent, kept, monkeypatch):
+    kept.take(sent[0])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert kept._log is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(kept._log, "_file", SimpleNamespace(writelines=full))
+        kept.take(sent[1])
+    kept.close(0)
+    assert type(kept.error) is StorageError
+
+
+def test_a_child_that_hangs_is_ended_and_its_stacks_are_kept(tmp_path, monkeypatch, capsys):
+    """The deadline counts from when the child says that a phase begins."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    config = RunConfig("webmini", tmp_path / "new" / "out", deadlines_s={"data": 0.5})
+    code, error = keeper.trained(keeper.Job(config), Printer(io.StringIO()), module="hung_child")
+    assert code == HANG
+    assert error.startswith("data has taken 0.")
+    stacks = (tmp_path / "new" / "out.stacks.txt").read_text()
+    assert "hung_child.py" in stacks
+    assert stacks in capsys.readouterr().err
+
+
+#: A clock that runs at half speed, from the first step on.
+SLOW = """
+import speedrun.train.run as _run
+import time as _time
+
+_now, _begun = _time.monotonic_ns, []
+
+
+def _slow():
+    now = _now()
+    _begun[:] = _begun or [now]
+    return _begun[0] + (now - _begun[0]) // 2
+
+
+_honest = _run.report
+
+
+def _report(*args):
+    _time.monotonic_ns = _slow
+    _time.sleep(0.05)
+    return _honest(*args)
+
+
+_run.report = _report
+"""
+
+
+@pytest.fixture
+def hostile(smoke_data, tmp_path, monkeypatch) -> Callable[[str], tuple[RunConfig, keeper.Ended]]:
+    """Trains the smoke recipe with more source."""
+
+    def trained(more: str) -> tuple[RunConfig, keeper.Ended]:
+        source = (Path(keeper.__file__).parent.parent / "recipes" / "smoke.py").read_text()
+        (tmp_path / "hostile.py").write_text(source.replace('"smoke"', '"hostile"') + more)
+        monkeypatch.setenv("SPEEDRUN_RECIPES", str(tmp_path))
+        config = RunConfig("smoke-cpu", tmp_path / "out", recipe="hostile", overrides=SMALL, data=smoke_data)
+        return config, keeper.trained(keeper.Job(config), Printer(io.StringIO()))
+
+    return trained
+
+
+def test_a_recipe_that_slows_its_clock_does_not_reach_the_one_that_stamps(hostile):
+    config, (code, said) = hostile(SLOW)
+    assert code == 0, said
+    assemble(config.out)
+    failed = {one.check.id: one.messages for one in validate(config.out).having("failed")}
+    assert "by its stamp" in failed["V202"][0]
+
+
+#: Ends the process with success at the first step.
+LEAVES = """
+import os as _os
+import speedrun.train.run as _run
+
+_run.report = lambda *_: _os._exit(0)
+"""
+
+
+def test_a_recipe_that_leaves_with_success_has_none(hostile):
+    config, (code, said) = hostile(LEAVES)
+    assert (code, "ended without a result" in said) == (1, True)
+    assert [*runlog.read(log_of(config.out))][-1].event == runlog.Error(
+        "Killed", "the process of the run ended with exit code 0 (done)"
+    )

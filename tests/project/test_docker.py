@@ -1,0 +1,115 @@
+"""The container: what would be typed to an engine, which is not here."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typed import program
+
+from speedrun.base import provenance
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "docker_run.sh"
+IMAGE = "sha256:" + "1" * 64
+COMMITTED = "records/smoke-cpu/2026-11-25-first"
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """A `docker` that writes down its words and has the images that it is told of. All calls."""
+    log, images = tmp_path / "calls", tmp_path / "images"
+    program(
+        tmp_path / "bin" / "docker",
+        f"""#!/usr/bin/env bash
+printf '%s\\0' "$@" >>{log}; printf '\\n' >>{log}
+case "$1 $2" in
+  "image inspect")
+    if grep -qxF -- "${{@: -1}}" {images}; then echo {IMAGE}; exit; fi
+    echo "Error: No such image: ${{@: -1}}" >&2 && exit 1 ;;
+esac
+exit 0
+""",
+    )
+    images.write_text("")
+    program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 9\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in provenance.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def calls(*have: str) -> list[list[str]]:
+        images.write_text("".join(f"{image}\n" for image in have))
+        return [line.split("\0")[:-1] for line in log.read_text().splitlines()] if log.exists() else []
+
+    return calls
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*words], capture_output=True, text=True, check=False)
+
+
+def volumes_of(call: list[str]) -> list[str]:
+    return [word for before, word in itertools.pairwise(call) if before == "--volume"]
+
+
+def test_the_script_hands_on_what_it_is_given(docker, tmp_path, monkeypatch):
+    docker("speedrun:cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "shards"))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_x=1 2")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    done = command(str(SCRIPT), "run", "--track", "smoke-cpu", "--set", "a=b c")
+    assert done.returncode == 0, done.stderr
+    call = docker()[-1]
+    assert call[0] == "run"
+    assert call[call.index("--") + 1 :] == ["speedrun:cpu", "run", "--track", "smoke-cpu", "--set", "a=b c"]
+    user = f"{os.getuid()}:{os.getgid()}"
+    for option, value in (("--shm-size", "16g"), ("--ulimit", "memlock=-1"), ("--user", user)):
+        assert call[call.index(option) + 1] == value
+    assert {"stack=67108864", "--no-healthcheck", "--rm"} <= set(call)
+    assert f"SPEEDRUN_IMAGE={IMAGE}" in call
+    assert "XLA_FLAGS" in call
+    assert "HF_TOKEN" not in " ".join(call)
+    assert "--gpus" not in call
+    mounts = volumes_of(call)
+    assert f"{tmp_path / 'shards'}:/workspace/data" in mounts
+    assert f"{tmp_path / 'cache' / 'speedrun-docker'}:/cache" in mounts
+    assert {f"{ROOT}/{name}:/workspace/{name}" for name in ("records", "runs")} <= set(mounts)
+    assert not [mount for mount in mounts if ".git/config" in mount]
+
+
+def test_an_image_must_be_there_and_untrusted_code_runs_alone_with_gpus_and_mounts(docker, tmp_path):
+    done = command(str(SCRIPT), "doctor")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "make it: docker build --target cpu --tag speedrun:cpu ." in done.stderr
+    assert [call[0] for call in docker("speedrun:gpu")] == ["image"]
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100\n")
+    folders = [
+        f"{ROOT}/{COMMITTED}:/record:ro",
+        f"{tmp_path}:/out",
+    ]  # as docs/containers.md reproduces a record
+    mounts = [word for folder in folders for word in ("--mount", folder)]
+    words = ["reproduce", "/record", "--out", "/out", "--unsafe-here"]
+    done = command(str(SCRIPT), "--alone", *mounts, *words)
+    assert done.returncode == 0, done.stderr
+    call = docker()[-1]
+    assert call[call.index("--gpus") + 1] == "all"
+    assert call[call.index("--") + 1 :] == ["speedrun:gpu", *words]
+    assert call[call.index("--network") + 1] == "none"
+    assert [mount for mount in volumes_of(call) if ".git/" not in mount] == folders
+
+
+def test_the_script_hands_on_just_what_a_record_holds():
+    (names,) = re.findall(r"^variables=\((.*?)\)", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)
+    assert tuple(names.split()) == provenance.VARIABLES
+
+
+def test_a_run_knows_the_image_around_it(monkeypatch):
+    monkeypatch.setenv("SPEEDRUN_IMAGE", f"example.org/a/b@{IMAGE}")
+    assert provenance.software()["image"] == f"example.org/a/b@{IMAGE}"
+    monkeypatch.setenv("SPEEDRUN_IMAGE", "mine:latest")
+    assert "image" not in provenance.software(), "a tag can be moved"

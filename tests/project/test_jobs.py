@@ -1,0 +1,176 @@
+"""The files of `jobs/`, run with stand-ins: shells and YAML read them, and `speedrun` has what they ask of it."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+import yaml
+from typed import invoke, program
+
+from speedrun import cli
+
+JOBS = Path(__file__).parents[2] / "jobs"
+NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh")
+#: Decorators of Modal that leave a function alone.
+MODAL = """\
+import sys
+from unittest.mock import MagicMock
+
+sys.modules["modal"] = MagicMock()
+same = lambda *_, **__: lambda function: function
+sys.modules["modal"].App.return_value.function = same
+"""
+#: Arguments by number of nodes: the default, and what each file proposes.
+WORDS = {
+    1: ["batch"],
+    2: ["run", "--devices", "16", "--set", "stages.0.num_sequences=16", "--set", "eval_sequences=16"],
+}
+STAND_INS = {
+    # It writes down what it is told, and makes the folder of a record.
+    "speedrun": """#!/bin/bash
+printf '%s\n' "$(printf '%q ' "$@")" >>"$CALLS" # in one write: two hosts may write at once
+if [[ $1 == "$FAILS" ]]; then code=5; fi
+while (($#)); do [[ $1 != --out ]] || mkdir "$2" "$2.checkpoints"; shift; done
+exit "${code:-0}"
+""",
+    "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
+}
+
+
+class Job(NamedTuple):
+    script: str
+    words: list[str]
+    env: dict[str, str]
+
+
+def job(name: str, num_nodes: int) -> Job:
+    """A file, with what it says is to be set for several nodes."""
+    text, words = (JOBS / name).read_text(), WORDS[num_nodes]
+    if name == "kubernetes.yaml":
+        pod = next(yaml.safe_load_all(text))["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        script = container["command"][-2]
+        assert container["args"] == WORDS[1]
+        env = {one["name"]: one["value"] for one in container["env"]}
+        return Job(f"set -euo pipefail\n{script}", words, env | {"NODES": str(num_nodes)})
+    if name == "skypilot.yaml":
+        task = yaml.safe_load(text)
+        assert task["envs"]["WORDS"] == shlex.join(WORDS[1])
+        told = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_TASK_ID": "7"}
+        told |= {"SKYPILOT_NUM_NODES": str(num_nodes), "WORDS": shlex.join(words)}
+        return Job(task["run"], [], task["envs"] | told)
+    told = {"SLURM_JOB_NAME": "speedrun", "SLURM_JOB_ID": "7", "SLURM_NNODES": str(num_nodes)}
+    return Job(text, words if num_nodes > 1 else [], told)
+
+
+def run(job: Job, here: Path, fails: str = "") -> tuple[int, list[list[str]], list[str]]:
+    """Run a job below a folder; return its exit code, what `speedrun` was told, and what was kept."""
+    programs = here / ".venv" / "bin"
+    for path in ("tmp", "stage", "records", "shared/fineweb10B"):
+        (here / path).mkdir(parents=True)
+    for name, text in STAND_INS.items():
+        program(programs / name, text)
+
+    def moved(text: str) -> str:
+        text = re.sub(r"(?<![\w/])/(tmp|stage|shared|records)\b", rf"{here}/\1", text)
+        return text.replace("/home/me/speedrun", str(here))
+
+    env = {**os.environ, **{key: moved(value) for key, value in job.env.items()}}
+    env |= {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(here / "calls"), "FAILS": fails}
+    argv = ["bash", "-c", moved(job.script), "speedrun", *job.words]
+    code = subprocess.run(argv, env=env, cwd=here, timeout=600).returncode
+    calls = [shlex.split(line) for line in (here / "calls").read_text().splitlines()]
+    kept = [path.name for place in ("runs", "records", "shared/records") for path in (here / place).glob("*")]
+    return code, calls, sorted(kept)
+
+
+def parsed(call: list[str]) -> dict[str, Any]:
+    """What a command makes of its arguments; an error if it has no such option."""
+    command, words = cli.command, call
+    while isinstance(command, click.Group):
+        _, command, words = command.resolve_command(click.Context(command), words)
+    assert command is not None
+    return command.make_context(call[0], words).params
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shells_find_no_fault_with_it(name, tmp_path):
+    script = tmp_path / "script.sh"
+    script.write_text("#!/usr/bin/env bash\n" + job(name, 1).script)
+    argv = ["shellcheck", "--exclude=SC1128", script]  # 1128: a second line with #!
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(name, num_nodes, tmp_path):
+    code, calls, kept = run(job(name, num_nodes), tmp_path)
+    assert code == 0
+    assert len(kept) == 2
+    assert kept[1] == f"{kept[0]}.checkpoints"
+    first_word = WORDS[num_nodes][0]
+    assert [call[0] for call in calls] == ["doctor", "data", first_word]
+    told = [parsed(call) for call in calls]
+    assert {one["track"] for one in told} == {"main-8xh100"}
+    trains = [given for given, call in zip(told, calls, strict=True) if call[0] == first_word]
+    if num_nodes == 1:
+        assert [given["runs"] for given in trains] == [None]
+        return
+    met = sorted((given["coordinator"], given["processes"], given["process"]) for given in trains)
+    wanted = {
+        "slurm.sh": [(None, None, None)],  # SLURM tells
+        "kubernetes.yaml": [("speedrun-0.speedrun:12355", 2, None)],  # $JOB_COMPLETION_INDEX tells
+        "skypilot.yaml": [("10.0.0.1:12355", 2, 1)],
+    }
+    assert met == wanted[name]
+
+
+def test_limits_are_those_of_the_batch_that_is_declared():
+    """What `--dry-run` prints, with at most one per cent more to be round."""
+    found = json.loads(invoke("batch", "--track", "main-8xh100", "--dry-run", "--json").stdout)
+    pod = next(yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text()))
+    task = yaml.safe_load((JOBS / "skypilot.yaml").read_text())
+    (modal,) = re.findall(r"^LIMIT_S = ([\d_]+)$", (JOBS / "modal_job.py").read_text(), re.MULTILINE)
+    (slurm,) = re.findall(r"#SBATCH --time=(\d+):(\d+):(\d+)", (JOBS / "slurm.sh").read_text())
+    hours, minutes, seconds = map(int, slurm)
+    limits = [pod["spec"]["activeDeadlineSeconds"], int(task["envs"]["LIMIT_S"]), int(modal)]
+    for limit_s in (*limits, hours * 3600 + minutes * 60 + seconds):
+        assert found["limit_s"] <= limit_s <= 1.01 * found["limit_s"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name, tmp_path):
+    for fails, num_calls, num_kept in (("doctor", 1, 0), ("batch", 3, 2)):
+        here = tmp_path / fails
+        code, calls, kept = run(job(name, 1), here, fails)
+        assert (code, len(calls), len(kept)) == (5, num_calls, num_kept)
+
+
+def test_pods_find_the_first_one_by_the_name_of_the_service():
+    job, service = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text())
+    name = job["metadata"]["name"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    script = job["spec"]["template"]["spec"]["containers"][0]["command"][-2]
+    assert f"--coordinator {name}-0.{service['metadata']['name']}:" in script
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_modal_runs_the_script_of_a_track_and_keeps_its_folder_also_if_it_failed(code, tmp_path):
+    program(
+        tmp_path / "scripts" / "run_track.sh", f'#!/bin/bash\nmkdir runs\necho "$@" >runs/told\nexit {code}\n'
+    )
+    text = (JOBS / "modal_job.py").read_text().replace("/opt/speedrun", str(tmp_path))
+    source = f"{MODAL}{text.replace('/records', str(tmp_path / 'records'))}\njob()"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == code
+    (told,) = tmp_path.glob("records/*/told")
+    assert told.read_text() == "main-8xh100 8\n"

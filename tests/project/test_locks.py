@@ -1,0 +1,65 @@
+"""The lock files: whole, agreed, and tied to no host."""
+
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "requirements").glob("*.lock"))}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+PIN = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)(?: ; ([^\\]+))? \\")
+HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
+
+
+def pins(lock: str) -> set[tuple[str, str, str]]:
+    return {(m[1], m[2], m[3] or "") for line in LOCKS[lock].splitlines() if (m := PIN.fullmatch(line))}
+
+
+def versions(lock: str) -> set[tuple[str, str]]:
+    return {(name, version) for name, version, _ in pins(lock)}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=! ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_is_pins_and_digests_and_nothing_else(lock):
+    lines = LOCKS[lock].splitlines()
+    odd = [
+        line for line in lines if not (line.startswith("# ") or PIN.fullmatch(line) or HASH.fullmatch(line))
+    ]
+    assert not odd
+    assert not re.search(r"://|--index|\.(org|com|io|net)\b", LOCKS[lock])
+    # A pin continues on the next line, so that each has a digest.
+    assert all(HASH.fullmatch(after) for line, after in pairwise(lines) if PIN.fullmatch(line))
+
+
+def test_locks_hold_what_the_project_asks_for():
+    project = PROJECT["project"]
+    extras, build = project["optional-dependencies"], PROJECT["dependency-groups"]["build"]
+    assert names(build) == names(PROJECT["build-system"]["requires"])
+    for lock, asked in {
+        "run": [],
+        "dev": [*extras["dev"], *extras["prep"]],
+        "prep": extras["prep"],
+        "cuda12": ["jax-cuda12-plugin"],
+        "cuda13": ["jax-cuda13-plugin"],
+    }.items():
+        missing = names([*project["dependencies"], *build, *asked]) - {name for name, *_ in pins(lock)}
+        missing.discard(project["name"])  # an extra may name others of our own
+        assert not missing, f"{lock}.lock lacks {missing}; run scripts/lock.sh"
+
+
+def test_locks_agree():
+    everything = pins("cuda12") | pins("cuda13") | pins("dev")
+    # What more packages ask for may need a package in more places: markers may differ.
+    assert versions("run") <= versions("prep") <= versions("dev")
+    of_tests = {pin for pin in versions("aot") if pin[0] == "nvidia-cuda-nvdisasm"}
+    assert versions("aot") - of_tests <= versions("cuda12"), "the compiler must be the one that GPUs get"
+    places = [(name, marker) for name, _, marker in everything]
+    assert len(places) == len(set(places)), "one package, two versions; run scripts/lock.sh"

@@ -1,0 +1,173 @@
+"""Record 92 as it is run: its sibling, and what it refuses. tests/core/test_golden92.py has the rest."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from speedrun import recipes
+from speedrun.base import mesh, track
+from speedrun.base.errors import UsageError
+from speedrun.base.mesh import DATA
+from speedrun.data import synthetic
+from speedrun.science.inputs import Inputs
+from speedrun.science.masks import with_ids
+from speedrun.science.models.record92_tokens import ngram_rows
+from speedrun.science.optim.averages import Average, averages
+from speedrun.science.optim.row_adam import RowPeriod, row_adam
+from speedrun.science.params import Layout, ParamSpec, count, zeros
+from speedrun.science.rows import Rows, most_rows, moved
+from speedrun.train import checkpoint, contract, footprint, warmup
+from speedrun.train.program import Program, StepShape
+
+RECORD = recipes.load("record92")
+SMOKE = RECORD.override({"size": "smoke"})
+
+
+def test_its_numbers_of_parameters_and_tokens_are_the_published_ones():
+    table = RECORD.table(RECORD.config)
+    ngrams = table.pop("ngram_embed").size
+    assert (count(table), ngrams) == (300_432_883, 64_975_011_840)
+    assert RECORD.total_tokens == 328_663_040
+
+
+@pytest.mark.parametrize(
+    "num_tokens", sorted({RECORD.eval_seq_len, *(stage.seq_len for stage in RECORD.stages)})
+)
+def test_the_rows_of_a_sequence_fit_between_eight_devices(num_tokens):
+    sizes, each = RECORD.config, RECORD.config.ngram_rows // 8
+    ids = synthetic.imitated(
+        num_tokens, vocab_size=sizes.vocab_size, document_token=sizes.document_token, seed=0
+    )
+    found = np.unique(ngram_rows(jnp.asarray(ids, jnp.int32)[None], sizes.ngram_rows))
+    assert np.bincount(found // each).max() < most_rows(2 * num_tokens, each, 8)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_bench_and_warm_up_draw_ids_with_which_sampled_columns_have_room_for_all_targets(stage):
+    sizes, one = RECORD.config, RECORD.stages[stage]
+    room = min(RECORD.inputs_at(step)["columns"] for step in RECORD.steps_of(stage))
+    ids = synthetic.imitated(
+        one.seq_len, vocab_size=sizes.vocab_size, document_token=sizes.document_token, seed=0
+    )
+    assert len(np.unique(ids)) < room
+    ready: Any = SimpleNamespace(track=track.load("main-8xh100"), program=Program(SMOKE, mesh.make_mesh(8)))
+    _, targets_BT = warmup._random_ids(ready, StepShape(8, 256, ()))
+    assert len(np.unique(targets_BT)) < 20
+
+
+def test_an_update_has_room_for_the_batches_since_the_last_one():
+    """Relative to its own: those that precede the last stage are larger."""
+    waiting, most = 0.0, [0.0, 0.0]
+    for step in range(RECORD.num_steps):
+        own = RECORD.stages[RECORD.stage_of(step)].seq_len
+        waiting += own
+        if number := RECORD.inputs_at(step)["event"]:
+            most[number - 1] = max(most[number - 1], waiting / own)
+            waiting = 0.0
+    assert most == [period.batches for period in RECORD.optimizer.rows]
+
+
+@pytest.mark.parametrize(("batches", "fits"), [(2, True), (1, False)])
+def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fits):
+    """Two batches of two rows each wait."""
+    transform = row_adam(["t"], [RowPeriod(1.0, 0.9, 0.0, batches)], 0.1, eps=1e-8, decay=0.0, when="event")
+    moves: Any = {}
+    params: Any = {"t": jnp.ones((8, 3))}
+    state: Any = transform.init(params)
+    for event, ids in enumerate(([0, 5], [6, 2])):
+        grads: Any = {"t": Rows(jnp.array(ids), jnp.ones((2, 3)))}
+        inputs = Inputs({"event": event, "lr_scale": jnp.float32(1)}, {})
+        moves, state = transform.update(grads, state, params, inputs=inputs)
+    found = moved(params["t"], moves["t"])
+    assert np.isfinite(found).all() == fits
+    np.testing.assert_array_equal(found[jnp.array([1, 3, 4, 7])], 1.0)
+    assert not state.waits["t"].any()
+
+
+def test_its_state_has_a_hash():
+    assert jax.eval_shape(checkpoint.fingerprint, Program(SMOKE, mesh.make_mesh(8)).state).shape == (2,)
+
+
+def test_its_mask_is_in_scored_logits():
+    masked = recipes.load("record92_masked").override({"size": "smoke"})
+    words = b"a", b"n", b"o", b"an", b"ano"
+    vocabulary = words + (b"",) * (masked.config.vocab_size - len(words))
+    program = Program(masked, mesh.make_mesh(1), vocabulary=vocabulary)
+    inputs = Inputs({k: jnp.asarray(x) for k, x in program.constants.arrays().items()}, {})
+    head = jnp.asarray(np.random.default_rng(0).normal(size=(256, 128)), jnp.float32)
+    x_ND, ids_N = head[:5] / 10, jnp.arange(5)
+    got = masked.logits({"head": head}, with_ids(x_ND[None], ids_N[None])[0], inputs, masked.config)
+    want = np.array(RECORD.logits({"head": head}, x_ND, inputs, masked.config))
+    want[0, 1] = want[3, 2] = -np.inf  # a n, an o
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_averages_count_the_steps_they_are_told_and_are_shipped_in_order(devices):
+    """`head` is all of one mean, then a quarter of another; so is `embed` of its own, and it keeps its norm."""
+    layout = Layout({name: ParamSpec((16, 4), ("id", "model"), zeros, name) for name in ("head", "embed")})
+    given = Average(("head",), "early", 1.0), Average(("head", "embed"), "late", 0.25)
+    transform, rates = averages(given, ("embed",), layout), [(0, 0), (1, 0), (0.3, 1), (0, 0.5), (0.6, 0.2)]
+    moves = np.random.default_rng(0).standard_normal((len(rates), 2, 16, 4)).astype(np.float32)
+
+    def trained(moves_SXRD: jax.Array) -> Any:
+        params = {name: jnp.zeros_like(moves_SXRD[0, 0]) for name in ("head", "embed")}
+        state: Any = transform.init(params)
+        for i, (early, late) in enumerate(rates):
+            inputs = Inputs({"early": early, "late": late, "ships": i == len(rates) - 1}, {})
+            given = dict(zip(params, moves_SXRD[i], strict=True))
+            own: Any
+            own, state = transform.update(given, state, params, inputs=inputs)
+            params = {name: x + own[name] for name, x in params.items()}
+        return params
+
+    parts = P(None, None, DATA), P(DATA)
+    step = jax.shard_map(trained, mesh=mesh.make_mesh(devices), in_specs=parts[:1], out_specs=parts[1])
+    found: Any = jax.device_get(jax.jit(step)(moves))
+    head, embed = np.cumsum(moves.astype(np.float64), axis=0).swapaxes(0, 1)  # after each step
+    early = 0.4 * (0.7 * head[1] + 0.3 * head[2]) + 0.6 * head[4]
+    late = {name: 0.8 * (0.5 * w[2] + 0.5 * w[3]) + 0.2 * w[4] for name, w in (("h", head), ("e", embed))}
+    shipped = 0.75 * embed[4] + 0.25 * late["e"]
+    shipped *= np.linalg.norm(embed[4]) / np.linalg.norm(shipped)
+    np.testing.assert_allclose(found["head"], 0.75 * early + 0.25 * late["h"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["embed"], shipped, rtol=1e-5, atol=1e-6)
+
+
+def test_averages_of_groups_that_do_not_exist_are_refused():
+    layout = Layout(SMOKE.table(SMOKE.config))
+    for group in ("nosuch", "ngram"):
+        with pytest.raises(UsageError, match=f"no averages of {group}; need some of embed, "):
+            averages((Average((group,), "late", 1.0),), (), layout)
+
+
+def test_an_average_of_more_steps_than_there_are_begins_with_the_first():
+    schedule = SMOKE.schedule
+    assert all(schedule.rate(tail, 0, 10) == 1.0 for tail in schedule.tails)
+    assert all(schedule.rate(tail, 4, 10) == tail.rate for tail in schedule.tails if tail.name != "ema")
+
+
+@pytest.mark.compile
+def test_its_sibling_is_a_program_whose_state_has_few_bytes():
+    """Also with columns that are sampled, which the sibling has too few ids for."""
+    few = SMOKE.override({"schedule.phases.1.columns": "(200,)"})
+    program = contract.checked(Program(few, mesh.make_mesh(8), vocabulary=()))
+    assert 8 * footprint.state_bytes(program) <= 16 * count(few.table(few.config))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"config.mix_dim": "48"}, "groups that fill the model"),
+        ({"config.ngram_rows": "14"}, "need an even number, at least 16"),
+        ({"config.vocab_size": "200_000"}, "need at most 107,3"),
+        ({"config.layers.8.extras": "()"}, "layers 1, 2, 8 and 10 need 'value'"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
+    with pytest.raises(UsageError, match=said):
+        SMOKE.override(setting)
