@@ -239,7 +239,7 @@ MODEL_FORMS = {
 
 
 @cli.command(
-    "speedrun export records/smoke-cpu/2026-11-25-first --to classic",
+    "speedrun export records/smoke-cpu/2026-11-25-first --to csv",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",
     silent=True,

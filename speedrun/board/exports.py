@@ -1,4 +1,4 @@
-"""A record in other formats (printed text, logs of modded-nanogpt, CSV), and its growing logs sent to wandb.
+"""A record in other formats (printed text, CSV), and its growing logs sent to wandb.
 
 A child process sends to wandb, so that no failure of wandb reaches the run:
 
@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any
 
 from speedrun.base import children, console, runlog
 from speedrun.base.console import clean
@@ -43,50 +43,28 @@ _SETTINGS = {
 }
 
 
-class Loss(NamedTuple):
-    """A point of a curve."""
-
-    step: int  #: steps done
-    kind: Literal["val", "train"]
-    loss: float
-    train_time_s: float
-
-
-def curve(run: Run) -> list[Loss]:
-    """Return the losses of a run by step; at equal steps, the validation comes first."""
-    time_s, found = 0.0, []
-    for line in run.lines:
-        match line.event:
-            case runlog.ClockPause(train_time_s=paused_s) | runlog.ClockStop(train_time_s=paused_s):
-                time_s = paused_s
-            case runlog.Val() as val:
-                found.append(Loss(val.step, "val", loss_of(val), time_s))
-            case runlog.Step() as step:
-                found.append(Loss(step.step + 1, "train", step.loss, step.train_time_s))
-    return sorted(found, key=lambda point: (point.step, point.kind == "train"))
-
-
-def _classic(_: Record, run: Run) -> str:
-    """Return a log of modded-nanogpt: losses with four digits, times in whole milliseconds."""
-    return "".join(
-        f"step:{step}/{run.start.num_steps} {kind}_loss:{loss:.4f} train_time:{1e3 * time_s:.0f}ms "
-        f"step_avg:{1e3 * time_s / max(step, 1):.2f}ms\n"
-        for step, kind, loss, time_s in curve(run)
-    )
-
-
 def _csv(record: Record) -> dict[str, bytes]:
     """Return a table of validations and one of training losses, with all digits."""
+    losses: dict[str, list[tuple[Run, int, float, float]]] = {"val": [], "train": []}
+    for run in record.runs:
+        time_s = 0.0
+        for line in run.lines:
+            match line.event:
+                case runlog.ClockPause(train_time_s=paused_s) | runlog.ClockStop(train_time_s=paused_s):
+                    time_s = paused_s
+                case runlog.Val() as val:
+                    losses["val"].append((run, val.step, loss_of(val), time_s))
+                case runlog.Step() as step:
+                    losses["train"].append((run, step.step + 1, step.loss, step.train_time_s))
     files = {}
     for name, kind in (("validations.csv", "val"), ("train_losses.csv", "train")):
         table = io.StringIO()
         writer = csv.writer(table, lineterminator="\n")
         writer.writerow(["log", "step", "num_steps", f"{kind}_loss", "train_time_ms"])
-        for run in record.runs:
-            for point in (point for point in curve(run) if point.kind == kind):
-                # To the nanosecond; divided by 1,000, it gives the seconds of the record again.
-                time_ms = f"{1e3 * point.train_time_s:.6f}".rstrip("0").rstrip(".")
-                writer.writerow([clean(run.folder), point.step, run.start.num_steps, point.loss, time_ms])
+        for run, step, loss, time_s in losses[kind]:
+            # To the nanosecond; divided by 1,000, it gives the seconds of the record again.
+            time_ms = f"{1e3 * time_s:.6f}".rstrip("0").rstrip(".")
+            writer.writerow([clean(run.folder), step, run.start.num_steps, loss, time_ms])
         files[name] = table.getvalue().encode()
     return files
 
@@ -130,9 +108,7 @@ def _log(run: Any, line: runlog.Line) -> None:
     run.log({**numbers, "_timestamp": datetime.fromisoformat(line.t_utc).timestamp()}, step=step)
 
 
-#: From a record and a run to the text of a file; of CSV, from a record to files.
-_TEXTS = {"classic": _classic, "text": lambda _, run: console.render(run.lines)}
-FORMS = (*_TEXTS, "csv")
+FORMS = ("text", "csv")
 
 
 def export(record: Record, form: str, out: Path) -> list[Path]:
@@ -144,7 +120,7 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
     if form == "csv":
         files = _csv(record)
     else:
-        files = {f"{run.folder}.txt": _TEXTS[form](record, run).encode() for run in record.runs}
+        files = {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
     with lock_record(out):
         make_folder(out, files)
     return [out / name for name in files]

@@ -51,11 +51,6 @@ class Fleet:
         """The step of the schedule at which the next round begins."""
         return min(self.version * self.settings.every, len(self.shapes))
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all steps of the schedule are done."""
-        return self.step == len(self.shapes)
-
     def poll(self, engine: Engine, timeout_s: float) -> None:
         """Wait for something between two rounds, and keep it for the next one."""
         if (found := engine.receive(timeout_s)) is not None:

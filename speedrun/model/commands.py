@@ -5,7 +5,7 @@ import shlex
 import socket
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 
@@ -16,11 +16,6 @@ from speedrun.base.errors import UsageError
 from speedrun.base.progress import Progress
 from speedrun.base.serving import serving, stoppable
 from speedrun.cli import options as cli
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from speedrun.model.decode import Decoder, Draw, Text
 
 _RUNS = Path("runs")
 
@@ -115,39 +110,15 @@ def sample(
     decoder = decode.decoder_of(trained, max(map(len, starts)) + tokens)
     say(str(trained))
     how = decode.Draw(temperature, top_k, top_p, seed)
-    found = [decode.Text(spoken, start) for start in starts]
-    _write(decoder, starts, found, tokens, how, is_shown=not ctx.params["as_json"])
+    is_shown, is_one = not ctx.params["as_json"], len(starts) == 1
+    show = partial(click.echo, nl=False) if is_shown and is_one else (lambda _: None)
+    found = decode.written(decoder, spoken, starts, tokens, how, show)
+    if is_shown and is_one:
+        click.echo()
+    for number, text in enumerate(found, 1) if is_shown and not is_one else ():
+        click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
     written = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
     return cli.Answer({**trained.facts, **how._asdict(), "samples": written}, ())
-
-
-def _write(
-    decoder: "Decoder",
-    starts: "list[np.ndarray]",
-    found: "list[Text]",
-    num_tokens: int,
-    how: "Draw",
-    *,
-    is_shown: bool,
-) -> None:
-    """Continue all texts; show a single one as it grows, several when they are done."""
-    is_one = is_shown and len(found) == 1
-    if is_one:
-        click.echo(found[0].prompt, nl=False)
-    left = num_tokens
-    for ids_PN in decoder.continued(starts, num_tokens, how):
-        left -= ids_PN.shape[1]
-        for text, ids_N in zip(found, ids_PN, strict=True):
-            new = text.add(ids_N, is_last=not left)
-            if is_one:
-                click.echo(new, nl=False)
-        if all(text.has_ended for text in found):
-            break
-    if is_one:
-        click.echo()
-    elif is_shown:
-        for number, text in enumerate(found, 1):
-            click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
 
 
 @cli.command("speedrun play docs-web", "speedrun play docs-web smoke-web")

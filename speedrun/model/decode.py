@@ -1,15 +1,14 @@
-"""Continues prompts: one jitted loop over tokens for all prompts, and the text of each.
+"""Continues prompts: a jitted step for all of them, and the text of each.
 
 Each token costs a forward pass over all positions, since a recipe's `forward` maps whole sequences.
 
-Legend: P prompts, T positions, V vocabulary, N new tokens, H heads, K head width, D model.
+Legend: P prompts, T positions, V vocabulary, H heads, K head width, D model.
 """
 
 import codecs
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 
 POSITIONS = 64  #: lengths are rounded up to a multiple, to compile fewer programs
-CHUNK = 16  #: tokens of one call
 
 
 def lengths(longest: int) -> list[int]:
@@ -40,14 +38,6 @@ class Draw(NamedTuple):
     top_k: int = 0  #: draw from this number of most probable tokens; 0: from all
     top_p: float = 1.0  #: draw from the fewest most probable tokens with this total probability
     seed: int = 0
-
-
-class Texts(NamedTuple):
-    """Prompts and their continuations, on the device."""
-
-    tokens_PT: jax.Array  #: i32, zero after the last token
-    length_P: jax.Array  #: i32
-    stream_P: jax.Array  #: u32, number of the random stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,88 +91,63 @@ class Decoder:
                 "shorten the prompt, or ask for fewer --tokens"
             )
         self.num_positions = min(longest, -(-num_positions // POSITIONS) * POSITIONS)
-        self._params, self._vocab_size, kernels = params, vocab_size, DecodingKernels()
+        self._params, kernels = params, DecodingKernels()
 
-        def forward(params: Params, tokens_T: jax.Array) -> jax.Array:
+        def states(params: Params, tokens_T: jax.Array) -> jax.Array:
             read = recipe.read(params, tokens_T[None])
             return recipe.forward(read, tokens_T[None], inputs, recipe.config, kernels)[0]
 
-        self._forward = forward
-        self._logits = lambda params, x_ND: recipe.logits(params, x_ND, inputs, recipe.config)[:, :vocab_size]
-        self._is_new = True  #: whether causality was not yet checked since the last start
-        dtypes = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-        self._tolerance = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) ** 0.5
-        self._extend = jax.jit(self._write, static_argnums=3)
-        self._differ = jax.jit(self._differences)
+        def after(params: Params, how: Draw, tokens_T: jax.Array, length: Any, stream: Any) -> jax.Array:
+            x_1D = jax.lax.dynamic_slice_in_dim(states(params, tokens_T), length - 1, 1)
+            (z_V,) = recipe.logits(params, x_1D, inputs, recipe.config)[:, :vocab_size]
+            # The key depends on text and position only.
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed), stream), length)
+            return drawn(z_V, key, how)
 
-    def start(self, prompts: Sequence[np.ndarray]) -> Texts:
-        """Read prompts of at least one id. Equal prompts get different random streams."""
-        tokens_PT = np.zeros((len(prompts), self.num_positions), np.int32)
-        for row_T, ids in zip(tokens_PT, prompts, strict=True):
-            row_T[: len(ids)] = ids
-        lengths, raw = np.array([len(ids) for ids in prompts], np.int32), [ids.tobytes() for ids in prompts]
+        def change(params: Params, tokens_T: jax.Array, length: Any) -> jax.Array:
+            """Return how much other tokens at the end change the states before, relative to the largest."""
+            is_read_T = jnp.arange(self.num_positions) < length
+            other_T = jax.random.randint(jax.random.key(0), (self.num_positions,), 0, vocab_size)
+            x_TD, y_TD = (
+                jnp.where(is_read_T[:, None], states(params, text_T).astype(jnp.float32), 0)
+                for text_T in (tokens_T, jnp.where(is_read_T, tokens_T, other_T))
+            )
+            return jnp.max(jnp.abs(x_TD - y_TD)) / jnp.maximum(jnp.max(jnp.abs(x_TD)), 1e-30)
+
+        # Text by text, since each needs a score for every pair of positions.
+        self._next = jax.jit(
+            lambda params, how, *texts: jax.lax.map(lambda one: after(params, how, *one), texts)
+        )
+        self._change = jax.jit(
+            lambda params, *texts: jnp.max(jax.lax.map(lambda one: change(params, *one), texts))
+        )
+
+    def continued(self, prompts: Sequence[np.ndarray], num_tokens: int, how: Draw) -> Iterator[np.ndarray]:
+        """Yield the ids that come next in all texts, i32 [P], one after the other. A prompt has at least one id.
+
+        Equal prompts get different random streams. Raise UsageError if states depend on later tokens.
+        """
+        tokens_PT, rows = np.zeros((len(prompts), self.num_positions), np.int32), range(len(prompts))
+        for tokens_T, ids in zip(tokens_PT, prompts, strict=True):
+            tokens_T[: len(ids)] = ids
+        length_P, raw = np.array([len(ids) for ids in prompts], np.int32), [ids.tobytes() for ids in prompts]
         # A stream depends on its prompt and on the number of equal ones before it only.
         streams = np.array([zlib.crc32(one) + raw[:number].count(one) for number, one in enumerate(raw)])
-        self._is_new = True
-        return Texts(*map(jnp.asarray, (tokens_PT, lengths, streams.astype(np.uint32))))
+        self._check(tokens_PT, length_P)
+        for number in range(num_tokens):
+            texts = tokens_PT, length_P + number, streams.astype(np.uint32)
+            ids_P = np.asarray(self._next(self._params, how, *texts))
+            tokens_PT[rows, length_P + number] = ids_P
+            yield ids_P
 
-    def extend(self, texts: Texts, num_tokens: int, how: Draw) -> tuple[Texts, np.ndarray]:
-        """Write tokens after each text; return the texts and the new ids [P, N].
-
-        Ids beyond `num_positions` are garbage.
-
-        Raises:
-            UsageError: from the first call after `start`, if states depend on later tokens.
-        """
-        if self._is_new and (found := float(self._differ(self._params, texts))) > self._tolerance:
+    def _check(self, tokens_PT: np.ndarray, length_P: np.ndarray) -> None:
+        dtypes = [x.dtype for x in self._params.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+        rounding = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) ** 0.5
+        if (found := float(self._change(self._params, tokens_PT, length_P))) > rounding:
             raise UsageError(
                 f"the states of this model depend on later tokens: others change them by {found:.1e}; need a "
                 "causal model; if this is rounding, `speedrun sample --dtype float32` computes without it"
             )
-        self._is_new = False
-        texts, ids_PN = self._extend(self._params, texts, how, num_tokens)
-        return texts, np.asarray(ids_PN)
-
-    def _differences(self, params: Params, texts: Texts) -> jax.Array:
-        """Return how much other tokens at the end change the states before, relative to the largest: f32 []."""
-        other_T = jax.random.randint(jax.random.key(0), (self.num_positions,), 0, self._vocab_size)
-
-        def changed(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-            is_read_T = jnp.arange(self.num_positions) < row[1]
-            x_TD, y_TD = (
-                jnp.where(is_read_T[:, None], self._forward(params, tokens_T).astype(jnp.float32), 0)
-                for tokens_T in (row[0], jnp.where(is_read_T, row[0], other_T))
-            )
-            return jnp.max(jnp.abs(x_TD - y_TD)) / jnp.maximum(jnp.max(jnp.abs(x_TD)), 1e-30)
-
-        return jnp.max(jax.lax.map(changed, (texts.tokens_PT, texts.length_P)))
-
-    def continued(self, prompts: Sequence[np.ndarray], num_tokens: int, how: Draw) -> Iterator[np.ndarray]:
-        """Yield the new ids of all prompts in chunks [P, N] with N up to `CHUNK`."""
-        texts = self.start(prompts)
-        for left in range(num_tokens, 0, -CHUNK):
-            texts, ids_PN = self.extend(texts, CHUNK, how)  # another number would need a compilation
-            yield ids_PN[:, :left]
-
-    def _write(self, params: Params, texts: Texts, how: Draw, num_tokens: int) -> tuple[Texts, jax.Array]:
-        rows_P, draw = jnp.arange(len(texts.length_P)), jax.vmap(partial(drawn, how=how))
-
-        def after(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-            x_TD = self._forward(params, row[0])
-            return self._logits(params, jax.lax.dynamic_slice_in_dim(x_TD, row[1] - 1, 1))[0]
-
-        def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
-            # One by one, since each needs a score for every pair of positions.
-            z_PV = jax.lax.map(after, (texts.tokens_PT, texts.length_P))
-            # Keys depend on text and position only, not on chunks.
-            keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
-            keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
-            new_P = draw(z_PV, keys_P)
-            tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
-            return Texts(tokens_PT, texts.length_P + 1, texts.stream_P), new_P
-
-        texts, ids_NP = jax.lax.scan(write, texts, length=num_tokens)
-        return texts, ids_NP.T
 
 
 class Text:
@@ -195,12 +160,11 @@ class Text:
         self.text = ""
         self.has_ended = False
 
-    def add(self, ids: np.ndarray, *, is_last: bool) -> str:
-        """Add ids up to the end of the document; return the completed characters."""
-        ends = np.flatnonzero(ids == self._words.track.data.document_token)
-        new = [] if self.has_ended else ids[: ends[0]] if len(ends) else ids
-        self.has_ended |= len(ends) > 0
-        self.ids += map(int, new)
+    def add(self, index: int, *, is_last: bool) -> str:
+        """Add an id, unless the document has ended; return the completed characters."""
+        self.has_ended |= index == self._words.track.data.document_token
+        new = [] if self.has_ended else [index]
+        self.ids += new
         text = self._text(new, is_last=is_last or self.has_ended)
         self.text += text
         return text
@@ -225,3 +189,22 @@ def decoder_of(trained: Trained, num_positions: int) -> Decoder:
     """Return a `Decoder` of a trained model."""
     model = trained.program.recipe, trained.inputs, trained.params
     return Decoder(*model, vocab_size=trained.track.data.vocab_size, num_positions=num_positions)
+
+
+def written(
+    decoder: Decoder,
+    words: Words,
+    starts: Sequence[np.ndarray],
+    num_tokens: int,
+    how: Draw,
+    show: Callable[[str], None] = lambda _: None,
+) -> list[Text]:
+    """Continue prompts up to the ends of their documents; `show` gets the first text as it grows."""
+    texts = [Text(words, start) for start in starts]
+    show(texts[0].prompt)
+    for number, ids_P in enumerate(decoder.continued(starts, num_tokens, how), 1):
+        new = [text.add(int(i), is_last=number == num_tokens) for text, i in zip(texts, ids_P, strict=True)]
+        show(new[0])
+        if all(text.has_ended for text in texts):
+            break
+    return texts

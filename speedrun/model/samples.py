@@ -18,7 +18,6 @@ from typing import IO, Any
 
 import jax
 import msgspec
-import numpy as np
 
 from speedrun.base import children
 from speedrun.base import track as tracks
@@ -121,10 +120,7 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
     num_tokens = max(1, min(NUM_TOKENS, trained.program.recipe.eval_seq_len - longest))
     decoder = decode.decoder_of(trained, longest + num_tokens)
     how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
-    ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
-    for start, ids_N in zip(starts, ids_PN, strict=True):
-        text = decode.Text(trained.words, start)
-        text.add(ids_N, is_last=True)
+    for text in decode.written(decoder, trained.words, starts, num_tokens, how):
         yield {"step": step, "temperature": TEMPERATURE, "seed": SEED, **text.facts}
 
 

@@ -93,6 +93,10 @@ def decoder_of(small: tuple[Recipe, Params, Inputs]) -> Decoder:
     return Decoder(recipe, inputs, params, vocab_size=60, num_positions=30)
 
 
+def continued(decoder: Decoder, prompts: list[np.ndarray], how: Draw) -> np.ndarray:
+    return np.stack([*decoder.continued(prompts, 20, how)], axis=1)
+
+
 PROMPTS = [np.array([0, 5, 9], np.int32), np.array([7], np.int32), np.array([0, 1, 2, 3, 0, 4, 5], np.int32)]
 
 
@@ -123,34 +127,28 @@ def test_a_model_that_mixes_after_some_tokens_is_refused(small):
         return x_BTD + jnp.roll(jnp.cos(x_BTD + jnp.where(is_odd, total, 0.0)), 1, axis=1)
 
     decoder = decoder_of((dataclasses.replace(recipe, forward=forward), params, inputs))
-    texts = decoder.start([np.array([0, 7, 9, 5, 11], np.int32)])
     with pytest.raises(UsageError, match="depend on later tokens"):
-        decoder.extend(texts, 8, Draw(temperature=0))
+        continued(decoder, [np.array([0, 7, 9, 5, 11], np.int32)], Draw(temperature=0))
 
 
 def test_the_most_probable_tokens_are_those_of_the_forward_pass(small):
     decoder = decoder_of(small)
-    found_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw(temperature=0))[1]
+    found_PN = continued(decoder, PROMPTS, Draw(temperature=0))
     assert found_PN.tolist() == [definition(small, prompt, 20) for prompt in PROMPTS]
 
 
 @pytest.mark.compile
-def test_a_text_depends_on_seed_and_place_and_not_on_chunks_or_companions(small):
+def test_a_text_depends_on_seed_and_place_and_not_on_companions(small):
     decoder = decoder_of(small)
-    whole_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw(seed=3))[1]
-    texts, parts = decoder.start(PROMPTS), []
-    for num in (1, 7, 12):
-        texts, ids_PN = decoder.extend(texts, num, Draw(seed=3))
-        parts.append(ids_PN)
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole_PN)
-    alone_PN = decoder.extend(decoder.start(PROMPTS[:1]), 20, Draw(seed=3))[1]
+    whole_PN = continued(decoder, PROMPTS, Draw(seed=3))
+    alone_PN = continued(decoder, PROMPTS[:1], Draw(seed=3))
     np.testing.assert_array_equal(alone_PN[0], whole_PN[0])
-    last_PN = decoder.extend(decoder.start([PROMPTS[1], PROMPTS[2], PROMPTS[0]]), 20, Draw(seed=3))[1]
+    last_PN = continued(decoder, [PROMPTS[1], PROMPTS[2], PROMPTS[0]], Draw(seed=3))
     np.testing.assert_array_equal(last_PN, whole_PN[[1, 2, 0]])
-    twice_PN = decoder.extend(decoder.start([PROMPTS[0], PROMPTS[0]]), 20, Draw(seed=3))[1]
+    twice_PN = continued(decoder, [PROMPTS[0], PROMPTS[0]], Draw(seed=3))
     np.testing.assert_array_equal(twice_PN[0], whole_PN[0])
     assert [*twice_PN[0]] != [*twice_PN[1]], "two samples of a prompt are one"
-    assert [*decoder.extend(decoder.start(PROMPTS), 20, Draw(seed=4))[1][0]] != [*whole_PN[0]]
+    assert [*continued(decoder, PROMPTS, Draw(seed=4))[0]] != [*whole_PN[0]]
 
 
 def test_ids_that_the_data_lacks_are_never_written(small):
@@ -160,7 +158,7 @@ def test_ids_that_the_data_lacks_are_never_written(small):
         return recipe.logits(p, x_ND, inputs, cfg).at[:, 60:].set(1e6)
 
     decoder = decoder_of((dataclasses.replace(recipe, logits=logits), params, inputs))
-    found_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw())[1]
+    found_PN = continued(decoder, PROMPTS, Draw())
     assert found_PN.max() < 60
     assert len({*found_PN.flat}) > 3
 
@@ -170,10 +168,10 @@ def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_
     vars(spoken)["tokens"] = {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}
     text = Text(spoken, np.array([0, 3], np.int32))
     assert text.prompt == "a\N{REPLACEMENT CHARACTER}[2J\n"
-    assert [text.add(np.array([i]), is_last=False) for i in (1, 2, 3)] == ["", "é", text.prompt]
-    assert text.add(np.array([1, 0, 2]), is_last=False) == "\N{REPLACEMENT CHARACTER}"
+    assert [text.add(i, is_last=False) for i in (1, 2, 3)] == ["", "é", text.prompt]
+    assert [text.add(i, is_last=False) for i in (1, 0, 2)] == ["", "\N{REPLACEMENT CHARACTER}", ""]
     assert (text.has_ended, text.ids) == (True, [1, 2, 3, 1])
-    assert text.add(np.array([3]), is_last=True) == ""
+    assert text.add(3, is_last=True) == ""
 
 
 def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path):

@@ -240,7 +240,7 @@ def test_the_page_writes_what_sample_writes(page, models):
     prompt = np.array([0, 17, 4], np.int32)
     decoder = Decoder(recipe, inputs, params, vocab_size=256, num_positions=64)
     for temperature, top_k, seed in ((0.0, 0, 0), (0.8, 0, 3), (1.2, 20, 2**31 - 1)):
-        _, (ids,) = decoder.extend(decoder.start([prompt]), 24, Draw(temperature, top_k, 1.0, seed))
+        ids = np.concatenate([*decoder.continued([prompt], 24, Draw(temperature, top_k, 1.0, seed))])
         expected = ids.tolist()
         expected = expected[: expected.index(0)] if 0 in expected else expected
         how = {"temperature": temperature, "topK": top_k, "seed": seed}
