@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun import recipes
 from speedrun.base import mesh
+from speedrun.recipes.record89.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 from speedrun.science.step import Step
 

@@ -16,31 +16,35 @@ _PACKAGE = RECIPES.replace("/", ".")
 
 
 def resolve(choice: str) -> str:
-    """Return the name of a recipe, given by its name or by a path that ends in `.py`.
+    """Return the name of a recipe, given by its name or by a path that ends in `.py`; a package by its `__init__.py`.
 
-    Put the folder of a path first in $SPEEDRUN_RECIPES, also for child processes. Its files become modules of
+    Put the folder that it is in first in $SPEEDRUN_RECIPES, also for child processes. The files there become modules of
     `speedrun.recipes`, so that a record carries them. If one of them changed, all are loaded again.
     """
     if not choice.endswith(".py"):
         return choice
     path = Path(choice).absolute()
-    if not (path.stem.isidentifier() and path.stem.isascii()):
+    recipe = path.parent if path.name == "__init__.py" else path.with_suffix("")
+    name, folder = recipe.name, recipe.parent
+    if not (name.isidentifier() and name.isascii()):
         raise UsageError(f"{path}: cannot be imported by this name; rename it to letters, digits and _")
-    if os.pathsep in str(path.parent):
+    if os.pathsep in str(folder):
         raise UsageError(f"{path}: its folder has a {os.pathsep!r} in its name; move or rename it")
-    if is_shipped(path.stem):
-        raise UsageError(f"{path}: recipe {path.stem} ships with this package; rename file and recipe")
+    if is_shipped(name):
+        raise UsageError(f"{path}: recipe {name} ships with this package; rename file and recipe")
     advice = "need a Python file in UTF-8 that defines RECIPE, so that a record can carry it"
     with translate_read_errors(path, advice, kind=UsageError):
-        check_path(f"{RECIPES}/{path.name}")
+        check_path(f"{RECIPES}/{path.relative_to(folder).as_posix()}")
         read_regular(path, _MOST_BYTES).decode()
-    look_in(path.parent)
-    return path.stem
+    look_in(folder)
+    return name
 
 
 def is_shipped(name: str) -> bool:
     """Return whether a recipe comes with this package."""
-    return f"{name}.py" in os.listdir(ROOT / RECIPES)  # no path is made of a stranger's name
+    return not {name, f"{name}.py"}.isdisjoint(
+        os.listdir(ROOT / RECIPES)
+    )  # no path is made of a stranger's name
 
 
 def look_in(*folders: Path) -> None:

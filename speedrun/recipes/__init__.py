@@ -12,7 +12,9 @@ from speedrun.science.recipe import Recipe
 
 def names() -> list[str]:
     """Return the names of the recipes in this package."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+    folder = Path(__file__).parent
+    packages = (path.parent.name for path in folder.glob("*/__init__.py"))
+    return sorted([*packages, *(path.stem for path in folder.glob("*.py") if path.stem != "__init__")])
 
 
 def load(name: str) -> Recipe:

@@ -20,10 +20,10 @@ from hopper import OPTIMISED
 
 from speedrun import recipes
 from speedrun.base import mesh
+from speedrun.recipes.record89 import model
+from speedrun.recipes.record89 import tokens as tokens89
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.models import record89_model as model
-from speedrun.science.models import record89_tokens as tokens89
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.train.program import Program

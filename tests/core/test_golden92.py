@@ -21,17 +21,17 @@ from hopper import OPTIMISED
 from test_golden89 import assert_run_agrees, assert_weights_agree, unit_order
 
 from speedrun import recipes
+from speedrun.recipes.record89 import model as model89
+from speedrun.recipes.record89.normuon_and_adam import AdamGroup
+from speedrun.recipes.record89.tokens import targets_of
+from speedrun.recipes.record92 import model
+from speedrun.recipes.record92 import tokens as tokens92
+from speedrun.recipes.record92.anvil import anvil
+from speedrun.recipes.record92.row_adam import RowPeriod, row_adam
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.models import record89_model as model89
-from speedrun.science.models import record92_model as model
-from speedrun.science.models import record92_tokens as tokens92
-from speedrun.science.models.record89_tokens import targets_of
-from speedrun.science.optim.anvil import anvil
-from speedrun.science.optim.normuon_and_adam import AdamGroup
-from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.science.rows import Rows, moved

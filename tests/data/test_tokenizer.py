@@ -13,7 +13,7 @@ from speedrun.base import track as tracks
 from speedrun.base.errors import DataError, UsageError
 from speedrun.data import fetch, shards, tokenizer, vocabulary
 from speedrun.data.tokenizer import END_OF_TEXT
-from speedrun.science.models.record89_tokens import prefixes
+from speedrun.recipes.record89.tokens import prefixes
 
 ROOT = Path(__file__).parents[2]
 RANKS = ROOT.parent / "shared" / "data" / "gpt2-bpe" / "r50k_base.tiktoken"

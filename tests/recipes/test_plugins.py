@@ -242,6 +242,17 @@ def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(tmp_p
     assert not {f"{RECIPES}/rates/__init__.py", f"{RECIPES}/smoke/__init__.py"} & source.keys()
 
 
+def test_a_folder_can_be_a_recipe_and_a_record_carries_it(tmp_path):
+    package = tmp_path / "rated"
+    package.mkdir()
+    (package / "rates.py").write_text("LR = 0.06\n")
+    inside = RATE.replace("import rates, smoke", "import smoke\nfrom speedrun.recipes.rated import rates")
+    (package / "__init__.py").write_text(inside)
+    assert sr.load(str(package / "__init__.py")).optimizer.muon_lr == 0.06
+    source = carried()
+    assert {f"{RECIPES}/rated/__init__.py", f"{RECIPES}/rated/rates.py"} <= source.keys()
+
+
 @pytest.mark.parametrize("helper", ["load", "Recipe", "importlib"])
 def test_no_file_takes_the_place_of_what_finds_recipes(helper, tmp_path):
     (tmp_path / f"{helper}.py").write_text("LR = 0.04\n")

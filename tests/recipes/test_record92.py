@@ -14,11 +14,11 @@ from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 from speedrun.data import synthetic
+from speedrun.recipes.record92.averages import Average, averages
+from speedrun.recipes.record92.row_adam import RowPeriod, row_adam
+from speedrun.recipes.record92.tokens import ngram_rows
 from speedrun.science.inputs import Inputs
 from speedrun.science.masks import with_ids
-from speedrun.science.models.record92_tokens import ngram_rows
-from speedrun.science.optim.averages import Average, averages
-from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Layout, ParamSpec, count, zeros
 from speedrun.science.rows import Rows, most_rows, moved
 from speedrun.train import checkpoint, contract, footprint, warmup

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from speedrun.base import accelerators, mesh
 from speedrun.base.errors import UsageError
+from speedrun.recipes.record89.attention import Heads, View, attend
 from speedrun.science import nn
 from speedrun.science.kernels import attention_banded, attention_triton, qk_norm_triton
 from speedrun.science.kernels.attention import Window, attention, sight, visible
 from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
 from speedrun.science.kernels.qk_norm import qk_norm
-from speedrun.science.models.record89_attention import Heads, View, attend
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:

@@ -10,7 +10,7 @@ from driven import OPTIMIZER, TABLE, Driven, draw, spec
 from hopper import OPTIMISED
 
 from speedrun.base.errors import UsageError
-from speedrun.science.optim.normuon_and_adam import AdamGroup, AdamState
+from speedrun.recipes.record89.normuon_and_adam import AdamGroup, AdamState
 from speedrun.science.params import Layout, Params, Table
 
 GROUPS = {group.name: group for group in OPTIMIZER.adam}

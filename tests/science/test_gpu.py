@@ -17,6 +17,9 @@ import pytest
 from speedrun.base import mesh as meshes
 from speedrun.base.errors import UsageError
 from speedrun.data import synthetic
+from speedrun.recipes.record89 import model as record89
+from speedrun.recipes.record89.normuon_and_adam import polar_express
+from speedrun.recipes.record92 import anvil
 from speedrun.science import nn
 from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, qk_norm_triton
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
@@ -24,9 +27,6 @@ from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
-from speedrun.science.models import record89_model as record89
-from speedrun.science.optim import anvil
-from speedrun.science.optim.normuon_and_adam import polar_express
 from speedrun.science.optim.orthogonal import orthogonalize
 
 PLATFORM, CAPABILITY = meshes.accelerator(meshes.make_mesh(1))

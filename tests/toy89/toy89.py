@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedrun.recipes.record89.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.optim.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science.params import Params, ParamSpec, Table, constant, uniform_fan_in
 from speedrun.science.recipe import Batch, Constants, Forward, Loss, Recipe, Stage, Vocabulary
 

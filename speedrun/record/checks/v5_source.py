@@ -35,7 +35,8 @@ def _whole(record: Record) -> Iterator[str]:
     files = record.source_files
     for run in record.runs:
         tracks = _track_file(files, run.start.track.rpartition("@")[0])
-        for path in (_ENTRY, f"{RECIPES}/{run.start.recipe}.py", tracks):
+        package, recipe = (f"{RECIPES}/{run.start.recipe}{end}" for end in ("/__init__.py", ".py"))
+        for path in (_ENTRY, package if package in files else recipe, tracks):
             if path not in files:
                 yield f"{run.folder}: ran {path}, which is missing"
         # V006 reports unknown tracks.

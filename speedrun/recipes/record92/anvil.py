@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.base.limits import Momentum, Positive, Rate
+from speedrun.recipes.record89 import normuon_and_adam as adams
+from speedrun.recipes.record89.normuon_and_adam import AdamGroup, normalize, shorter_mean
+from speedrun.recipes.record92.averages import Average, averages
+from speedrun.recipes.record92.row_adam import RowPeriod, row_adam
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim import normuon_and_adam as adams
-from speedrun.science.optim.averages import Average, averages
 from speedrun.science.optim.banks import in_stacks, quintics
-from speedrun.science.optim.normuon_and_adam import AdamGroup, normalize, shorter_mean
-from speedrun.science.optim.row_adam import RowPeriod, row_adam
 from speedrun.science.params import Dtype, Layout, Member, Params
 
 #: (a, b, c) of each step.

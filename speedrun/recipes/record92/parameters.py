@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from speedrun.base.limits import Count
+from speedrun.recipes.record89 import parameters as record89
+from speedrun.recipes.record89.parameters import FROZEN, LAST, LATE, SKIP, Attention, Extra, Layer, Widths
+from speedrun.recipes.record92.tokens import STRIDE, ngram_rows
 from speedrun.science import params
-from speedrun.science.models import record89_table as record89
-from speedrun.science.models.record89_table import FROZEN, LAST, LATE, SKIP, Attention, Extra, Layer, Widths
-from speedrun.science.models.record92_tokens import STRIDE, ngram_rows
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 
 TWIN = 8  #: layer with two MLPs side by side

@@ -1,4 +1,4 @@
-"""The architecture of speedrun record 89 (2026), which docs/record89.md explains. Layers count from 0.
+"""The architecture of speedrun record 89 (2026), which README.md explains. Layers count from 0.
 
 Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary, G hidden width of a gate, N tokens.
 Source: modded-nanogpt, records 22 to 89; each function names its own.
@@ -12,6 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.base.errors import UsageError
+from speedrun.recipes.record89 import attention
+from speedrun.recipes.record89.attention import Heads, Turns, View
+from speedrun.recipes.record89.parameters import FROZEN, LAST, LATE, MUDD_SCALE, SKIP, Config, Sizes
+from speedrun.recipes.record89.tokens import bigrams, previous, targets_of
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
@@ -19,10 +23,6 @@ from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.kernels.mlp import Factors
-from speedrun.science.models import record89_attention as attention
-from speedrun.science.models.record89_attention import Heads, Turns, View
-from speedrun.science.models.record89_table import FROZEN, LAST, LATE, MUDD_SCALE, SKIP, Config, Sizes
-from speedrun.science.models.record89_tokens import bigrams, previous, targets_of
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
 

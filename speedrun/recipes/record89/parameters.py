@@ -15,10 +15,10 @@ import numpy as np
 
 from speedrun.base import limits
 from speedrun.base.limits import Count, Natural
+from speedrun.recipes.record89.tokens import bigram_rows, prefixes
 from speedrun.science import params
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.mlp import Factors
-from speedrun.science.models.record89_tokens import bigram_rows, prefixes
 from speedrun.science.params import Dtype, Init, Member, ParamSpec, Table, constant, gaussian, zeros
 from speedrun.science.recipe import Constants, Vocabulary
 

@@ -1,4 +1,4 @@
-"""The architecture of speedrun record 92 (2026), which docs/record92.md explains.
+"""The architecture of speedrun record 92 (2026), which README.md explains.
 
 The layers are those of record 89; n-grams, segments, the end and the sampled loss are new.
 
@@ -12,15 +12,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from speedrun.recipes.record89 import model as record89
+from speedrun.recipes.record89.model import CAP, Context, Stream
+from speedrun.recipes.record89.parameters import LAST, MUDD_SCALE
+from speedrun.recipes.record89.tokens import targets_of
+from speedrun.recipes.record92.parameters import TWIN, Config
+from speedrun.recipes.record92.tokens import ngrams, sampled, segments
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.models import record89_model as record89
-from speedrun.science.models.record89_model import CAP, Context, Stream
-from speedrun.science.models.record89_table import LAST, MUDD_SCALE
-from speedrun.science.models.record89_tokens import targets_of
-from speedrun.science.models.record92_table import TWIN, Config
-from speedrun.science.models.record92_tokens import ngrams, sampled, segments
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
 

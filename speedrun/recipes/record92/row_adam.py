@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.base.limits import Count, Momentum, Rate
+from speedrun.recipes.record89.normuon_and_adam import since
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.normuon_and_adam import since
 from speedrun.science.params import Params
 from speedrun.science.rows import Rows, taken
 

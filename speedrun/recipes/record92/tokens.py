@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from speedrun.recipes.record89.tokens import bigram_rows, previous
 from speedrun.science.kernels.cross_entropy import Targets
-from speedrun.science.models.record89_tokens import bigram_rows, previous
 from speedrun.science.params import SHARDS, Params
 
 #: Factors of the hashes of an id, the one before, and the one before that. 32-bit products wrap.
