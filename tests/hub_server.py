@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CUT = 0.6
-#: Faults that are a status alone, some with the seconds after which to ask again, below zero.
-_STATUS = {"500": (500,), "401": (401,), "wait 1": (429, -1), "wait 900": (429, -900)}
+#: Faults that are a status alone, one with the seconds after which to ask again, below zero.
+_STATUS = {"500": (500,), "401": (401,), "429": (429, -1)}
 
 
 class FakeHub(ThreadingHTTPServer):

@@ -53,7 +53,7 @@ def open_source(names: Sequence[str], *, column: str = "text", revision: str | N
         raise UsageError(f"{len(names)} sources with {remote[0]}; a dataset of the hub comes alone; name one")
     repo, _, config = remote[0].removeprefix(HUB).partition(":")
     try:
-        commit = hub.dataset_info(repo, revision, say).sha
+        commit = hub.dataset_info(repo, revision).sha
     except hub.HubError as error:
         raise _unreachable(f"{HUB}{repo}", error) from None
     return Dataset(repo, config or None, commit, column=column)

@@ -61,7 +61,7 @@ def fetch(folder: Path, data: Data, source: Hub, report: Report, say: Callable[[
         revision = _revision(folder, source, manifest)
         if manifest is None or not _is_complete(folder, data, source, manifest):
             try:
-                info = hub.dataset_info(source.repo, revision, say, files_metadata=True)
+                info = hub.dataset_info(source.repo, revision, files_metadata=True)
                 settings: dict[str, str | int | float] = {"revision": info.sha or ""}
                 fresh = Manifest(source.repo, settings, data.vocab_size, data.document_token, {})
                 download = _Download(folder, data, info, manifest or fresh)
@@ -143,9 +143,7 @@ class _Download:
         total = self._size_bytes(names)
         say(f"{self._repo}@{self._commit}: {len(names)} shards, {total / 1e9:.2f} GB")
         with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
-            obtain = partial(
-                self._obtain, say=say, report=lambda: report(sum(self._received.values()), total)
-            )
+            obtain = partial(self._obtain, lambda: report(sum(self._received.values()), total))
             try:
                 for name, entry in zip(names, pool.imap(obtain, names), strict=True):
                     self._finish(name, entry)
@@ -170,11 +168,11 @@ class _Download:
 
     # --- on a thread of the pool --------------------------------------------------------------------------
 
-    def _obtain(self, name: str, say: Callable[[str], None], report: Callable[[], None]) -> ShardEntry:
+    def _obtain(self, report: Callable[[], None], name: str) -> ShardEntry:
         """Check a present shard, or download it, with retries."""
         if (self._folder / name).exists():
             return self._checked(self._folder / name, "delete it and get it again")
-        return hub.patiently(partial(self._transfer, name, report), lambda line: say(f"{name}: {line}"))
+        return hub.patiently(partial(self._transfer, name, report))
 
     def _transfer(self, name: str, report: Callable[[], None]) -> ShardEntry:
         self._received[name] = 0

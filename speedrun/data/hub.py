@@ -1,8 +1,8 @@
 """The Hugging Face hub: listings of datasets, and files of datasets and models.
 
-`huggingface_hub` reads HF_ENDPOINT, HF_TOKEN and `hf auth login`. It resumes a broken transfer within one process, and
-checks only the size of a file: callers of `download` check the digest. It is not left to wait for a hub that limits
-requests.
+`huggingface_hub` reads HF_ENDPOINT, HF_TOKEN and `hf auth login`. Within one process it resumes a broken transfer, and
+waits as long as a hub that limits requests says. It checks only the size of a file: callers of `download` check the
+digest.
 """
 
 import os
@@ -14,7 +14,6 @@ from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from speedrun.base.errors import DataError, translate_os_errors
 
@@ -23,43 +22,30 @@ if TYPE_CHECKING:
 
 PAUSES_S = (1, 2, 4)  #: after failed attempts
 
-_MOST_WAIT_S = 330  #: for a hub that limits requests, which it counts over five minutes
 _TIMEOUT_S = 10.0  #: of a request for metadata
 _BUSY = (408, 429, *range(500, 600))  #: status codes that are worth a retry
 #: Raised by the client for a foreign answer, such as the login page of a network.
 _NO_ANSWER = (JSONDecodeError, UnicodeDecodeError, TypeError, KeyError)
-#: Variables that the client reads before the first request; a wrong one breaks it.
-_PROXIES, _CERTIFICATES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"), ("SSL_CERT_FILE", "SSL_CERT_DIR")
-
 _Answer = TypeVar("_Answer")
 
 
 class HubError(Exception):
-    """A failed request; the message is the middle part of an error message.
+    """A failed request; the message is the middle part of an error message. `may_pass`: worth a retry."""
 
-    `may_pass`: worth a retry. `wait_s`: the pause that the hub asks for.
-    """
-
-    def __init__(self, reason: str, *, may_pass: bool = False, wait_s: int = 0) -> None:
+    def __init__(self, reason: str, *, may_pass: bool = False) -> None:
         super().__init__(reason)
-        self.may_pass, self.wait_s = may_pass, wait_s
+        self.may_pass = may_pass
 
 
-def patiently(request: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
-    """Return the answer to a request, asked again up to three times after failures that may pass, or wrong bytes.
-
-    If the hub says how long to wait, `say` so, and wait as long; longer than `_MOST_WAIT_S` is an error.
-    """
+def patiently(request: Callable[[], _Answer]) -> _Answer:
+    """Return the answer to a request, asked again up to three times after failures that may pass, or wrong bytes."""
     for pause_s in PAUSES_S:
         try:
             return request()
         except (HubError, DataError) as error:
-            wait_s = getattr(error, "wait_s", 0)
-            if not getattr(error, "may_pass", True) or wait_s > _MOST_WAIT_S:
+            if not getattr(error, "may_pass", True):
                 raise
-            if wait_s:
-                say(f"{error}; waiting")
-            threading.Event().wait(max(pause_s, wait_s))
+            threading.Event().wait(pause_s)
     return request()
 
 
@@ -88,9 +74,7 @@ def content(address: str) -> bytes:
         return answer.content
 
 
-def dataset_info(
-    repo: str, revision: str | None, say: Callable[[str], None], *, files_metadata: bool = False
-) -> "DatasetInfo":
+def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = False) -> "DatasetInfo":
     """Return the commit and the files of a dataset repository, `patiently`; raise HubError.
 
     `revision` is a branch, tag or commit; None: the default branch. With `files_metadata`, files have size and digest.
@@ -111,7 +95,7 @@ def dataset_info(
             )
 
     try:
-        info = patiently(request, say)
+        info = patiently(request)
     except _NO_ANSWER:
         raise HubError("the answer is not that of a hub") from None
     if not info.sha:
@@ -156,16 +140,8 @@ def model_folder(repo: str, names: Sequence[str]) -> Path:
 
 
 def _endpoint() -> str:
-    """Return the address of the hub; the client would read it only at import, and crash on a malformed one."""
-    address = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-    try:
-        parts = urlsplit(address)
-        is_address = parts.hostname is not None and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise HubError(f"HF_ENDPOINT is {address!r}, need an address such as https://huggingface.co")
-    return address
+    """Return the address of the hub, which the client would read only at import."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
 
 
 @contextmanager
@@ -185,19 +161,15 @@ def _client_errors() -> Iterator[None]:
 
     try:
         session = get_session()
-    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
-        of = _PROXIES if isinstance(error, ImportError | ValueError | httpx.InvalidURL) else _CERTIFICATES
-        names = [name for key in of for name in (key, key.lower()) if os.environ.get(name)]
-        said = " ".join(str(error).split())
-        raise HubError(
-            f"no connection ({said}): mend or unset {' and '.join(names) or 'the proxy'}"
-        ) from None
-    if _limited not in session.event_hooks["response"]:
-        session.event_hooks = {**session.event_hooks, "response": [_limited]}
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:  # of a proxy, or a certificate
+        cure = "mend or unset ALL_PROXY, HTTPS_PROXY, HTTP_PROXY, SSL_CERT_FILE or SSL_CERT_DIR"
+        raise HubError(f"no connection ({' '.join(str(error).split())}): {cure}") from None
     try:
         yield
     except UnicodeEncodeError:  # of a header
         raise HubError("HF_TOKEN holds a letter that no token has: mend or unset it") from None
+    except httpx.InvalidURL as error:
+        raise HubError(f"HF_ENDPOINT is {_endpoint()}: {error}") from None
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError, AttributeError) as error:
         was_closed = session is not get_session()
         is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed
@@ -209,19 +181,6 @@ def _client_errors() -> Iterator[None]:
         if isinstance(error, HfHubHTTPError):
             is_final = error.response.status_code not in _BUSY
         raise HubError(_reason(error), may_pass=was_closed or not is_final) from None
-
-
-def _limited(response: Any) -> None:
-    """Raise HubError if the hub limits requests: the client would wait in silence, as long as it is told."""
-    if response.status_code != 429:
-        return
-    from huggingface_hub.utils import parse_ratelimit_headers
-
-    window = parse_ratelimit_headers(response.headers)
-    told = str(window.reset_in_seconds if window else response.headers.get("Retry-After", ""))
-    wait_s = max(1, int(told)) if told.isdigit() else 60
-    reason = f"the hub limits requests (429) for {wait_s} s; a token in HF_TOKEN is granted more"
-    raise HubError(reason, may_pass=True, wait_s=wait_s)
 
 
 def _reason(error: BaseException) -> str:

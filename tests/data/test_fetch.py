@@ -107,7 +107,7 @@ FAULTS = {
     "cut at 60 %": ["cut"],
     "a stretch twice": ["repeat"],
     "200 to a Range": ["cut", "ignore range"],
-    "all of it": ["500", "cut", "ignore range and cut", "stall", "flip"],
+    "all of it": ["429", "500", "cut", "ignore range and cut", "stall", "flip"],
 }
 
 
@@ -157,7 +157,7 @@ def test_a_listing_that_fails(tmp_path, server, monkeypatch):
     for faults, timeout_s in (["500"] * 3, 600), (["stall"], 0.1):
         monkeypatch.setattr(hub, "_TIMEOUT_S", timeout_s)
         server.faults = {"the listing": list(faults)}
-        hub.dataset_info(REPO, "main", print)
+        hub.dataset_info(REPO, "main")
         assert not any(server.faults.values()), "it is asked again"
         server.always = {"the listing": faults[0]}
         with pytest.raises(DataError, match=r"the hub answers 500|no connection"):
@@ -169,19 +169,6 @@ def test_a_listing_that_fails(tmp_path, server, monkeypatch):
             get(tmp_path)
 
 
-def test_a_hub_that_limits_requests_is_waited_for_and_not_too_long(tmp_path, server):
-    server.faults = {"the listing": ["wait 1"]}
-    server.always = {NAMES[1]: "wait 900"}
-    said: Any = Mock()
-    with pytest.raises(DataError, match=r"limits requests \(429\) for 900 s"):
-        get(tmp_path, say=said)
-    assert (
-        "limits requests (429) for 1 s; a token in HF_TOKEN is granted more; waiting"
-        in said.call_args_list[0].args[0]
-    )
-    assert (tmp_path / VAL).exists()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("ALL_PROXY", "socks5://127.0.0.1:9"), ("SSL_CERT_FILE", "/missing"), ("HF_TOKEN", "hf_stale")],
@@ -190,11 +177,11 @@ def test_a_variable_that_breaks_the_client_is_named_with_its_cure(tmp_path, serv
     server.always = {"the listing": "401"} if name == "HF_TOKEN" else {}
     close_session()
     monkeypatch.setenv(name, value)
-    with pytest.raises(DataError, match=rf"mend or unset {name}|{name}: unset it") as caught:
+    with pytest.raises(DataError, match=rf"mend or unset .*{name}|{name}: unset it") as caught:
         get(tmp_path)
     assert "\n" not in str(caught.value)
     if name != "HF_TOKEN":
-        with pytest.raises(hub.HubError, match=f"unset {name}"):
+        with pytest.raises(hub.HubError, match=f"unset .*{name}"):
             hub.reach(1.0)
 
 
