@@ -126,9 +126,17 @@ def own_process() -> None:
     """Prepare a process of ours: its streams never fail, and SIGHUP stops it."""
     sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
     sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
-    # Leftovers of a failed write of orbax complain when they are collected, sometimes after our error.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # After a failed read or write, orbax and tensorstore would print 600 lines, some when leftovers are collected.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda found: None if _is_known(found.exc_value) else hook(found)
     signals.hang_up_as_term()
+
+
+def _is_known(dropped: BaseException | None) -> bool:
+    """Return whether an exception that Python drops is reported: `signals.stop` raises again, and orbax has failed."""
+    return isinstance(dropped, Terminated) or "Event loop is closed" in str(dropped)
 
 
 class _Unfailing(io.FileIO):

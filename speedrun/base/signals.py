@@ -2,11 +2,9 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from speedrun.base.errors import Terminated
@@ -25,7 +23,6 @@ def stop(number: int, _frame: object) -> None:
         if callable(handler) and (handler is stop or isinstance(handler, Deferred)):  # still ours
             handler(number, None)
 
-    _silence_dropped()
     signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     raise _terminated(number)
@@ -33,13 +30,6 @@ def stop(number: int, _frame: object) -> None:
 
 def _terminated(number: int) -> Terminated:
     return Terminated(f"stopped by {signal.Signals(number).name}")
-
-
-@cache
-def _silence_dropped() -> None:
-    """Print nothing about a dropped `Terminated`, which is raised again."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, Terminated) else hook(found)
 
 
 def ignore(_number: int, _frame: object) -> None:

@@ -233,7 +233,7 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
 #: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.
 MODEL_FORMS = {
     "safetensors": "speedrun.model.exported",
-    "transformers": "speedrun.model.transformers_folder",
+    "transformers": "speedrun.model.transformers_gpt2",
     "web": "speedrun.model.page_folder",
 }
 

@@ -20,8 +20,9 @@ from speedrun.base import track as tracks
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.track import Track
 from speedrun.data.shards import data_folder
-from speedrun.model.exported import named_arrays, placed
-from speedrun.model.weights import Tensors, Trained, form_of, read_json
+from speedrun.data.tokenizer import END_OF_TEXT
+from speedrun.model.exported import card, named_arrays, placed, save_folder, tokenizer_file
+from speedrun.model.weights import WEIGHTS, Tensors, Trained, form_of, read_json
 from speedrun.recipes import gpt2
 from speedrun.science.params import ParamSpec, Table
 from speedrun.train.program import Program
@@ -177,25 +178,65 @@ def _track(folder: Path, config: Config) -> Track:
 # --- out
 
 
-def fits(trained: Trained) -> bool:
-    """Return whether a model is a GPT-2."""
+_LOAD = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+{tokenizer}
+```
+
+Token {document_token} opens every document: begin a prompt with it. The harness that trained it reads the folder, too:
+`speedrun sample {name}`.
+
+"""
+
+
+def write(trained: Trained, out: Path) -> list[Path]:
+    """Write a folder that transformers loads; return its files.
+
+    Raises:
+        UsageError: if the folder is not new or empty, or the model is no GPT-2.
+        DataError: if the tokenizer's file is missing.
+    """
+    from safetensors.numpy import save
+
     recipe, cfg = trained.program.recipe, trained.program.recipe.config
     is_gpt2 = recipe.forward is gpt2.forward and recipe.table is gpt2.table
-    return is_gpt2 and cfg.num_heads * cfg.head_dim == cfg.model_dim
-
-
-def parts(trained: Trained) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the weights and `config.json` of a GPT-2."""
-    cfg, document_token = trained.program.recipe.config, trained.track.data.document_token
-    named, table = named_arrays(trained), trained.program.layout.table
-    there = {name_of(name): outward(name, spec, named[name]) for name, spec in table.items()}
+    if not is_gpt2 or cfg.num_heads * cfg.head_dim != cfg.model_dim:
+        raise UsageError(
+            f"transformers has no architecture like {recipe.name}'s; choose --to safetensors or --to web"
+        )
+    named, table, opens = (
+        named_arrays(trained),
+        trained.program.layout.table,
+        trained.track.data.document_token,
+    )
     sizes = cfg.vocab_size, cfg.max_positions, cfg.model_dim, cfg.num_layers, cfg.num_heads, cfg.mlp_dim
     config = {
         "architectures": ["GPT2LMHeadModel"],
         **{name: known[0] for name, known in _COMPUTED.items()},
-        **msgspec.to_builtins(Config(*sizes, document_token)),
-        "eos_token_id": document_token,
+        **msgspec.to_builtins(Config(*sizes, opens)),
+        "eos_token_id": opens,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "torch_dtype": "float32",
     }
-    return there, config
+    own = {name: raw for name, raw in tokenizer_file(trained).items() if name == "tokenizer.json"}
+    if own:
+        ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        own["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast", **ends})
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{out.name if own else "gpt2"}")'
+    if trained.track.synthetic is not None:
+        tokenizer = "# Its ids are those of synthetic data, and stand for no text."
+    load = _LOAD.format(name=out.name, tokenizer=tokenizer, document_token=opens)
+    there = {name_of(name): outward(name, spec, named[name]) for name, spec in table.items()}
+    files = {
+        WEIGHTS: save(there, metadata={"format": "pt"}),  # without it, transformers refuses the file
+        CONFIG: _json(config),
+        "README.md": card(trained, "transformers", load).encode(),
+    }
+    return save_folder(trained, out, files | own)
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -7,11 +7,8 @@ orbax writes in the background and renames a finished step, so a process may die
 casts a wrong dtype silently. So we digest arrays, facts and `run.json`, and compare dtypes before reading.
 """
 
-import gc
-import logging
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -157,30 +154,6 @@ def described(state: Any) -> dict[str, Array]:
 
 
 @contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Silence orbax and tensorstore: after a failed write they print 600 lines before our error."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels, original = [logger.level for logger in loggers], sys.unraisablehook
-
-    def hook(found: Any) -> None:
-        if "Event loop is closed" not in str(found.exc_value):  # raised after a failed write
-            original(found)
-
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    sys.unraisablehook = hook
-    try:
-        yield
-    except BaseException:
-        gc.collect()  # leftovers of a failed write complain when they are collected
-        raise
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        sys.unraisablehook = original
-
-
-@contextmanager
 def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
     """Open and lock a run's folder of checkpoints. All are durable at the end of the block.
 
@@ -188,7 +161,6 @@ def opened(folder: Path, run: bytes, *, keep: int) -> Iterator["Checkpoints"]:
     `run.json`. The newest `keep` checkpoints stay; 0 keeps all.
     """
     with ExitStack() as held:
-        held.enter_context(_quiet_libraries())
         if processes.is_first():
             held.enter_context(lock_folder(folder, refuse=CheckpointError))
             with translate_os_errors(folder, CheckpointError):
@@ -322,15 +294,7 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         is_damage = not of_machine or isinstance(cause, _GONE)
         said = said.partition("\n")[0].partition(" [")[0] or type(cause).__name__
         said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
-        failed, hint = Damaged(said), "it is kept; fix this, then try again"
-        if not is_damage or (status and status[1] not in _DAMAGE):
-            failed = CheckpointError(f"{checkpoint}: cannot be read: {said}; {hint}")
-    else:
-        return
-    # When collected, orbax's other reads print as many lines for each array.
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
-    raise failed
+        if is_damage and (not status or status[1] in _DAMAGE):
+            raise Damaged(said) from None
+        hint = "it is kept; fix this, then try again"
+        raise CheckpointError(f"{checkpoint}: cannot be read: {said}; {hint}") from None

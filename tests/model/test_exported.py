@@ -23,7 +23,7 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.base.errors import DataError, UsageError
-from speedrun.model import exported, transformers_folder, weight_sources, weights
+from speedrun.model import exported, transformers_gpt2, weight_sources, weights
 from speedrun.model.weights import Trained
 from speedrun.record.reader import load
 from speedrun.science.params import Params, Table
@@ -163,14 +163,14 @@ def test_all_forms_of_its_files_are_read(golden, tmp_path, form):
 def test_what_is_written_for_transformers_is_what_was_read(golden, tmp_path):
     theirs = weight_sources.load(golden.write(tmp_path / "theirs"), dtype="float32")
     ours = replace(theirs, is_ours=True, step=5, origin={})
-    files = transformers_folder.write(ours, tmp_path / "out")
+    files = transformers_gpt2.write(ours, tmp_path / "out")
     assert [path.name for path in files] == ["model.safetensors", "config.json", "README.md"]
     same(load_file(tmp_path / "out" / "model.safetensors"), golden.weights)
     config = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert config | golden.config == config
     same(weight_sources.load(tmp_path / "out").packed, ours.packed)
     with pytest.raises(UsageError, match="need weights that a run of speedrun trained"):
-        transformers_folder.write(weight_sources.load(tmp_path / "out"), tmp_path / "again")
+        transformers_gpt2.write(weight_sources.load(tmp_path / "out"), tmp_path / "again")
 
 
 @pytest.fixture
