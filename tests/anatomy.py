@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import compiled_cost
@@ -11,7 +12,7 @@ import hlo
 import jax
 import msgspec
 import numpy as np
-from deviceless import CUBLAS_GEMMS, compile_for_target, ended, schedule_of
+from deviceless import CUBLAS_GEMMS, compile_for_target, schedule_of
 
 from speedrun.base import accelerators, mesh
 from speedrun.plan import cost, fusion
@@ -31,6 +32,27 @@ def compiled_evaluation(program: Program) -> Any:
     inputs = program.state.params, *program.ids(shape), schedule_of(program), program.state.step
     eval_step = program.eval_step_for(shape.static)
     return compile_for_target(eval_step, *inputs, options=program.compiler_options | CUBLAS_GEMMS)
+
+
+def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
+    """Yield the collectives that an instruction ends, each with the name of the instruction that starts it.
+
+    In an asynchronous pair, operands are those of the start and results those of the end. Since jax 0.12 small
+    all-reduces may be kernels of XLA: then the collective is inside a fusion.
+    """
+    one = step.instruction
+    starts, ends = one.opcode.endswith("-start"), one.opcode.endswith("-done")
+    if one.kind == "fusion" and not ends:
+        for fused in (x for x in step.inside.values() if x.kind in hlo.COLLECTIVES):
+            yield one.name, _collective(fused, fused, step)
+    elif one.kind in hlo.COLLECTIVES and not starts:
+        start = step.around[one.operands[0]] if ends else one
+        yield start.name, _collective(one, start, step)
+
+
+def _collective(end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed) -> Collective:
+    sent_bytes = sum(step.around[name].num_bytes for name in start.operands)
+    return Collective(end.kind, max(end.num_bytes, sent_bytes), step.times)
 
 
 class Sent(Collective, frozen=True):

@@ -33,8 +33,8 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
-# What files of other folders share.
-sys.path += [str(Path(__file__).parent / room) for room in ("base", "core", "project", "recipes", "train")]
+# Files of other folders take from the core's.
+sys.path.append(str(Path(__file__).parent / "core"))
 
 import filelock
 import jax

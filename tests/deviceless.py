@@ -1,4 +1,4 @@
-"""Compile for absent GPUs, and find what a compiled program sends.
+"""Compile for absent GPUs.
 
 The CUDA compiler in JAX's plugin needs no GPU and no driver. The result is the program that a GPU would run, scheduled,
 with its buffers assigned. It cannot be executed, and nothing is autotuned. Tests pin its numbers (tests/anatomy.py),
@@ -7,10 +7,8 @@ so that a change which adds an all-gather shows.
 
 import math
 import shutil
-from collections.abc import Iterable
 from typing import Any
 
-import hlo
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -19,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from speedrun.base import accelerators, provenance
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import arranged, setting
-from speedrun.plan.cost import Collective
 from speedrun.train.program import Program
 
 Options = dict[str, bool | int | str]
@@ -102,27 +99,6 @@ def schedule_of(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the types of `Program.schedule`, whose arrays absent devices cannot hold."""
     everywhere, arrays = NamedSharding(program.mesh, P()), program.step.plan.schedule
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for k, x in arrays.items()}
-
-
-def ended(step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
-    """Yield the collectives that an instruction ends, each with the name of the instruction that starts it.
-
-    In an asynchronous pair, operands are those of the start and results those of the end. Since jax 0.12 small
-    all-reduces may be kernels of XLA: then the collective is inside a fusion.
-    """
-    one = step.instruction
-    starts, ends = one.opcode.endswith("-start"), one.opcode.endswith("-done")
-    if one.kind == "fusion" and not ends:
-        for fused in (x for x in step.inside.values() if x.kind in hlo.COLLECTIVES):
-            yield one.name, _collective(fused, fused, step)
-    elif one.kind in hlo.COLLECTIVES and not starts:
-        start = step.around[one.operands[0]] if ends else one
-        yield start.name, _collective(one, start, step)
-
-
-def _collective(end: hlo.Instruction, start: hlo.Instruction, step: hlo.Executed) -> Collective:
-    sent_bytes = sum(step.around[name].num_bytes for name in start.operands)
-    return Collective(end.kind, max(end.num_bytes, sent_bytes), step.times)
 
 
 def target(device: accelerators.Device) -> str:

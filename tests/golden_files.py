@@ -19,6 +19,8 @@ _OTHER = os.environ.get("SPEEDRUN_GOLDEN")
 FOLDERS = [Path(_OTHER)] if _OTHER else [_HERE / "golden", _HERE.parents[1] / "shared" / "golden"]
 
 Arrays = Mapping[str, Any]
+#: What conftest.py switches off. Worth its compile time from the third step on.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def paths(pattern: str) -> list[Path]:

@@ -14,12 +14,11 @@ import deviceless
 import jax
 import numpy as np
 import pytest
+from golden_files import OPTIMISED
 
 from speedrun.base.mesh import DATA
 
 needs_compiler = pytest.mark.usefixtures("h100")
-#: What conftest.py switches off. Worth its compile time from the third step on.
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 #: Makes XLA refuse a program if a kernel spills registers, with LLVM as in a run.
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True, **OPTIMISED}
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_provenance import git
-from typed import invoke
+from typed import git, invoke
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"

@@ -19,6 +19,7 @@ from typed import as_words
 from speedrun.base import track
 from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError
 from speedrun.base.wholefile import LOCK, PARTIAL, lock_folder, make_folder, write_whole
+from speedrun.commands import is_here
 
 HERE = Path(__file__).parents[1]
 SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))
@@ -74,7 +75,9 @@ def checkout(forged) -> Path:
             ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.compile
         ),
         pytest.param(["plot", "records/forged/record"], 3, marks=pytest.mark.compile),
-    ],
+    ]
+    if is_here("board")
+    else [(["batch", "--resume", "batch"], 17)],
     ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
 )
 def test_the_next_call_mends_what_the_disk_did_to_the_last(failing_disk, checkout, tmp_path, words, step):
@@ -111,6 +114,7 @@ def tiny() -> str:
 
 
 @pytest.mark.compile
+@pytest.mark.skipif(not is_here("board"), reason="it strikes commands of the board, too")
 def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
     """Killed, out of space, or refused by fsync; then the next documented command loses nothing and ends well."""
     (tmp_path / "work").mkdir()

@@ -1,22 +1,15 @@
 """What a run records about its code, packages and devices: correct if it can be known, else nothing."""
 
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typed import program
+from typed import git, program
 
 from speedrun.base import provenance
 from speedrun.train import health
-
-
-def git(folder: Path, *args: str) -> str:
-    person = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
-    argv = ["git", "-C", str(folder), *person, *args]
-    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture

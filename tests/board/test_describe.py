@@ -1,6 +1,11 @@
 """A description goes into manifest and README, and changes no measurement."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +16,8 @@ from speedrun.base import runlog
 from speedrun.record.about import readme_head, summarize
 from speedrun.record.reader import load
 from speedrun.record.validate import validate
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -63,3 +70,15 @@ def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(record
     assert f"| parent | {said} |\n" in readme_head(record, summarize(record))
     named = dataclasses.replace(record, about=replace(record.about, parent_record="smoke-cpu/first"))
     assert "| parent | smoke-cpu/first |\n" in readme_head(named, summarize(named))
+
+
+def test_a_title_that_the_locale_cannot_hold(tmp_path):
+    record = shutil.copytree(
+        ROOT / "records" / "smoke-cpu" / "2026-11-25-first", tmp_path / "gr\u00f6\u00dfer"
+    )
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [sys.executable, "-m", "speedrun", "describe", str(record), "--title", "noch größer"]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, check=False)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    assert done.stdout.decode() == f"record  {record}\n"
+    assert "noch größer" in (record / "README.md").read_text("utf-8")

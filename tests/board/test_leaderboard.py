@@ -18,6 +18,7 @@ from speedrun.record.about import assemble
 from speedrun.record.examine.reproduce import Repetition
 from speedrun.record.examine.rerun import Rerun
 
+ROOT = Path(__file__).parents[2]
 CONTEXT = """
 [[published]]
 name = "theirs"
@@ -199,3 +200,10 @@ def test_a_claim_is_on_the_board_with_its_state(records):
     assert "| *claimed, open* |" in line
     assert line.endswith("| 2026-08-31 |")
     assert "not verified by us" in text
+
+
+def test_the_board_is_up_to_date_and_has_a_record_of_the_smoke_track(monkeypatch):
+    assert [*(ROOT / "records" / "smoke-cpu").iterdir()]
+    monkeypatch.chdir(ROOT)
+    result = invoke("leaderboard", "check")
+    assert result.exit_code == 0, result.output

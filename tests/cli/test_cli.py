@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import click
 import pytest
-from typed import as_words, invoke
+from typed import invoke, is_typed_here
 
 from speedrun import __version__, cli, recipes
 from speedrun.base import track
@@ -43,7 +43,7 @@ def test_help_is_fast_and_imports_nothing_heavy():
 def test_help_says_what_there_is():
     assert all(form in invoke("run", "--help").output for form in ATTENTION)
     shown = invoke("--help").output
-    for name in COMMANDS:
+    for name in filter(is_typed_here, COMMANDS):
         assert f"\n  {name} " in shown
     for code, meaning in EXIT_CODES.items():
         assert f" {code} {meaning} " in " ".join(shown.split())  # long ones are broken
@@ -66,25 +66,25 @@ def test_every_help_has_an_example(names):
     assert f"speedrun {' '.join(names)}" in result.output.partition("Example")[2]
 
 
-@pytest.mark.parametrize(
-    ("words", "suggestion"),
-    [
-        ("dta", "did you mean 'data'?"),
-        ("zzz", f"choose one of: {', '.join(sorted(COMMANDS))}"),
-        ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
-        ("data verify --fall", "did you mean '--full'?"),
-        ("run --steps 10", "steps are a setting: --set stages.0.num_steps=10"),
-        ("run --resume nowhere", "nowhere: no such run; need the folder of one"),
-        ("--nothing", "choose one of: --debug, --help, --version"),
-        ("run --seed x", "'speedrun run --help' shows what is needed"),
-        ("plan --device-kind h1000", "unknown device kind 'h1000'; did you mean 'h100'?"),
-        ("plan --device-kind v100", "unknown device kind 'v100'; choose one of"),
-        ("plan --device-kind rtx4090", "unknown device kind 'rtx4090'; did you mean '4090'?"),
-        ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
-        ("plan --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
-        ("plan --devices 3", "got 3 devices for a replica, need a divisor of 8"),
-    ],
-)
+WRONG_WORDS = [
+    ("dta", "did you mean 'data'?"),
+    ("zzz", f"choose one of: {', '.join(sorted(filter(is_typed_here, COMMANDS)))}"),
+    ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
+    ("data verify --fall", "did you mean '--full'?"),
+    ("run --steps 10", "steps are a setting: --set stages.0.num_steps=10"),
+    ("run --resume nowhere", "nowhere: no such run; need the folder of one"),
+    ("--nothing", "choose one of: --debug, --help, --version"),
+    ("run --seed x", "'speedrun run --help' shows what is needed"),
+    ("plan --device-kind h1000", "unknown device kind 'h1000'; did you mean 'h100'?"),
+    ("plan --device-kind v100", "unknown device kind 'v100'; choose one of"),
+    ("plan --device-kind rtx4090", "unknown device kind 'rtx4090'; did you mean '4090'?"),
+    ("plan --set stages.0.num_steps=2.5", "num_steps='2.5': need a whole number like 280"),
+    ("plan --microbatches 3", "8 sequences in 3 parts on 8 devices do not come out even"),
+    ("plan --devices 3", "got 3 devices for a replica, need a divisor of 8"),
+]
+
+
+@pytest.mark.parametrize(("words", "suggestion"), [one for one in WRONG_WORDS if is_typed_here(one[0])])
 def test_a_wrong_word_ends_with_what_to_type(words, suggestion):
     assert suggestion in invoke(*words.split()).stderr
     machine = invoke(*words.split(), "--json")
@@ -104,55 +104,19 @@ sweep --track moon --ladder --runs 2 | sweep --resume nowhere | sweep --runs 2 -
 """
 
 
-@pytest.mark.parametrize("words", re.split(r" \| |\n", WRONG.strip()))
+@pytest.mark.parametrize("words", [*filter(is_typed_here, re.split(r" \| |\n", WRONG.strip()))])
 def test_wrong_usage_is_one_line_and_ends_with_2(words):
     result = invoke(*words.split())
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
     assert result.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("names", [(), ("data",), ("bench",)], ids=" ".join)
+@pytest.mark.parametrize("names", [(), ("data",)], ids=" ".join)
 def test_a_command_of_commands_alone_is_a_question_for_help(names):
     result = invoke(*names)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Usage: {' '.join(['speedrun', *names])} ")
     assert "Example" in result.stderr
-
-
-def test_bench_step_times_a_recipe():
-    small = {"stages.0.seq_len": 32, "config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8}
-    words = ["--devices", "1", "--steps", "3", *as_words(small), "--json"]
-    result = json.loads(invoke("bench", "step", *words).stdout)
-    assert len(result["ms"]) == len(result["losses"]) == 3
-    assert result["mean_ms"] == pytest.approx(sum(result["ms"]) / 3)
-    assert result["tokens_per_s"] == pytest.approx(8 * 32 / result["mean_ms"] * 1e3)
-    assert result["mfu"] is None
-    assert any(form.startswith("definition: ") for form in result["kernels"].values())
-    large = invoke("bench", "step", "--set", "stages.0.num_sequences=2000000000")
-    assert (large.exit_code, "GB on each device, this cpu has" in large.stderr) == (2, True)
-    late = invoke("bench", "step", "--first-step", "280")
-    assert (late.exit_code, "smoke has 280 steps" in late.stderr) == (2, True)
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        ("attention --tokens 40 --dim 8 --window 2 --block 4 --document 7", ["definition", "banded"]),
-        ("head --tokens 40 --dim 8 --vocab 64", ["three products", "for CPUs", "definition"]),
-    ],
-)
-def test_bench_times_what_runs_and_says_why_the_rest_does_not(words, names):
-    result = json.loads(invoke("bench", *words.split(), "--json").stdout)
-    timings = result if isinstance(result, list) else result["timings"]
-    assert [one["name"] for one in timings] == names
-    assert timings[0]["ratio"] == 1
-    assert all(one["median_ms"] > 0 for one in timings)
-    if isinstance(result, dict):
-        assert any("the kernels need an A100" in reason for reason in result["left_out"]["triton"])
-        assert result["auto"] == "banded"
-        shown = invoke("bench", *words.split()).stdout
-        assert re.search(r"^definition +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
 
 
 @pytest.fixture
@@ -193,10 +157,10 @@ def test_an_expected_error_is_one_line(raiser, error, exit_code, said):
 
 
 @pytest.mark.parametrize(
-    "argv", [["validate"], ["stats"], ["describe"], ["data", "verify", "--data"]], ids=" ".join
+    "words", [*filter(is_typed_here, ["validate", "stats", "describe", "data verify --data"])]
 )
-def test_a_name_that_no_disk_holds_is_told(argv):
-    told = invoke(*argv, "a" * 300)
+def test_a_name_that_no_disk_holds_is_told(words):
+    told = invoke(*words.split(), "a" * 300)
     assert (told.exit_code, told.stderr.count("\n")) == (2, 1) or told.exit_code == 3
     assert told.stderr.startswith("error: ")
 

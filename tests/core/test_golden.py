@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from golden_files import File, fixture, leaves, probe
-from hopper import OPTIMISED
+from golden_files import OPTIMISED, File, fixture, leaves, probe
 
 from speedrun import recipes
 from speedrun.base import mesh

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_files import Arrays, leaves, probe
-from hopper import OPTIMISED
+from golden_files import OPTIMISED, Arrays, leaves, probe
 
 from speedrun import recipes
 from speedrun.base import mesh

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_golden89
-from golden_files import Arrays, leaves
-from hopper import OPTIMISED
+from golden_files import OPTIMISED, Arrays, leaves
 from test_golden89 import assert_run_agrees, assert_weights_agree, unit_order
 
 from speedrun import recipes

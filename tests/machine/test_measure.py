@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_pages import read_options
-from typed import program
+from typed import program, read_options
 
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.machine import bench_step

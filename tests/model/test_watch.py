@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from browsers import chromium, tab
 from small_run import SMALL
-from test_processes import free_port
-from typed import as_words, invoke
+from typed import as_words, free_port, invoke
 
 from speedrun.base import children, runlog
 from speedrun.base.rounds import Work

@@ -6,17 +6,15 @@ their options are parsed.
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
+from typed import read_options
 
-from speedrun import cli
 from speedrun.base import console, runlog
 
 ROOT = Path(__file__).parents[2]
@@ -57,18 +55,6 @@ def execute(lines: list[str], folder: Path) -> None:
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False, **given)
         assert done.returncode == 0, f"$ {line}\n{done.stdout}"
         assert done.stdout.strip(), f"$ {line}\nsays nothing"
-
-
-def read_options(line: str) -> None:
-    """Parse a command line of ours."""
-    words = shlex.split(line, comments=True)[1:]
-    command: click.Command = cli.command
-    with click.Context(command) as ctx:
-        while isinstance(command, click.Group):
-            found = command.get_command(ctx, words.pop(0))
-            assert found is not None
-            command = found
-        command.make_context("it", words)
 
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

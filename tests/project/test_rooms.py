@@ -80,3 +80,22 @@ def test_the_core_alone_trains_proves_and_checks_and_its_types_hold(without, tmp
         '[tool.pyright]\ntypeCheckingMode = "standard"\ninclude = ["speedrun"]\n'
     )
     typed("-m", "pyright", "--threads", 2)
+
+
+@pytest.mark.compile
+def test_tests_of_the_core_need_no_other_room(without, tmp_path):
+    """All are read; those run that type commands of other rooms where these are there."""
+    typed = without(EXTRAS)
+    others = shutil.ignore_patterns("__pycache__", "project", "test_workflows.py", *EXTRAS)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=others)
+    for name in (".git", "pyproject.toml", "records", "docs", "README.md", "requirements", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    typed("-m", "pytest", "-q", "--collect-only", "-m", "")
+    mended = (
+        "base/test_output.py",
+        "cli",
+        "core/test_clock.py",
+        "core/test_validate.py",
+        "train/test_checkpoint.py",
+    )
+    typed("-m", "pytest", "-q", *(f"tests/{name}" for name in mended))

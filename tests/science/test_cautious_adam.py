@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driven import OPTIMIZER, TABLE, Driven, draw, spec
-from hopper import OPTIMISED
+from golden_files import OPTIMISED
 
 from speedrun.base.errors import UsageError
 from speedrun.recipes.record89.normuon_and_adam import AdamGroup, AdamState

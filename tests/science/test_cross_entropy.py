@@ -1,4 +1,4 @@
-"""The loss head: its choices, and what an H100 would run; tests/science/test_several_targets.py has its values.
+"""The loss head: its choices; test_several_targets.py has its values, plan/test_h100_heads.py what an H100 would run.
 
 The passes over the logits for Hopper are interpreted, and compared with float64.
 """
@@ -8,18 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import anatomy
-import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deviceless import compile_for_target
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from speedrun.plan import traced
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.choose import HeadCall, choose_head
@@ -82,45 +76,6 @@ def test_only_the_forward_product_sums_fast():
     text = jax.jit(jax.grad(form, (0, 1))).lower(*rounded(jnp.float32)).as_text()
     assert text.count("precision = [DEFAULT, DEFAULT]") == 1
     assert text.count("precision = [HIGHEST, HIGHEST]") == 2
-
-
-#: One device's part of record 21.
-NUM_TOKENS, MODEL_DIM, VOCAB_SIZE = 49_152, 768, 50_304
-
-
-def dissected(function: Callable[..., Any], mesh: Mesh) -> anatomy.Anatomy:
-    whole = NamedSharding(mesh, P())
-    x_ND = jax.ShapeDtypeStruct((NUM_TOKENS, MODEL_DIM), jnp.bfloat16, sharding=whole)
-    head_VD = jax.ShapeDtypeStruct((VOCAB_SIZE, MODEL_DIM), jnp.float32, sharding=whole)
-    targets_N = jax.ShapeDtypeStruct((NUM_TOKENS,), jnp.int32, sharding=whole)
-    return anatomy.dissect(compile_for_target(jax.jit(function), x_ND, head_VD, targets_N))
-
-
-@pytest.mark.parametrize(
-    ("fp8", "num_chunks", "gigabytes", "calls"),
-    [
-        (None, 1, 31, {"__cublas$lt$matmul": 3}),
-        (gpu.RECORD21, 1, 26, {"__cublas$lt$matmul$f8": 3}),
-        (gpu.RECORD21, 4, 28, {"__cublas$lt$matmul$f8": 12}),
-    ],
-)
-def test_its_traffic_is_within_the_budget(fp8, num_chunks, gigabytes, calls, h100):
-    form = partial(summed_on_gpu, fp8=fp8, num_chunks=num_chunks)
-    got = dissected(partial(value_and_grads, form, scale=1 / NUM_TOKENS), h100(1))
-    assert got.custom_calls == calls, got
-    assert got.traffic_bytes < gigabytes * 1e9, got
-    most_bytes = 10.1e9 / num_chunks + 0.3e9
-    assert got.memory.temp_size_in_bytes < most_bytes, "logits and their gradient, in bf16"
-    chunk = f"[{NUM_TOKENS // num_chunks},{VOCAB_SIZE}]"
-    assert f"bf16{chunk}" in got.arrays
-    assert (f"f8e5m2{chunk}" in got.arrays) == bool(fp8), "the gradient: wide range, few bits"
-    assert f"f32{chunk}" not in got.arrays
-
-
-def test_evaluation_reads_its_logits_once(h100):
-    got = dissected(partial(summed_on_gpu, cap=CAP), h100(1))
-    assert got.custom_calls == {"__cublas$lt$matmul": 1}
-    assert got.traffic_bytes < 11e9, got
 
 
 @pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
@@ -256,35 +211,3 @@ def test_hopper_has_them_and_others_are_told_why_not():
         taken, why = chosen(**changes)
         assert not taken
         assert why.endswith(f"XLA's passes: {reason}")
-
-
-#: Compiles both passes, which dumps their machine code; the variables are read when JAX is imported.
-DUMP = """
-import jax, jax.numpy as jnp
-from speedrun.base import mesh
-import deviceless
-from speedrun.science.kernels import cross_entropy_mosaic as mosaic
-from speedrun.science.kernels.cross_entropy import Cap
-mesh.prepare("cpu")
-placing = jax.sharding.NamedSharding(deviceless.target_mesh("h100", 1), jax.sharding.PartitionSpec())
-z = jax.ShapeDtypeStruct((1024, 50_304), jnp.bfloat16, sharding=placing)
-f = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=placing)
-cap = Cap(11.5, 15.0, 5.0)
-deviceless.compile_for_target(jax.jit(lambda z: mosaic.sum_exp(z, cap, 100.0)), z)
-for dtype in (jnp.bfloat16, jnp.float8_e5m2):
-    deviceless.compile_for_target(jax.jit(lambda z, f: mosaic.softmax_gradient(z, f, cap, 100.0, dtype)), z, f)
-"""
-
-
-@hopper.needs_compiler
-def test_a_logit_takes_as_few_instructions_as_the_model_of_costs_says(tmp_path):
-    """8 in the sum, 11 or 14 in the gradient, two of them to the special-function units, nothing spilled."""
-    kernels = hopper.opcodes(DUMP, tmp_path)
-    assert len(kernels) == 3
-    a_thread = mosaic.ROWS * mosaic.COLUMNS[0] / 128
-    assert {opcodes.count("MUFU") for opcodes in kernels} == {2 * a_thread}
-    # The interpreter stores at once: only here does it show if the wait for stores is missing.
-    assert {opcodes.count("DEPBAR") for opcodes in kernels} == {1}
-    counts = [sum(opcode != "NOP" for opcode in opcodes) / a_thread for opcodes in kernels]
-    assert counts == pytest.approx([8.2, 11.4, 14.4], abs=0.5)
-    assert max(counts) < traced.HEAD_SLOTS

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from pkgutil import resolve_name
 
 import jax
 import msgspec
@@ -21,9 +22,8 @@ from speedrun.base import mesh, runlog
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE, recipe_folders
 from speedrun.base.wholefile import lock_record
-from speedrun.board.plots import plot
+from speedrun.commands import is_here, pictures
 from speedrun.data.stream import Cursor
-from speedrun.model import weights
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
@@ -65,7 +65,7 @@ def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
 def assert_says_only(out: Path, message: str) -> None:
     """The record is valid but for what says that a run went on."""
     assemble(out, title="went on")
-    plot(out)
+    pictures(out)
     found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
     assert found == {"V311": (message,)}
 
@@ -148,9 +148,10 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(trained, tmp_pat
     assert resume_settings.resumed(out).resume, "the command finds it, too"
 
 
-def test_a_recipe_of_ones_own_is_found_when_its_run_is_resumed_or_its_weights_are_read(
-    trained, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(
+    "reader", [*filter(is_here, ("train.resume_settings:resumed", "model.weights:load"))]
+)
+def test_a_recipe_of_ones_own_is_found_when_its_run_is_read(trained, tmp_path, monkeypatch, reader):
     monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
     out = copied(trained, tmp_path)
     shutil.rmtree(out)
@@ -159,10 +160,8 @@ def test_a_recipe_of_ones_own_is_found_when_its_run_is_resumed_or_its_weights_ar
         read_sealed(run_json, Resumable), recipe_folders=("/of/mine", "here", str(out), f"{folder_of(out)}/1")
     )
     run_json.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(kept, enc_hook=str))))
-    for read in (weights.load, resume_settings.resumed):
-        monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
-        read(out)
-        assert set(recipe_folders()) == {tmp_path, Path("/of/mine")}
+    resolve_name(f"speedrun.{reader}")(out)
+    assert set(recipe_folders()) == {tmp_path, Path("/of/mine")}
     ready = prepare(msgspec.structs.replace(trained, out=tmp_path / "new"))
     assert decoded(ready.resumable, Resumable).recipe_folders == tuple(map(str, recipe_folders()))
 
@@ -212,7 +211,7 @@ def test_a_finished_run_whose_record_was_not_is_not_run_again(trained, tmp_path)
     assert "card    smoke-cpu@1: target 3.28 NOT reached" in result.stdout
     facts = msgspec.json.decode(invoke("run", "--resume", out, "--json").stdout)
     assert (facts["summary"]["target_reached"], facts["failed_checks"]) == (False, {})
-    assert (out / "plots/loss.png").is_file()
+    assert (out / "plots/loss.png").is_file() == is_here("board")
     assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@1")
     assert [path.name for path in (out / "runs").iterdir()] == [runs_of(trained.out)[0].folder]
     assert not validate(out).having("failed")

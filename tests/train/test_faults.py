@@ -28,7 +28,6 @@ from typed import invoke, speedrun
 from speedrun import recipes
 from speedrun.base import children, faults, provenance, runlog
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError
-from speedrun.board import leaks
 from speedrun.data import shards, writer
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
@@ -151,10 +150,8 @@ def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, un
     assert again.preflight.environment == provenance.environment()
     assert steps(out, again.folder) == steps(config.out, unbroken.folder)
     assemble(out, title="canaries")
-    own = leaks.own_shapes(CANARIES, host="")
     for path in (path for path in out.rglob("*") if path.is_file()):
         assert _CANARY.encode() not in path.read_bytes()
-        assert not [leak for leak in leaks.find(path.read_bytes(), own) if leak.secret], path
 
 
 @pytest.mark.compile

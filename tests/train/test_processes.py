@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from small_run import SMALL, children_of, runs_of
-from typed import as_words
+from typed import as_words, free_port
 
 from speedrun.base import children, errors, processes, runlog
 from speedrun.base.errors import UsageError
@@ -37,11 +37,6 @@ def lines(out: Path) -> list[Any]:
 
 def of(kind: type, out: Path) -> list[Any]:
     return [event for event in lines(out) if isinstance(event, kind)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def started(argv: list[str]) -> subprocess.Popen[str]:
