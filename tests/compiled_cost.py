@@ -10,7 +10,7 @@ import hlo
 from hlo import UPDATES, Computation, Executed, Instruction, taken, written
 
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Work, product
-from speedrun.plan.shares import GEMMS, Kind, Unit
+from speedrun.plan.shares import Kind
 from speedrun.plan.traced import HEAD_SLOTS
 
 #: Opcodes whose work is the size of their first operand.
@@ -97,7 +97,7 @@ def _work(step: Executed, attention_flops: float) -> Work | None:
     if not num_bytes or one.kind in hlo.COLLECTIVES:
         return None
     if _is_opaque(one, "attention"):
-        return Work("attention", attention_flops, "attention", num_bytes=num_bytes)
+        return Work("attention", attention_flops, num_bytes=num_bytes)
     if _is_opaque(one, "loss_head"):
         logits = max(array.size for name in one.operands for array in step.around[name].arrays)
         return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
@@ -105,15 +105,15 @@ def _work(step: Executed, attention_flops: float) -> Work | None:
         largest = max(found, key=lambda p: p.flops)
         work = product(largest.dtype, largest.depth, largest.dims, num_bytes)
         if largest.is_mosaic:
-            unit: Unit = "mosaic fp8" if work.unit == "fp8" else "mosaic"
-            work = work._replace(kind=GEMMS[unit], unit=unit, tiles=math.inf)
+            kind: Kind = "Mosaic FP8" if work.kind == "GEMM FP8" else "Mosaic bf16"
+            work = work._replace(kind=kind, tiles=math.inf)
         return work._replace(flops=sum(p.flops for p in found))
     elements = computed(step).items()
     instructions = sum(
         INSTRUCTIONS.get(_NAMES.get(name, name), _OF_XLA.get(name, 1)) * n for name, n in elements
     )
     of_head: Kind = "head passes" if "loss_head" in one.source else "elementwise"
-    kind: Kind = "attention" if "attention" in one.source else of_head
+    kind = "attention" if "attention" in one.source else of_head
     return Work(kind, instructions=instructions + ACCESS * accessed(step), num_bytes=num_bytes)
 
 

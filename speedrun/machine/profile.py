@@ -16,13 +16,13 @@ from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import lowered_step
 from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Line
-from speedrun.plan.shares import GEMMS, Kind, Unit
+from speedrun.plan.shares import UNITS, Kind
 from speedrun.plan.traced import step_jaxpr
-from speedrun.train.program import Program, finite_step
+from speedrun.train.program import FOREIGN, Program, finite_step
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
 _COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}
-#: Kinds of a plan by scope of the operation.
+#: Kinds of a plan by scope of a kernel of this package.
 _SCOPES: dict[str, Kind] = {"attention": "attention", "loss_head": "head passes"}
 _HEADER = re.compile(r"(?:ENTRY )?%([\w.-]+) \(.*\{$")
 _ASSIGNMENT = re.compile(r" +(?:ROOT )?%([\w.-]+) = \(*([a-z]\w*)?.*? ([\w-]+)\((.*)")
@@ -161,7 +161,7 @@ def parse(text: str) -> dict[str, Instruction]:
     known = {one.name: one for instructions in computations.values() for one in instructions}
     for around, place, fused in fusions:
         inside = computations.get(fused, [])
-        product = next((one.work for one in inside if one.work in GEMMS.values()), None)
+        product = next((one.work for one in inside if one.work in {*UNITS} - {"attention"}), None)
         whole = around[place]._replace(work=product or around[place].work)
         # A trace has the name of a custom call that is inside a fusion, because it reads a slice.
         known |= {one.name: whole for one in inside} | {whole.name: whole}
@@ -170,15 +170,16 @@ def parse(text: str) -> dict[str, Instruction]:
 
 def _work(kind: str, source: str, dtype: str) -> Kind | None:
     """Return the plan's kind of an instruction; `dtype` is that of the left factor if it is a product."""
-    scope: Kind | None = next((_SCOPES[name] for name in _SCOPES if name in source), None)
     if kind in _COLLECTIVES | _CONTROL:
         return None
+    scope: Kind | None = next((_SCOPES[name] for name in _SCOPES if name in source), None)
+    if kind in FOREIGN and scope:
+        return scope
     is_mosaic = kind.startswith("mosaic_gpu")
-    if kind != "dot" and not kind.startswith("__cublas") and (scope or not is_mosaic):
-        return "elementwise" if scope is None else scope
-    unit = cost.product(dtype, 1, (1, 1), 0.0).unit
-    of_mosaic: Unit = "mosaic fp8" if unit == "fp8" else "mosaic"
-    return GEMMS[of_mosaic if is_mosaic else unit]
+    if kind != "dot" and not kind.startswith("__cublas") and not is_mosaic:
+        return "elementwise"
+    product = cost.gemm(dtype)
+    return product if not is_mosaic else "Mosaic FP8" if product == "GEMM FP8" else "Mosaic bf16"
 
 
 def compared(rows: list[Row], counted: Iterable[Line]) -> list[Compared]:

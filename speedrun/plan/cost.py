@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from speedrun.base.accelerators import Device
-from speedrun.plan.shares import GEMMS, KINDS, REACHES, START_S, Kind, Unit, errors
+from speedrun.plan.shares import KINDS, REACHES, START_S, UNITS, Kind, Unit, errors
 
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
@@ -40,11 +40,15 @@ class Work(NamedTuple):
 
     kind: Kind
     flops: float = 0.0
-    unit: Unit = "bf16"
     instructions: float = 0.0  #: summed over threads
     num_bytes: float = 0.0  #: to and from memory
     starts: float = 1.0
     tiles: float = math.inf  #: of a product; too few leave multiprocessors idle
+
+    @property
+    def unit(self) -> Unit:
+        """The arithmetic unit that it runs on."""
+        return UNITS.get(self.kind, "bf16")
 
     def repeated(self, times: int) -> "Work":
         """Return the work of so many such kernels."""
@@ -125,12 +129,14 @@ def product(dtype: str, depth: int, dims: Sequence[int], num_bytes: float) -> Wo
     A multiprocessor computes a tile of the result, or of a part of a deep sum. So one 768 x 768 product of Muon reaches
     0.2 of an H100's rate, and a stack of 24 reaches 0.7 (docs/plan.md).
     """
-    unit: Unit = (
-        "fp8" if "f8" in dtype or "float8" in dtype else "f32" if dtype in ("f32", "float32") else "bf16"
-    )
     sides = math.prod(-(-side // _TILE) for side in dims[-2:])
     tiles = math.prod(dims[:-2]) * sides * max(1, depth // _DEPTH)
-    return Work(GEMMS[unit], 2.0 * depth * math.prod(dims), unit, num_bytes=num_bytes, tiles=tiles)
+    return Work(gemm(dtype), 2.0 * depth * math.prod(dims), num_bytes=num_bytes, tiles=tiles)
+
+
+def gemm(dtype: str) -> Kind:
+    """Return the kind of a product by the type of its left factor, as JAX or XLA writes it."""
+    return "GEMM FP8" if "8" in dtype else "GEMM f32" if dtype in ("f32", "float32") else "GEMM bf16"
 
 
 def flops_rate(device: Device, unit: Unit) -> float:
@@ -142,8 +148,7 @@ def flops_rate(device: Device, unit: Unit) -> float:
 
 def floor_s(line: Line, device: Device) -> float:
     """Return the time of the FLOPs of a line at the vendor's rate."""
-    units: dict[str, Unit] = {kind: unit for unit, kind in GEMMS.items()}
-    return line.flops / flops_rate(device, units.get(line.kind, "bf16"))
+    return line.flops / flops_rate(device, UNITS.get(line.kind, "bf16"))
 
 
 def table(works: Sequence[Work], device: Device) -> tuple[Line, ...]:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, product
-from speedrun.plan.shares import Kind, Unit
+from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, gemm, product
+from speedrun.plan.shares import KIND
 
 #: Primitives that only rename an array, or change how it is read.
 _VIEWS = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "copy"}
@@ -46,13 +46,6 @@ _ALONE |= {*_UPDATES, *_PASSES, *COLLECTIVES}
 _ROW = 8192
 #: A value with fewer numbers is not worth storing.
 _SMALL = 4096
-#: By name of a kernel of `traced`.
-_KERNELS: dict[str, tuple[Kind, Unit]] = {
-    "mlp": ("Mosaic bf16", "mosaic"),
-    "mlp fp8": ("Mosaic FP8", "mosaic fp8"),
-    "head": ("head passes", "bf16"),
-    "attention": ("attention", "attention"),
-}
 
 
 @dataclass(eq=False)
@@ -318,8 +311,8 @@ def _atom_bytes(atom: Any) -> int:
 
 
 def _of_kernel(one: _Operation, num_bytes: int) -> Work:
-    """Return the work of a Pallas kernel, by its own `cost_estimate`, or of a pass."""
-    cost, name = (one.equation.params.get(key) for key in ("cost_estimate", "name"))
-    kind, unit = _KERNELS.get(name, ("elementwise", "bf16"))
+    """Return the work of a Pallas kernel, by what its call states: FLOPs, slots and perhaps its kind; or of a pass."""
+    cost, said = (one.equation.params.get(key) for key in ("cost_estimate", "metadata"))
     flops, slots = (cost.flops, cost.transcendentals) if cost else (0, 0)
-    return Work(kind, flops, unit, slots, num_bytes)
+    kind = gemm(str(one.equation.invars[0].aval.dtype)) if flops else "elementwise"
+    return Work((said or {}).get(KIND) or kind, flops, slots, num_bytes)

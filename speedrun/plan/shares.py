@@ -25,14 +25,17 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Unit = Literal["bf16", "fp8", "f32", "mosaic", "mosaic fp8", "attention"]
 Rate = Unit | Literal["instructions", "memory", "links"]
 
-#: Kinds of products outside of attention.
-GEMMS: dict[Unit, Kind] = {
-    "bf16": "GEMM bf16",
-    "fp8": "GEMM FP8",
-    "f32": "GEMM f32",
-    "mosaic": "Mosaic bf16",
-    "mosaic fp8": "Mosaic FP8",
+#: Units of the kinds that multiply.
+UNITS: dict[Kind, Unit] = {
+    "GEMM bf16": "bf16",
+    "GEMM FP8": "fp8",
+    "GEMM f32": "f32",
+    "Mosaic bf16": "mosaic",
+    "Mosaic FP8": "mosaic fp8",
+    "attention": "attention",
 }
+#: By this name a Pallas kernel may state its kind, in its `metadata`.
+KIND = "speedrun.plan"
 #: Share of the vendor's rate (docs/plan.md): bf16, fp8, memory and links are fitted to traces of PyTorch on an
 #: H100, the others to a profile of record 21 on an H200, except FP8 in Mosaic (record 89).
 REACHES: dict[Rate, float] = {

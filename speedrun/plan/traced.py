@@ -16,7 +16,8 @@ from jax.extend.core import Jaxpr
 
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
-from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, mlp
+from speedrun.plan.shares import KIND, Kind
+from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, mlp, qk_norm_triton
 from speedrun.science.kernels.attention import Window, sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Losses, Targets, as_cap
@@ -29,15 +30,15 @@ HEAD_SLOTS = 16
 Struct = jax.ShapeDtypeStruct
 
 
-def kernel(name: str, results: Sequence[Any], *operands: jax.Array, flops: int = 0, slots: int = 0) -> Any:
+def kernel(kind: Kind, results: Sequence[Any], *operands: jax.Array, flops: int = 0, slots: int = 0) -> Any:
     """Stand for a kernel that reads the operands and writes results like these: an equation without a body.
 
-    `slots` are its instructions, where they count.
+    It states its kind. `slots` are its instructions, where they count.
     """
     axes = max((jax.typeof(x).manual_axis_type for x in operands), key=lambda axes: len(axes.varying))
     out = tuple(Struct(x.shape, x.dtype, manual_axis_type=axes) for x in results)
     cost = pl.CostEstimate(flops=flops, transcendentals=slots, bytes_accessed=0)
-    return pl.pallas_call(lambda *_: None, out, name=name, cost_estimate=cost)(*operands)
+    return pl.pallas_call(lambda *_: None, out, cost_estimate=cost, metadata={KIND: kind})(*operands)
 
 
 def step_jaxpr(program: Program, step: int, device: Device, attention: str = "auto") -> Jaxpr:
@@ -78,7 +79,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
 
 
 class Stated(Kernels):
-    """Operations whose fast forms state their work. Attention is that of Triton, unless another is asked for."""
+    """Operations whose fast forms state their work."""
 
     def attention(
         self,
@@ -90,18 +91,21 @@ class Stated(Kernels):
         **more: Any,
     ) -> jax.Array:
         """Visit the tiles of FineWeb's documents."""
-        if self.wanted_attention not in ("auto", "triton"):
-            return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
         window: Window = more["window"]
+        (rows, num_tokens, heads, width), block_tokens = q_BTHK.shape, more["block_tokens"]
+        here = (rows, num_tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
+        call = choose.AttentionCall(*here, window.most * block_tokens)
+        choice = choose.choose_attention(self.wanted_attention, call)
+        if getattr(choice.function, "func", None) is not attention_triton.attention:
+            return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
         blocks = window.blocks if isinstance(window.blocks, int) else window.most
-        rows, num_tokens, heads, width = q_BTHK.shape
-        each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, more["block_tokens"]))
+        each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, block_tokens))
         return _attention(_Attended(*each, norms=int(more.get("angles") is not None)), q_BTHK, k_BTHK, v_BTHK)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Read and write each number once, where the kernel can run."""
         call = choose.QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
-        if (choice := choose.qk_norm_form(call)).name == "triton":
+        if (choice := choose.qk_norm_form(call)).function is qk_norm_triton.qk_norm:
             return _normed(q_BTHK), _normed(k_BTHK)
         return choice.function(q_BTHK, k_BTHK, angles)
 
@@ -111,7 +115,7 @@ class Stated(Kernels):
         """Multiply and square in one kernel, where it can run."""
         here = x_D.dtype, self.platform, self.compute_capability
         call = choose.MlpCall(x_D.size // x_D.shape[-1], x_D.shape[-1], len(up_FD), *here)
-        if (choice := choose.mlp_form(call)).name == "mosaic":
+        if (choice := choose.mlp_form(call)).function is not mlp.mlp:
             return _mlp(factors, x_D.reshape(-1, x_D.shape[-1]), up_FD, down_DF).reshape(x_D.shape)
         return choice.function(x_D, up_FD, down_DF, factors=factors)
 
@@ -128,13 +132,13 @@ class Stated(Kernels):
 
 
 def _sum_exp(z_NV: jax.Array, *_: Any) -> jax.Array:
-    return kernel("head", [Struct(z_NV.shape[:1], jnp.float32)], z_NV, slots=HEAD_SLOTS * z_NV.size)[0]
+    return kernel("head passes", [Struct(z_NV.shape[:1], jnp.float32)], z_NV, slots=HEAD_SLOTS * z_NV.size)[0]
 
 
 def _softmax_gradient(z_NV: jax.Array, factor_N: jax.Array, _: Any, __: Any, dtype: Any) -> Any:
     shapes = [z_NV.shape, z_NV.shape[::-1]][: 2 if jnp.dtype(dtype).itemsize == 1 else 1]
     results = [Struct(shape, dtype) for shape in shapes]
-    return kernel("head", results, z_NV, factor_N, slots=HEAD_SLOTS * z_NV.size)
+    return kernel("head passes", results, z_NV, factor_N, slots=HEAD_SLOTS * z_NV.size)
 
 
 def _stated(forward: Callable[..., Any], backward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -172,27 +176,27 @@ def _attention_backward(work: _Attended, saved: tuple[jax.Array, ...], do: jax.A
 def _mlp_forward(factors: mlp.Factors, x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> Any:
     h_NF, flops = Struct((len(x_ND), len(up_FD)), x_ND.dtype), 2 * x_ND.size * len(up_FD)
     if jnp.finfo(factors).bits > 8:
-        (h_NF,) = kernel("mlp", [h_NF], x_ND, up_FD, flops=flops)
+        (h_NF,) = kernel("Mosaic bf16", [h_NF], x_ND, up_FD, flops=flops)
         return h_NF @ down_DF.T, (x_ND, up_FD, down_DF, h_NF)
     bound, most_h = mlp.bounds(x_ND, up_FD)
     (x8_ND, _), (up8_FD, _) = mlp.rounded(x_ND, bound, factors), mlp.rounded_weights(up_FD, factors)
     (down8_DF, _), scale = mlp.rounded_weights(down_DF, factors), mlp.scale_of(most_h, factors)
-    h_NF, h8_NF = kernel("mlp fp8", [h_NF, Struct(h_NF.shape, factors)], x8_ND, up8_FD, flops=flops)
+    h_NF, h8_NF = kernel("Mosaic FP8", [h_NF, Struct(h_NF.shape, factors)], x8_ND, up8_FD, flops=flops)
     y_ND = jnp.einsum("nf,df->nd", h8_NF, down8_DF, preferred_element_type=x_ND.dtype)
     return (y_ND.astype(jnp.float32) * scale).astype(x_ND.dtype), (x_ND, up_FD, down_DF, h_NF)
 
 
 def _mlp_backward(_: mlp.Factors, saved: tuple[jax.Array, ...], dy_ND: jax.Array) -> Any:
     x_ND, up_FD, down_DF, h_NF = saved
-    (dz_NF,) = kernel("mlp", [h_NF], dy_ND, down_DF, h_NF, flops=2 * dy_ND.size * len(up_FD))
+    (dz_NF,) = kernel("Mosaic bf16", [h_NF], dy_ND, down_DF, h_NF, flops=2 * dy_ND.size * len(up_FD))
     return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
 
 
 def _norm_forward(x_BTHK: jax.Array) -> Any:
-    y_BTHK, r_BTH = kernel("norm", [x_BTHK, Struct(x_BTHK.shape[:-1], jnp.float32)], x_BTHK)
+    y_BTHK, r_BTH = kernel("elementwise", [x_BTHK, Struct(x_BTHK.shape[:-1], jnp.float32)], x_BTHK)
     return y_BTHK, (y_BTHK, r_BTH)
 
 
 _attention = _stated(_attention_forward, _attention_backward, nondiff_argnums=(0,))
 _mlp = _stated(_mlp_forward, _mlp_backward, nondiff_argnums=(0,))
-_normed = _stated(_norm_forward, lambda saved, dy: tuple(kernel("norm", [dy], dy, *saved)))
+_normed = _stated(_norm_forward, lambda saved, dy: tuple(kernel("elementwise", [dy], dy, *saved)))
