@@ -252,14 +252,12 @@ class Printer:
         """Show a line that is not an event."""
         self._write(clean(text))
 
-    def relay(self, text: str) -> bool:
-        """Show a line that another process printed; return whether it was an event."""
+    def relay(self, text: str) -> None:
+        """Show a line that another process printed, which may be an event."""
         try:
             self(runlog.decode(text.encode()))
         except DecodeError:
             self.say(text)
-            return False
-        return True
 
     def __enter__(self) -> Self:
         self._is_live = self._stream.isatty()

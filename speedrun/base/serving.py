@@ -5,22 +5,20 @@ could be pointed at it. Headers forbid other origins to read or embed a reply, a
 from elsewhere.
 """
 
-import errno
 import os
 import queue
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from speedrun.base.errors import UsageError
 from speedrun.base.signals import handled_by
+from speedrun.base.wholefile import open_regular
 
 _STALLED_S = 60.0  #: limit for a client that neither sends nor receives
 _PIECE_BYTES = 2**16
@@ -56,38 +54,18 @@ class Reply(NamedTuple):
 Answer = Callable[[str, dict[str, str]], Reply | None]  #: (path, query) -> reply; None: not found
 
 
-def opened(folder: Path, *names: str) -> FileIO:
-    """Open a regular file below a folder for reading, or raise OSError. No name may lead upwards or be a link.
-
-    The folder must be a real path, too. Each name is resolved relative to the open folder above it, so that a link
-    made meanwhile is not followed.
-    """
-    if not {"", ".", ".."}.isdisjoint(names) or any("/" in name or "\0" in name for name in names):
-        raise FileNotFoundError(errno.ENOENT, "not the name of a file")
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would never open
-    at = os.open(folder, flags | os.O_DIRECTORY)
-    for name in names:
-        above = at
-        try:
-            at = os.open(name, flags, dir_fd=above)
-        finally:
-            os.close(above)
-    if not stat.S_ISREG(os.fstat(at).st_mode):
-        os.close(at)
-        raise OSError(errno.ENXIO, "not a regular file")
-    return FileIO(at)
-
-
 def file_below(folder: Path, *names: str) -> Reply | None:
-    """Return a file below a folder as a reply, or None if `opened` fails."""
+    """Return a file below a folder, a real path, as a reply; None if there is none, or a link on the way to it."""
+    path = folder.joinpath(*names)
     try:
-        file = opened(folder, *names)
-    except OSError:
+        is_below = path.is_relative_to(folder) and os.path.realpath(path) == str(path)
+        file = open_regular(path) if is_below else None
+    except (OSError, ValueError):
         return None
-    return Reply(_pieces(file), CONTENT_TYPES.get(names[-1].rpartition(".")[2], "application/octet-stream"))
+    return file and Reply(_pieces(file), CONTENT_TYPES.get(path.suffix[1:], "application/octet-stream"))
 
 
-def _pieces(file: FileIO) -> Iterator[bytes]:
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE_BYTES):
             yield piece

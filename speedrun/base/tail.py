@@ -5,11 +5,10 @@ The first line of a log has a time, so an updated copy of the same log, as from 
 
 import errno
 import os
-from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun.base.serving import opened
+from speedrun.base.wholefile import open_regular
 
 _MOST = 2**20  #: bytes of a piece, and so of a line
 
@@ -32,10 +31,10 @@ class Tail:
     def read(self) -> Piece | None:
         """Return new complete lines, at most 1 MiB; None if there are none. Raise OSError if a line is longer."""
         try:
-            file = opened(self._path.parent, self._path.name)
+            file = open_regular(self._path, os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        with BufferedReader(file) as file:
+        with file:
             first, size = file.readline(_MOST), os.fstat(file.fileno()).st_size
             is_other = bool(self._offset) and (first != self._first or size < self._offset)
             begun = 0 if is_other else self._offset

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError, translate_os_errors
 
@@ -18,15 +19,20 @@ LOCK = ".lock"  #: a file, since network disks lock only what is open for writin
 _MOST_BYTES = 2**30  #: of a file that is read whole
 
 
+def open_regular(path: Path, flags: int = 0) -> IO[bytes]:
+    """Open a file for reading, or raise OSError if it is not regular: a pipe or an endless device might never end."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
 def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Read a file, or raise OSError if it is not regular, such as an endless device, or exceeds `most_bytes`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if status.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, more than {most_bytes:,}", str(path))
+    """Read a regular file; raise OSError if it exceeds `most_bytes`."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most_bytes:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, more than {most_bytes:,}", str(path))
         return file.read(most_bytes)
 
 

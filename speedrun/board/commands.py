@@ -69,20 +69,17 @@ def import_log(
     groups = tuple(foreign_logs.groups(chosen))
     spread = foreign_logs.noise(groups)
     facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
-    lines = [line for one in contexts for line in _of_file(one)] + [*map(_of_group, groups)]
+    lines = list[str]()
+    for one in contexts:
+        lines.append(f"file    {one.source}: {len(one.runs):,} runs, {len(one.problems):,} problems")
+        lines += [f"        line {each.line}: {each.message}" for each in one.problems[:_MOST_SHOWN]]
+    lines += map(_of_group, groups)
     if spread is not None:
         lines.append(
             f"noise   sd {spread.pooled_sd:.5f} (95 %: {spread.low:.5f} to {spread.high:.5f}), pooled over "
             f"{spread.num_groups} groups with {spread.num_runs:,} of {len(chosen):,} runs"
         )
     return cli.Answer(facts, lines)
-
-
-def _of_file(one: foreign_logs.Context) -> list[str]:
-    lines = [f"file    {one.source}: {len(one.runs):,} runs, {len(one.problems):,} problems"]
-    return lines + [
-        f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]
-    ]
 
 
 def _of_group(group: foreign_logs.Group) -> str:

@@ -5,11 +5,12 @@ tokens: both runs read the same text there, so most of the noise cancels.
 """
 
 import sys
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+
+import numpy as np
 
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
@@ -38,17 +39,12 @@ class Curve:
 
     def time_s(self, tokens: float) -> float:
         """Return the train time after a number of tokens."""
-        return self._between(self._time_s, tokens)
+        return float(np.interp(tokens, self.tokens, self._time_s))
 
     def loss(self, start: float, stop: float) -> float:
         """Return the mean loss from one number of tokens to another."""
-        return (self._between(self._nats, stop) - self._between(self._nats, start)) / (stop - start)
-
-    def _between(self, values: list[float], tokens: float) -> float:
-        right = min(max(1, bisect_left(self.tokens, tokens)), len(self.tokens) - 1)
-        before, after = self.tokens[right - 1], self.tokens[right]
-        share = (tokens - before) / (after - before)
-        return values[right - 1] + share * (values[right] - values[right - 1])
+        before, after = np.interp((start, stop), self.tokens, self._nats)
+        return float(after - before) / (stop - start)
 
 
 class Ghost:

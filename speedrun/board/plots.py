@@ -82,7 +82,8 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name:
     axes.set_ylabel("loss (nats per token)")
     drawing.title(axes, _headline(runs))
     most = max(runs, key=lambda run: len(run.vals))
-    means = [_mean_point(each) for each in zip(*(_vals(run, of) for run in alike or [most]), strict=False)]
+    of_runs = zip(*(_vals(run, of) for run in alike or [most]), strict=False)
+    means = [(fmean(place for place, _ in each), fmean(loss for _, loss in each)) for each in of_runs]
     if alike:
         axes.plot(*zip(*means, strict=True), "D", color=VAL, markeredgecolor=PAPER, clip_on=False, zorder=4)
     _label(axes, means, record.track.target.loss if record.track else 0.0)
@@ -107,12 +108,6 @@ def _vals(run: Run, of: str) -> list[tuple[float, float]]:
     ends = [getattr(at, of) for at in (run.origin, *run.steps)]
     places = [(val.step - run.origin.step, val) for val in run.vals]
     return [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
-
-
-def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the mean place and the mean loss of one validation."""
-    places, losses = zip(*points, strict=True)
-    return fmean(places), fmean(losses)
 
 
 def _label(axes: "Axes", points: Sequence[tuple[float, float]], target: float) -> None:

@@ -123,20 +123,10 @@ def model_folder(repo: str, names: Sequence[str]) -> Path:
     Missing files are downloaded. Without a connection, the newest commit in the cache is used. Raises HubError.
     """
     os.environ["HF_HUB_DISABLE_XET"] = "1"  # as above
-    offline = None
-    try:
-        reach(_TIMEOUT_S)
-    except HubError as error:  # the client would retry for half a minute
-        offline = error
     from huggingface_hub import snapshot_download
 
-    with translate_os_errors(repo):
-        try:
-            with _client_errors():
-                here = {"endpoint": _endpoint(), "local_files_only": offline is not None}
-                return Path(snapshot_download(repo, allow_patterns=[*names], **here))
-        except HubError as error:
-            raise offline or error from None
+    with translate_os_errors(repo), _client_errors():
+        return Path(snapshot_download(repo, allow_patterns=[*names], endpoint=_endpoint()))
 
 
 def _endpoint() -> str:

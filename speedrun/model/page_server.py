@@ -8,7 +8,8 @@ from urllib.parse import unquote
 import msgspec
 
 from speedrun.base.errors import UsageError, translate_read_errors
-from speedrun.base.serving import CONTENT_TYPES, Answer, Reply, file_below, opened
+from speedrun.base.serving import CONTENT_TYPES, Answer, Reply, file_below
+from speedrun.base.wholefile import read_regular
 
 _LIST = "models.json"
 _LIST_BYTES = 2**20  #: at most
@@ -26,8 +27,8 @@ def answering(folders: Sequence[Path]) -> Answer:
     models: dict[str, tuple[Path, str]] = {}
     advice = "need a folder that 'speedrun export RUN --to web' made"
     for number, root in enumerate(roots, 1):
-        with translate_read_errors(root / _LIST, advice, kind=UsageError), opened(root, _LIST) as file:
-            names = msgspec.json.decode(file.read(_LIST_BYTES), type=list[str])
+        with translate_read_errors(root / _LIST, advice, kind=UsageError):
+            names = msgspec.json.decode(read_regular(root / _LIST, _LIST_BYTES), type=list[str])
         for name in names:
             models[name if name not in models else f"{name} ({number})"] = root, name
 

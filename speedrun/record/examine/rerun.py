@@ -37,12 +37,6 @@ _PACKAGE = Path(__file__).parent.parent.parent
 #: What any process needs. No compilation cache: untrusted code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
-#: What trains, of this harness and of older ones.
-_ENTRIES = {
-    "speedrun/train/recorded.py": "speedrun.train.recorded",
-    "speedrun/train/run.py": "speedrun.train.run",
-}
-
 _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 
 #: Bounds of the time limit of a run, and its factor on the run's own time.
@@ -178,7 +172,8 @@ class Rerun:
             config = self._config(made, seed, self.data)
             heard = HeardClock()
             try:
-                module = next(name for path, name in _ENTRIES.items() if path in self._source)
+                is_old = "speedrun/train/recorded.py" not in self._source
+                module = f"speedrun.train.{'run' if is_old else 'recorded'}"
                 self._start(("-m", module), config, Path(scratch), code, [self.data], self._limit_s, heard)
             finally:
                 heard.require(made)  # before anything is left that a next call would take for a result
