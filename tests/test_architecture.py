@@ -368,7 +368,6 @@ OTHER_WRITES = {
     ("speedrun.record.examine.examiner", "request.findings.write_bytes"): "a scratch folder",
     ("speedrun.train.connect", "open"): "/dev/null",
     ("speedrun.base.output", "os.open"): "/dev/null",
-    ("speedrun.base.serving", "os.open"): "for reading",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),

@@ -18,9 +18,8 @@ from speedrun.cli import options as cli
 from speedrun.data import fetch, generated, overview, prepare
 from speedrun.data import tokenizer as tokenizers
 from speedrun.data.documents import HUB, READERS, open_source, texts
-from speedrun.data.shards import Manifest, data_folder
+from speedrun.data.shards import MAX_TOKENS, Manifest, data_folder
 from speedrun.data.vocabulary import RANKS, ranks
-from speedrun.data.writer import MAX_TOKENS
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
 _FINEWEB_TRACK = "main-8xh100"  #: FineWeb's shards go to its folder by default

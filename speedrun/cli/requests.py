@@ -84,8 +84,8 @@ class DryRun(NamedTuple):
         import msgspec
 
         found = added("budget")(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
-        facts = {"track": asked.config.track, **msgspec.structs.asdict(found.budget), "error": found.error}
-        return Answer(facts, found.budget.lines(), error=found.error)
+        facts = {"track": asked.config.track, **msgspec.structs.asdict(found)}
+        return Answer(facts, found.lines(), error=found.error)
 
 
 def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: str) -> Path:

@@ -21,8 +21,15 @@ from speedrun.base.track import Data, Hub, Track
 from speedrun.base.wholefile import give_name, lock_folder
 from speedrun.data import hub
 from speedrun.data.overview import read_whole
-from speedrun.data.shards import MANIFEST, Manifest, ShardEntry, open_shard, open_track, read_manifest
-from speedrun.data.writer import write_manifest
+from speedrun.data.shards import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    open_shard,
+    open_track,
+    read_manifest,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo

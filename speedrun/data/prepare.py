@@ -25,9 +25,8 @@ from speedrun.base.console import quantity
 from speedrun.base.errors import DataError, UsageError, translate_os_errors
 from speedrun.data import shards
 from speedrun.data.documents import Source
-from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry
+from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry, write_manifest, write_shard
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded, id_bytes_V
-from speedrun.data.writer import write_manifest, write_shard
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
 _PIECE_TOKENS = 2**18  #: fits into the processor's cache

@@ -18,12 +18,14 @@ import numpy as np
 
 from speedrun.base.errors import DataError, translate_read_errors
 from speedrun.base.track import Data, Track
-from speedrun.base.wholefile import read_regular
+from speedrun.base.wholefile import read_regular, write_whole
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
 MANIFEST = "manifest.json"
+MAX_TOKENS = 2**31 - 1
+UINT16_IDS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_shard(path: Path, tokens: np.ndarray) -> Shard:
+    """Write a shard of tokens [N], integers from 0 to 65,535, atomically, into an existing folder."""
+    if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(
+            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
+        )
+    if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
+        raise DataError(f"{path}: ids of {tokens.min()} to {tokens.max()}; need 0 to {UINT16_IDS - 1:,}")
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
+    return open_shard(path, vocab_size=UINT16_IDS)
+
+
 # --- the folder of a track -------------------------------------------------------------------------------
 
 
@@ -131,6 +147,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     with translate_read_errors(path, "need a valid manifest or none; delete it or make the data again"):
         return msgspec.json.decode(read_regular(path), type=Manifest) if path.exists() else None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json`, after a new shard is written, but before a downloaded shard gets its name."""
+    write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
 
 
 class TrackShards(NamedTuple):

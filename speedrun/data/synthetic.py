@@ -20,8 +20,7 @@ import numpy as np
 
 from speedrun.base.errors import DataError, translate_os_errors
 from speedrun.base.track import Data, Track
-from speedrun.data.shards import Manifest, ShardEntry, sha256
-from speedrun.data.writer import write_manifest, write_shard
+from speedrun.data.shards import Manifest, ShardEntry, sha256, write_manifest, write_shard
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3

@@ -17,7 +17,7 @@ from speedrun.cli import requests
 from speedrun.cli.train import told
 from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
-from speedrun.train import repeat
+from speedrun.train.resume_settings import asked
 
 
 @click.group(epilog=cli.epilog("speedrun islands run", "speedrun islands replay runs/first"))
@@ -134,8 +134,8 @@ def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.An
     from speedrun.islands.island import Island, weights_of
     from speedrun.islands.replay import in_turns, repeated
 
-    asked = repeat.asked(found.lead, Path(f"{record}.replay"), data)
-    island = Island("", replace(asked, meshes=settings[0].islands))
+    request = asked(found.lead, Path(f"{record}.replay"), data)
+    island = Island("", replace(request, meshes=settings[0].islands))
     differ, num_works, again = list[str](), 0, in_turns(island, settings[0].every)
     for one in repeated(settings[0], rounds_of(found.runs), weights_of(island.fresh()), again):
         num_works += len(one.works)

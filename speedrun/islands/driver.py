@@ -12,8 +12,7 @@ from speedrun.data.stream import START
 from speedrun.islands import snapshot
 from speedrun.islands.fleet import Fleet, Played
 from speedrun.islands.island import config_sha256, weights_of, with_weights
-from speedrun.islands.leases import Leases
-from speedrun.islands.rounds import Engine, Lost
+from speedrun.islands.rounds import Engine, Leases, Lost
 from speedrun.islands.snapshot import Snapshot
 from speedrun.record import layout
 from speedrun.record.reader import load

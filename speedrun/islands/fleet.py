@@ -11,9 +11,8 @@ from speedrun.base import runlog
 from speedrun.base.clock import Stopwatch
 from speedrun.base.rounds import Work
 from speedrun.data.stream import Shape
-from speedrun.islands.leases import Leases
 from speedrun.islands.outer import Weights, digest, stepped
-from speedrun.islands.rounds import Answer, Engine, Lost, Order, refusal
+from speedrun.islands.rounds import Answer, Engine, Leases, Lost, Order, refusal
 
 
 class Played(NamedTuple):

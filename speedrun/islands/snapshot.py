@@ -17,11 +17,11 @@ from speedrun.base import runlog
 from speedrun.base.errors import CheckpointError, UsageError, translate_os_errors, translate_read_errors
 from speedrun.base.wholefile import write_whole
 from speedrun.data.stream import Cursor
-from speedrun.islands.leases import Lease
+from speedrun.islands.rounds import Lease
 from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import load as read
-from speedrun.train.repeat import finished, repair
 from speedrun.train.request import RunConfig
+from speedrun.train.resume_settings import finished, repair
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -63,6 +63,7 @@ class Budget(msgspec.Struct, frozen=True):
     checkpoints: bool  #: are saved, which is in no time here
     rows: tuple[Row, ...]  #: by number of runs
     limit_s: float | None  #: for a job: twice the time, and what the track grants for a first compilation
+    error: str | None  #: why it does not fit
 
     def lines(self) -> list[str]:
         """Return the budget as text."""
@@ -96,13 +97,6 @@ def _line(row: Row) -> str:
     return f"{'>' * row.is_asked:<5}{row.num_runs:>6}  {chance:>17}  {time:>16}  {cost:>8}".rstrip()
 
 
-class Priced(NamedTuple):
-    """What a request takes, and why it does not fit."""
-
-    budget: Budget
-    error: str | None
-
-
 def budget(
     asked: Promise | Request,
     kind: str | None = None,
@@ -110,7 +104,7 @@ def budget(
     dollars: float | None,
     say: Callable[[str], None] = lambda _: None,
     records: Path = Path("records"),
-) -> Priced:
+) -> Budget:
     """Return what a request takes on devices of a kind, at dollars per device and hour; `say` hears of progress.
 
     Without `kind` it is the track's, or an H100.
@@ -136,7 +130,7 @@ def budget(
     if mean:
         others = {max(n or 0, rules.rules.min_runs, 2) for n in (0, mean.runs_needed())} - {*looks}
         rows += [row(n, mean.chance(n), is_asked=False) for n in others]
-    found = Budget(
+    return Budget(
         num_devices=num_devices,
         devices=f"{num_devices} x {plan.device}" if plan else "this machine",
         run_s=times[0].run_s,
@@ -150,8 +144,8 @@ def budget(
         checkpoints=config.checkpoint_every > 0,
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
         limit_s=None if asked_s is None else 2 * asked_s + rules.rules.untimed_cap_s,
+        error=next(filter(None, refusals), None),
     )
-    return Priced(found, next(filter(None, refusals), None))
 
 
 def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, int]], Prospect | None]:

@@ -20,9 +20,8 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
 from speedrun.data import synthetic
-from speedrun.data.shards import Shard, open_shard
+from speedrun.data.shards import UINT16_IDS, Shard, open_shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
-from speedrun.data.writer import UINT16_IDS
 from speedrun.machine.bench_kernels import middle
 from speedrun.record.statistics import Interval, mean_interval
 from speedrun.science.params import Layout

@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from speedrun.base.errors import UsageError
-from speedrun.model import equations
-from speedrun.model.equations import dtype_of, shape_of
 
 _ELEMENTWISE = """
 abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne neg not or pow rem
@@ -33,6 +31,11 @@ _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
 _SMALL = 1 << 17  #: elements up to which a value is evaluated although it is larger than its operands
 _FEW = 1 << 10  #: the same for a broadcast number
 
+#: Primitives that call a function once, and the parameter that holds it.
+_CALLED = {
+    **dict.fromkeys(("jit", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+}
 Operand = int | dict[str, Any]  #: number of a value, or {"value", "dtype"} of a literal
 
 
@@ -63,7 +66,7 @@ def program(function: Callable[..., Any], params: Any, inputs: Sequence[Any], co
     Raises:
         UsageError: if the page lacks an operation.
     """
-    jaxpr, consts = equations.traced(function, params, *inputs)
+    jaxpr, consts = _traced(function, params, *inputs)
     return _Writer(jaxpr, [*consts, *jax.tree.leaves(params)], constants).json
 
 
@@ -78,9 +81,9 @@ class _Writer:
         for x in variables[len(given) :]:
             self._alias[x] = self._value(dtype_of(x), shape_of(x))
             self.json["inputs"].append(self._alias[x])
-        for eqn in equations.needed(jaxpr):
+        for eqn in _needed(jaxpr):
             if self._is_foldable(eqn):
-                equations.run([eqn], self._known)
+                _evaluate(eqn, self._known)
             else:
                 self._equation(eqn)
         self.json["outputs"] = [self._operand(x) for x in jaxpr.outvars]
@@ -217,3 +220,54 @@ def _is_row(eqn: JaxprEqn) -> bool:
 def _digest(array: np.ndarray) -> str:
     head = f"{array.dtype} {array.shape} ".encode()
     return hashlib.sha256(head + np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def _traced(function: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any]]:
+    """Trace a function of the leaves of `args`; return its jaxpr, with inner functions inlined, and its constants."""
+    outer = jax.make_jaxpr(function)(*args)
+    entered = jax.make_jaxpr(lambda *leaves: _entered(outer.jaxpr, outer.consts, leaves))
+    closed = entered(*jax.tree.leaves(args))
+    return closed.jaxpr, closed.consts
+
+
+def _entered(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values = dict[Var, Any](zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get(_CALLED.get(eqn.primitive.name, ""))
+        if inner is None:
+            _evaluate(eqn, values)
+        else:
+            called = getattr(inner, "jaxpr", inner), getattr(inner, "consts", [])
+            found = _entered(*called, [_known(x, values) for x in eqn.invars])
+            values.update(zip(eqn.outvars, found, strict=True))
+    return [_known(x, values) for x in jaxpr.outvars]
+
+
+def _evaluate(eqn: JaxprEqn, values: dict[Var, Any]) -> None:
+    """Evaluate an equation, and add its outputs to `values`."""
+    found = eqn.primitive.bind(*(_known(x, values) for x in eqn.invars), **eqn.params)
+    values.update(zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True))
+
+
+def _known(x: Any, values: dict[Var, Any]) -> Any:
+    return x.val if isinstance(x, Literal) else values[x]
+
+
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Return the equations that the outputs depend on."""
+    wanted, found = {*jaxpr.outvars}, []
+    for eqn in reversed(jaxpr.eqns):
+        if wanted & {*eqn.outvars}:
+            wanted |= {x for x in eqn.invars if isinstance(x, Var)}
+            found.append(eqn)
+    return found[::-1]
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """Return the shape of a variable or literal."""
+    return x.aval.shape
+
+
+def dtype_of(x: Any) -> Any:
+    """Return the dtype of a variable or literal."""
+    return x.aval.dtype

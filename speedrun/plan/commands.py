@@ -45,8 +45,8 @@ def plan(
         same = {"recipe": recipe, "num_devices": devices, "microbatches": microbatches}
         config = requests.RunOptions(track, settings=settings, **same).request(Path())
         found = added("budget")(Promise(config, *size), kind, dollars=dollars, say=say)
-        facts = {"error": found.error, "batch": found.budget}
-        return cli.Answer(facts, found.budget.lines(), error=found.error)
+        facts = {"error": found.error, "batch": found}
+        return cli.Answer(facts, found.lines(), error=found.error)
     from speedrun import recipes
     from speedrun.plan import estimate as planning
 

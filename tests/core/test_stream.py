@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.runlog import ShardRange
-from speedrun.data.shards import Shard
+from speedrun.data.shards import Shard, write_shard
 from speedrun.data.stream import (
     Batch,
     Cursor,
@@ -26,7 +26,6 @@ from speedrun.data.stream import (
     require_steps,
     validation_batches,
 )
-from speedrun.data.writer import write_shard
 from speedrun.science import nn
 
 

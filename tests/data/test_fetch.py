@@ -27,9 +27,8 @@ from speedrun.base import track
 from speedrun.base.errors import DataError
 from speedrun.data import fetch, hub, shards
 from speedrun.data.overview import verify
-from speedrun.data.shards import HEADER_BYTES, MANIFEST, read_manifest, sha256
+from speedrun.data.shards import HEADER_BYTES, MANIFEST, read_manifest, sha256, write_shard
 from speedrun.data.stream import Shape, require_steps
-from speedrun.data.writer import write_shard
 from speedrun.recipes import load as load_recipe
 
 REPO = "someone/tokens"

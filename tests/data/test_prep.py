@@ -25,7 +25,7 @@ from speedrun.base import track, wholefile
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.wholefile import LOCK, lock_folder
-from speedrun.data import documents, overview, shards, tokenizer, writer
+from speedrun.data import documents, overview, shards, tokenizer
 from speedrun.data.documents import Dataset, open_source
 from speedrun.data.overview import verify
 from speedrun.data.prepare import Cut, prepare
@@ -258,7 +258,7 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path):
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
     passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
-    writer.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
+    shards.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         shards.open_track(tmp_path / "out", data)
 
@@ -420,7 +420,7 @@ def test_bits_per_byte(tmp_path):
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
     assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
-    writer.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    shards.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from speedrun.base import track
 from speedrun.base.errors import DataError, StorageError
-from speedrun.data import shards, writer
+from speedrun.data import shards
 from speedrun.data.overview import verify
-from speedrun.data.shards import Manifest, ShardEntry, open_shard, open_track
-from speedrun.data.writer import write_shard
+from speedrun.data.shards import Manifest, ShardEntry, open_shard, open_track, write_shard
 
 VOCAB_SIZE = 50257
 
@@ -119,7 +118,7 @@ def folder(tmp_path: Path) -> Path:
         write_shard(tmp_path / name, ids)
     entry = ShardEntry(10, 1, shards.sha256(tmp_path / VAL))
     names = [TRAIN, "t_train_2.bin", VAL]
-    writer.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
+    shards.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
     return tmp_path
 
 

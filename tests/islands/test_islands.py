@@ -24,10 +24,9 @@ from speedrun.islands import outer, snapshot
 from speedrun.islands.driver import Driver
 from speedrun.islands.fleet import Fleet
 from speedrun.islands.island import ROOTS, Island, config_sha256, weights_of
-from speedrun.islands.leases import Lease, Leases
 from speedrun.islands.outer import digest
 from speedrun.islands.replay import in_turns, repeated
-from speedrun.islands.rounds import Answer, Lost, Order
+from speedrun.islands.rounds import Answer, Lease, Leases, Lost, Order
 from speedrun.record.about import assemble
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS
 from speedrun.record.examine.examiner import _Examiner
@@ -37,8 +36,8 @@ from speedrun.record.logged_run import rounds_of
 from speedrun.record.validate import find_check, validate
 from speedrun.train.preflight import prepare, shapes_of
 from speedrun.train.recorded import train
-from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
+from speedrun.train.resume_settings import asked
 
 RNG = np.random.default_rng(0)
 FLEET = runlog.Islands(islands=2, every=2, quorum=1, deadline_s=600.0)

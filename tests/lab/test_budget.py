@@ -43,7 +43,7 @@ def priced(
     goal: str, runs: int | None = 2, *, records: Path = RECORDS, dollars: float | None = None, **config: Any
 ) -> Any:
     promise = Promise(RunConfig(track=goal, out=Path(), **config), runs)
-    return budgets.budget(promise, "h100", dollars=dollars, records=records).budget
+    return budgets.budget(promise, "h100", dollars=dollars, records=records)
 
 
 def asked(found: Any) -> Any:

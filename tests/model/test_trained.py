@@ -20,7 +20,7 @@ from typed import invoke
 from speedrun import recipes
 from speedrun.base import mesh, runlog, track
 from speedrun.base.errors import CheckpointError, DataError, UsageError
-from speedrun.data import tokenizer, writer
+from speedrun.data import shards, tokenizer
 from speedrun.model import eval_tasks, exported, samples, weights
 from speedrun.model.decode import Decoder, Draw, Text, drawn
 from speedrun.model.weight_sources import start_from
@@ -231,7 +231,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path):
     ids = np.tile(of_text.words.encode("the cat sat on the mat. the dog ate"), 9).astype(np.uint16)
     for last in (8, 16, 24):  # so that the model is right sometimes
         ids[last] = log_p_of(of_text, [*map(int, ids[last - 8 : last])])[-1].argmax()
-    writer.write_shard(tmp_path / "x.bin", ids)
+    shards.write_shard(tmp_path / "x.bin", ids)
     (part,) = eval_tasks.slices(of_text, [tmp_path / "x.bin"], 8, 64)
     found = eval_tasks.scorer(of_text, 8, print)(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]

@@ -28,7 +28,7 @@ from speedrun.base import provenance, runlog, track
 from speedrun.base.errors import NonFiniteError, SpeedrunError
 from speedrun.record import reproduction
 from speedrun.record.comparison import compared
-from speedrun.record.examine import heard_clock, reproduce, sandbox
+from speedrun.record.examine import reproduce, rerun, sandbox
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import sha256
 from speedrun.record.logged_run import Run, read_run
@@ -421,7 +421,7 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
     shutil.copytree(folder / "runs", made / "runs")
     shutil.copy(folder / "source.txt", made)
     monkeypatch.setattr(sandbox, "problem", lambda: "its source reads a folder of this test")
-    monkeypatch.setattr(heard_clock, "_SLACK_S", math.inf)  # it trains nothing
+    monkeypatch.setattr(rerun, "_SLACK_S", math.inf)  # it trains nothing
     words = ["reproduce", str(folder), "--same-seeds", "--unsafe-here", "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as end:
         cli.command.main(words, prog_name="speedrun")

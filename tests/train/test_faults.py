@@ -28,7 +28,7 @@ from typed import invoke, speedrun
 from speedrun import recipes
 from speedrun.base import children, faults, provenance, runlog
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError
-from speedrun.data import shards, writer
+from speedrun.data import shards
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
@@ -204,7 +204,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     """Shards of three steps each; resumed after steps 2 and 3."""
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
-        writer.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
+        shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
     tiny, real = sorted(tmp_path.glob("*.bin")), shards.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(shards, "open_track", lambda *args: real(*args)._replace(train=opened))

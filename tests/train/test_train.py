@@ -28,7 +28,7 @@ from speedrun.base.clock import Phases
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli.options import parse_settings
 from speedrun.cli.train import following
-from speedrun.data import writer
+from speedrun.data import shards
 from speedrun.record.about import assemble
 from speedrun.record.examine import sandbox
 from speedrun.record.source import split_source
@@ -425,8 +425,8 @@ def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
     ids = np.arange(5000) % 50000
-    writer.write_shard(folder / "x_val_000000.bin", ids)
-    writer.write_shard(folder / "x_train_000001.bin", ids)
+    shards.write_shard(folder / "x_val_000000.bin", ids)
+    shards.write_shard(folder / "x_train_000001.bin", ids)
     info = refused(folder, tmp_path, track="webmini", overrides={})
     assert "validation needs" in str(info.value)
     info = refused(tmp_path / "nowhere", tmp_path)

@@ -8,6 +8,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from speedrun.base import provenance, runlog
 from speedrun.base import track as tracks
+from speedrun.base.clock import Clock
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.base.exit_codes import EXIT_CODES, meaning
@@ -24,13 +26,12 @@ from speedrun.base.wholefile import write_whole
 from speedrun.data import generated, shards, vocabulary
 from speedrun.record import archive
 from speedrun.record.examine import sandbox
-from speedrun.record.examine.heard_clock import HeardClock
 from speedrun.record.findings import Examination, Findings
 from speedrun.record.layout import Strict
 from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import load, read_files
-from speedrun.train.repeat import asked
 from speedrun.train.request import RunConfig
+from speedrun.train.resume_settings import asked
 
 _PACKAGE = Path(__file__).parent.parent.parent
 
@@ -42,6 +43,8 @@ _EXAMINER = ("-m", "speedrun.record.examine.examiner")
 #: Bounds of the time limit of a run, and its factor on the run's own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 86400.0, 10.0
 _MOST_FACTS_BYTES = 1 << 26
+#: Between an event and the line that is heard, in all; a busy machine takes a tenth of a second.
+_SLACK_S, _SLACK_SHARE = 0.5, 0.01
 
 #: Lowers the programs of a source with functions of its harness, which V503 knows, by names that old harnesses have.
 _LOWER = """
@@ -243,6 +246,32 @@ class Rerun:
 
     def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
         return replace(asked(self.old, out.absolute(), data.absolute()), seed=seed)
+
+
+class HeardClock:
+    """The train time of a run in the sandbox by a clock outside: it hears the lines that the run prints of its log."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+
+    def __call__(self, line: bytes) -> None:
+        """Start, pause or stop at an event of the clock. A clock that is told to do what it does already goes on."""
+        with suppress(msgspec.DecodeError, RuntimeError):
+            match runlog.decode(line).event:
+                case runlog.ClockStart() | runlog.ClockResume():
+                    self._clock.start(lambda: None)
+                case runlog.ClockPause() | runlog.ClockStop():
+                    self._clock.stop(lambda: None)
+                case _:
+                    pass
+
+    def require(self, record: Path) -> None:
+        """Raise SpeedrunError if a finished run of a record states another train time."""
+        heard_s = self._clock.seconds
+        for run in load(record).finished if record.is_dir() else ():
+            if abs(run.train_time_s - heard_s) > _SLACK_S + _SLACK_SHARE * heard_s:
+                told = f"the run states {run.train_time_s:.3f} s of training, the clock outside of it {heard_s:.3f} s"
+                raise SpeedrunError(f"{told}; nothing was judged; look in its source for what reads time")
 
 
 def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
