@@ -146,19 +146,3 @@ def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone):
     assert last == f"::{marker}::"
     assert obeyed(output) == ["stop-commands"]
     assert not canary.exists()
-
-
-SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.name != "help.sh" and path.is_file())
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_says_what_it_does_before_anything_is_installed(tmp_path, path):
-    for tool in ("bash", "dirname"):
-        (tmp_path / tool).symlink_to(shutil.which(tool) or "")
-    (tmp_path / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
-    env = {"PATH": str(tmp_path)}
-    done = subprocess.run([path, "--help"], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert path.name in done.stdout or len(lines) > 1
-    assert all(line in path.read_text() for line in lines)

@@ -190,18 +190,6 @@ def test_hostile_text_is_escaped(records):
     assert all(re.fullmatch(r"https://example\.org/a|[\w./%-]+", link) for link in links)
 
 
-def test_a_claim_is_on_the_board_with_its_state(records):
-    claim = CONTEXT.replace("theirs", "newer").replace("3.0", "2.0")
-    (records / "context.toml").write_text(f'{CONTEXT}{claim}claim = "open"\ndate = "2026-08-31"\n')
-    assert invoke("leaderboard", "build").exit_code == 0
-    text = (records / "LEADERBOARD.md").read_text()
-    (line,) = [line for line in text.splitlines() if "[newer]" in line]
-    assert line.startswith("| forged | 2 min |")
-    assert "| *claimed, open* |" in line
-    assert line.endswith("| 2026-08-31 |")
-    assert "not verified by us" in text
-
-
 def test_the_board_is_up_to_date_and_has_a_record_of_the_smoke_track(monkeypatch):
     assert [*(ROOT / "records" / "smoke-cpu").iterdir()]
     monkeypatch.chdir(ROOT)

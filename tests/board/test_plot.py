@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from record_forge import Spec, change, forge, shard, write_run
-from typed import invoke
 
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
@@ -105,15 +104,6 @@ def test_outliers_are_counted_and_do_not_stretch_the_histogram(tmp_path, record,
     assert sum(patch.get_height() for patch in axes.patches) == num_steps - 1
     assert axes.get_xlim()[1] < 400
     assert "1 of 400 beyond the right end" in {text.get_text() for text in axes.texts}
-
-
-def test_the_command_draws_all_kinds_of_several_records(record, tmp_path, drawn):
-    other = forge(tmp_path / "other")
-    result = invoke("plot", record, other, "--kind", "all")
-    assert result.exit_code == 0, result.output
-    want = [one / "plots" / kind for one in (record, other) for kind in KINDS]
-    assert [Path(line) for line in result.output.splitlines()] == want
-    assert drawn.keys() == set(KINDS)
 
 
 @pytest.mark.parametrize(

@@ -506,17 +506,6 @@ def test_the_command_speaks_json_and_answers_each_record_by_itself(folder):
     assert shown.index(str(good)) < shown.index("good: ") < shown.index(str(bad)) < shown.index("refused: ")
 
 
-def test_the_command_explains(folder):
-    result = invoke("validate", "--explain", "v104")
-    check = find_check("V104")
-    assert result.exit_code == 0
-    assert result.output == f"V104  {check.title} (error)\nwhy   {check.why}\nfix   {check.hint}\n"
-    spoken = json.loads(invoke("validate", "--explain", "V104", "--json").output)
-    assert (spoken["why"], spoken["fix"]) == (check.why, check.hint)
-    for words in (["--explain", "V999"], [], [folder]):
-        assert invoke("validate", *words).exit_code == UsageError.exit_code
-
-
 def test_what_may_not_be_read_is_told_and_the_rest_is_judged(folder, monkeypatch):
     forge(folder)
 

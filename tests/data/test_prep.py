@@ -403,16 +403,6 @@ def test_without_a_network_it_says_what_is_missing(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_script_is_the_command(tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 30)
-    argv = f"--source {rows} --tokenizer bytes --out {tmp_path / 'out'} --shard-tokens 50 --max-tokens 100 --json"
-    script = [sys.executable, str(ROOT / "data" / "fineweb_prep.py"), *argv.split()]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    report = json.loads(subprocess.check_output(script, env=env))
-    assert (report["tokens"], report["documents"]) == (100, 25)
-    assert ids_of(tmp_path / "out") == definition(["abc"] * 30, 50, 100)
-
-
 def test_bits_per_byte(tmp_path):
     """A model with probability 1/256 for each byte needs 8 bits per byte, whatever the tokens."""
     rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])

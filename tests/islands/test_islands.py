@@ -687,39 +687,11 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(changed, why,
     assert not config.out.exists()
 
 
-FORGED: dict[str, tuple[str, Callable[[runlog.Round], runlog.Round]]] = {
-    "a lease twice": ("V108", lambda one: with_works(one, lease=0)),
-    "tokens of another": ("V108", lambda one: with_works(one, start=(0, 0))),
-    "more tokens": ("V108", lambda one: with_works(one, num_tokens=10**6)),
-    "fewer tokens": ("V108", lambda one: with_works(one, num_tokens=1)),
-    "a round twice": ("V109", lambda one: replace(one, version=0)),
-    "a round of one island": ("V109", lambda one: replace(one, works=one.works[:1])),
-    "one island twice": ("V109", lambda one: with_works(one, island="0")),
-    "tokens left out": ("V108", lambda one: moved_by(one, 64)),
-    "the rest of a shard left out": ("V108", lambda one: with_works(one, start=(1, 0), stop=(1, 5120))),
-    "first tokens left out": ("V108", lambda one: replace(one, works=(first_of(one), *one.works[1:]))),
-    "an island more": ("V109", lambda one: replace(one, works=(*one.works, more(one)))),
-    "an island that never joined": ("V109", lambda one: with_works(one, island="9")),
-    "other losses": ("V109", lambda one: with_works(one, losses=(3.0,) * 10)),
-    "no outer step": ("V109", lambda one: replace(one, digest="")),
+#: One of each check in a whole record; the rules of both are below.
+FORGED: dict[str, Callable[[runlog.Round], runlog.Round]] = {
+    "V108": lambda one: with_works(one, num_tokens=10**6),
+    "V109": lambda one: with_works(one, losses=(3.0,) * 10),
 }
-
-
-def moved_by(one: runlog.Round, offset: int) -> runlog.Round:
-    (shard, start), (_, stop) = one.works[1].start, one.works[1].stop
-    return with_works(one, start=(shard, start + offset), stop=(shard, stop + offset))
-
-
-def first_of(one: runlog.Round) -> Work:
-    """The first work of the first round, which begins later and ends as before."""
-    first = one.works[0]
-    return replace(first, start=(0, 64), num_tokens=first.num_tokens - 64)
-
-
-def more(one: runlog.Round) -> Work:
-    """Work of an island that joined, beyond the number of the fleet."""
-    last = one.works[1]
-    return replace(last, island="2", lease=last.lease + 100)
 
 
 def is_round(event: Any, version: int) -> bool:
@@ -730,18 +702,12 @@ def with_works(one: runlog.Round, **changed: Any) -> runlog.Round:
     return replace(one, works=(*one.works[:1], replace(one.works[1], **changed)))
 
 
-@pytest.mark.parametrize("kind", FORGED)
-def test_a_forged_round_is_found(kind, done, tmp_path):
-    id, change = FORGED[kind]
+@pytest.mark.parametrize("id", FORGED)
+def test_a_forged_round_is_found(id, done, tmp_path):
     out = tmp_path / "record"
     shutil.copytree(done, out)
-    version = 0 if kind.startswith("first") else 1
-    assert any(one.version == version for one in events(out, runlog.Round))
-    rewrite(out, lambda event: change(event) if is_round(event, version) else event)
-    problems = {one.check.id: one for one in validate(out).results if one.status in ("failed", "warning")}
-    assert id in problems, [one.messages for one in problems.values()]
-    if kind.endswith("left out"):
-        assert any("starts at" in message for message in problems[id].messages)
+    rewrite(out, lambda event: FORGED[id](event) if is_round(event, 1) else event)
+    assert id in {one.check.id for one in validate(out).results if one.status in ("failed", "warning")}
 
 
 def work(lease: int, start: int, stop: int, island: str = "0", version: int = 0, **changed: Any) -> Work:
@@ -780,6 +746,7 @@ LEASES: dict[str, tuple[tuple[Work, ...], dict[str, Any], str]] = {
     "one came back at the end of a shard": ((FIRST, work(2, 110, 120)), {"lost": 1}, ""),
     "one was refused": ((FIRST, work(1, 10, 20, refused="damaged"), THIRD), {}, ""),
     "none came back": ((FIRST, THIRD), {}, "1 leases were not trained on, but only 0 answers were lost"),
+    "first tokens left out": ((work(0, 1, 11),), {}, "lease 0 starts at (0, 1)"),
     "a lease twice": ((work(0, 0, 12, num_tokens=10), work(0, 13, 23)), {}, "lease 0 starts at (0, 13)"),
     "tokens left out": ((FIRST, work(1, 11, 21)), {}, "lease 1 starts at (0, 11); lease 0 ends at (0, 10)"),
     "tokens twice": ((FIRST, work(2, 9, 19)), {"lost": 1}, "lease 2 starts at (0, 9)"),
@@ -859,12 +826,3 @@ def test_the_request_of_a_logged_run_is_the_one_that_made_it(island, done):
     found, config = asked(run_, done), island.ready.config
     same = ("track", "seed", "overrides")
     assert [getattr(found, name) for name in same] == [getattr(config, name) for name in same]
-
-
-def test_no_other_module_imports_ray():
-    package = Path(__file__).parents[2] / "speedrun"
-    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if '"ray"' in path.read_text()}
-    assert found == {"islands/cluster.py"}
-    assert not [
-        path for path in package.rglob("*.py") if "import ray" in path.read_text().replace("imports ray", "")
-    ]

@@ -60,12 +60,6 @@ def test_a_feature_that_is_off_is_another_recipe_which_does_not_have_it(recipe, 
     assert less.without(feature) == {}
 
 
-def test_between_them_the_recipes_have_every_feature():
-    assert {feature for _, feature in HAD} == {
-        *itertools.chain(*(recipes.load(name).features for name in recipes.names()))
-    }
-
-
 def test_what_is_off_is_what_the_name_says():
     record21 = recipes.load("record21").config
     unshared = without("shared-values").config.value_tables

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from browsers import chromium, tab
@@ -20,7 +19,6 @@ from small_run import SMALL
 from typed import as_words, free_port, invoke
 
 from speedrun.base import children, runlog
-from speedrun.base.rounds import Work
 from speedrun.base.serving import HOST
 from speedrun.base.wholefile import write_whole
 from speedrun.board import ghost
@@ -372,40 +370,6 @@ def test_several_runs_are_told_apart(page, tmp_path):
         assert names[1] in page.inner_text("#loss .readout")
         log_in(tmp_path / "later", RAW)
         page.wait_for_function("() => document.querySelectorAll('#legend li').length === 7")
-
-
-def test_islands_are_shown_with_what_was_refused(page, tmp_path):
-    path = tmp_path / "run" / "runs" / "a" / "metrics.jsonl"
-    path.parent.mkdir(parents=True)
-    work = Work("0", 0, 0, (0, 0), (0, 64), 64, (5.0,), "a" * 64, "b" * 16)
-    late = msgspec.structs.replace(work, island="1", refused="stale: of version 0, need 1")
-    with runlog.RunLog(path) as log:
-        for event in events_of(RAW)[:3]:
-            log.emit(event)
-        log.emit(runlog.Islands(3, 1, 1, 60.0))
-        for name in ("0", "1", "<i>2</i>"):
-            log.emit(runlog.Island(name, 0))
-        log.emit(runlog.Island("<i>2</i>", 0, "it died"))
-        log.emit(runlog.Round(0, (work,), 1024, "a" * 64))
-        log.emit(runlog.Round(1, (late,), 1024))
-    with shown(page, tmp_path / "run"):
-        said = "2 of 3\n0 at round 1, 1 at round 2; 1 rounds, 1 answers refused, 2.00 KiB exchanged"
-        says(page, said, "#tiles")
-        says(page, "2: does not count; 1 answers; 1 refused: stale: of version 0, need 1")
-        says(page, "<i>2</i>: it died, after round 0")
-
-
-def test_a_chart_is_read_by_keyboard(page):
-    with shown(page, RECORD, choice=str(RECORD)):
-        says(page, "finished", "#status")
-        page.focus("#loss")
-        page.keyboard.press("End")
-        says(page, f"step 280 · {events_of(RAW)[-1].train_time_s:.1f} s", "#loss .readout")
-        page.keyboard.press("ArrowLeft")
-        says(page, "step 279", "#loss .readout")
-        says(page, "step 279", "#steps .readout")
-        page.keyboard.press("Escape")
-        page.wait_for_selector("#loss .readout", state="hidden")
 
 
 def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path):

@@ -1,32 +1,21 @@
 """The files of `jobs/`, run with stand-ins: shells and YAML read them, and `speedrun` has what they ask of it."""
 
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import pytest
 import yaml
-from typed import invoke, program
+from typed import program
 
 from speedrun import cli
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NAMES = ("kubernetes.yaml", "skypilot.yaml", "slurm.sh")
-#: Decorators of Modal that leave a function alone.
-MODAL = """\
-import sys
-from unittest.mock import MagicMock
-
-sys.modules["modal"] = MagicMock()
-same = lambda *_, **__: lambda function: function
-sys.modules["modal"].App.return_value.function = same
-"""
 #: Arguments by number of nodes: the default, and what each file proposes.
 WORDS = {
     1: ["batch"],
@@ -133,44 +122,9 @@ def test_a_node_is_checked_and_has_the_shards_then_runs_and_the_record_is_kept(n
     assert met == wanted[name]
 
 
-def test_limits_are_those_of_the_batch_that_is_declared():
-    """What `--dry-run` prints, with at most one per cent more to be round."""
-    found = json.loads(invoke("batch", "--track", "main-8xh100", "--dry-run", "--json").stdout)
-    pod = next(yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text()))
-    task = yaml.safe_load((JOBS / "skypilot.yaml").read_text())
-    (modal,) = re.findall(r"^LIMIT_S = ([\d_]+)$", (JOBS / "modal_job.py").read_text(), re.MULTILINE)
-    (slurm,) = re.findall(r"#SBATCH --time=(\d+):(\d+):(\d+)", (JOBS / "slurm.sh").read_text())
-    hours, minutes, seconds = map(int, slurm)
-    limits = [pod["spec"]["activeDeadlineSeconds"], int(task["envs"]["LIMIT_S"]), int(modal)]
-    for limit_s in (*limits, hours * 3600 + minutes * 60 + seconds):
-        assert found["limit_s"] <= limit_s <= 1.01 * found["limit_s"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bad_machine_runs_nothing_and_a_failed_run_is_kept(name, tmp_path):
     for fails, num_calls, num_kept in (("doctor", 1, 0), ("batch", 3, 2)):
         here = tmp_path / fails
         code, calls, kept = run(job(name, 1), here, fails)
         assert (code, len(calls), len(kept)) == (5, num_calls, num_kept)
-
-
-def test_pods_find_the_first_one_by_the_name_of_the_service():
-    job, service = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text())
-    name = job["metadata"]["name"]
-    assert job["spec"]["completionMode"] == "Indexed"
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    script = job["spec"]["template"]["spec"]["containers"][0]["command"][-2]
-    assert f"--coordinator {name}-0.{service['metadata']['name']}:" in script
-
-
-@pytest.mark.parametrize("code", [0, 5])
-def test_modal_runs_the_script_of_a_track_and_keeps_its_folder_also_if_it_failed(code, tmp_path):
-    program(
-        tmp_path / "scripts" / "run_track.sh", f'#!/bin/bash\nmkdir runs\necho "$@" >runs/told\nexit {code}\n'
-    )
-    text = (JOBS / "modal_job.py").read_text().replace("/opt/speedrun", str(tmp_path))
-    source = f"{MODAL}{text.replace('/records', str(tmp_path / 'records'))}\njob()"
-    assert subprocess.run([sys.executable, "-c", source]).returncode == code
-    (told,) = tmp_path.glob("records/*/told")
-    assert told.read_text() == "main-8xh100 8\n"

@@ -70,16 +70,6 @@ def test_a_recipe_without_a_file_is_refused(changes):
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
 
 
-def test_a_record_that_is_there_is_not_touched_and_an_unknown_name_is_told(tmp_path):
-    with pytest.raises(AttributeError, match="it exports Record, load, run"):
-        getattr(sr, "fit")  # noqa: B009 - no type checker lets the name pass
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").touch()
-    with pytest.raises(SpeedrunError, match="exists already; need a new folder"):
-        sr.run(track="smoke-cpu", out=tmp_path / "mine")
-    assert len([*(tmp_path / "mine").iterdir()]) == 1
-
-
 def test_a_run_that_is_refused_says_why(tmp_path, capfd):
     nowhere = tmp_path / "nowhere"
     with pytest.raises(SpeedrunError, match=f"{nowhere}: no such folder; ") as info:

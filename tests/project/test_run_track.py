@@ -228,23 +228,6 @@ def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout, words, goal):
     assert sorted(path for path in checkout.rglob("*") if ".venv" not in path.parts) == before
 
 
-def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout):
-    for name in ("scripts/install.sh", "pyproject.toml"):
-        shutil.copy(ROOT / name, checkout / name)
-    shutil.copytree(ROOT / "requirements", checkout / "requirements")
-    program(checkout / "bin" / "df", "#!/bin/sh\necho header\necho /dev/x 10 9 1500000 90% /\n")
-    (checkout / ".venv").mkdir()  # of an install that was killed, for wheels that were named by hand
-    (checkout / ".venv" / "speedrun.accelerator").write_text("cuda13\n")
-    (checkout / ".venv" / "speedrun.stamp").write_text("unfinished\n")
-    code, said = smoke(checkout, PYTHON=sys.executable, PIP_CONSTRAINT="x")
-    assert code == 1
-    assert "install: leaves out PIP_CONSTRAINT=x, with which pip would not fill .venv\n" in said
-    said = said.splitlines()[-2]
-    assert said.startswith(f"install: found 1.5 GB free for {checkout} ")
-    assert "cuda13 needs 10.2; free some, or name another disk: TMPDIR, " in said
-    assert len([*(checkout / ".venv").iterdir()]) == 2
-
-
 @pytest.mark.compile
 def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout):
     """Two minutes: two runs of forty steps, stopped in the first. They prove nothing: code 1."""

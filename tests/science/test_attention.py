@@ -352,17 +352,3 @@ def test_a_form_that_cannot_run_gives_all_reasons():
     assert choose_attention("definition", most).name == "definition"
     with pytest.raises(UsageError, match="its scores take 4 GiB"):
         choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))
-
-
-@pytest.mark.parametrize(
-    ("form", "changes", "bound"),
-    [
-        ("auto", {"compute_capability": "8.0"}, {"tiling": attention_triton.AMPERE}),
-        ("auto", {"compute_capability": "9.0"}, {"tiling": attention_triton.HOPPER}),
-        ("banded", {}, {"window_tokens": 14 * 128}),
-    ],
-)
-def test_a_form_is_given_what_it_needs(form, changes, bound):
-    choice = choose_attention(form, CALL._replace(**changes))
-    assert isinstance(choice.function, partial)
-    assert choice.function.keywords == bound

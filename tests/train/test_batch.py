@@ -193,14 +193,6 @@ def test_one_process_runs_a_batch_and_none_a_damaged_one(folder):
     assert "start anew with 'speedrun batch --runs N'" in result.stderr
 
 
-@pytest.mark.compile
-def test_what_cannot_be_declared_is_one_line(tmp_path, smoke_data):
-    out = tmp_path / "out"
-    done = speedrun("batch", "--runs", 4, "--then", 3, "--out", out, "--data", smoke_data)
-    assert (done.returncode, done.stderr.count("\n"), out.exists()) == (2, 1, False), done.stderr
-    assert "must be larger" in done.stderr
-
-
 #: A child that ignores signals and succeeds.
 LATE = "import signal, time; [signal.signal(n, print) for n in (2, 15)]; print('up', flush=True); time.sleep(0.8)"
 

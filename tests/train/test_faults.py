@@ -32,7 +32,6 @@ from speedrun.data import shards
 from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
-from speedrun.record.source import read, split_source
 from speedrun.science.params import ParamSpec, normal
 from speedrun.train import recorded
 from speedrun.train.request import RunConfig, folder_of
@@ -438,9 +437,3 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
     for path in (path for path in cache.iterdir() if path.name.endswith("-cache")):
         os.truncate(path, path.stat().st_size // 2)
     assert ran("cut") == ["miss", "miss"]
-
-
-def test_no_run_reaches_for_wandb():
-    """A separate process sends curves, so wandb cannot stop a run."""
-    files = split_source(provenance.closure(["speedrun.train.recorded"], [])).values()
-    assert "wandb" not in {module for text in files for _, module, _ in read(text).imports}

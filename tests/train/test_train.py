@@ -27,7 +27,6 @@ from speedrun.base import mesh, provenance, runlog, signals, sourcefile
 from speedrun.base.clock import Phases
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli.options import parse_settings
-from speedrun.cli.train import following
 from speedrun.data import shards
 from speedrun.record.about import assemble
 from speedrun.record.examine import sandbox
@@ -439,11 +438,3 @@ def test_settings_are_key_and_value_once():
     for bad in (("a",), ("=1",), ("a=",), ("a=1", "a=2")):
         with pytest.raises(UsageError):
             parse_settings(bad)
-
-
-def test_the_next_command_is_the_one_that_helps(tmp_path, record):
-    summary, report = assemble(record), validate(record)
-    reached = msgspec.structs.replace(summary, target_reached=True)
-    plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
-    assert following(plain, reached, report) == "speedrun reproduce runs/x --same-seeds"
-    assert following(plain, summary, report) == "speedrun plot runs/x --kind all"
