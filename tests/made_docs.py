@@ -91,7 +91,7 @@ def checks_page() -> str:
             one.severity, " (On tracks that do not rank, it warns.)"
         )
         kind += " Also asked before the clock starts." if one.before else ""
-        parts.append(f"## {one.id}: {one.title}\n\nWhy: {one.why}.{kind}\n\nIf it fails: {one.hint}.\n")
+        parts.append(f"**{one.id}: {one.title}.** Why: {one.why}.{kind} If it fails: {one.hint}.\n")
     return "\n".join(parts)
 
 
