@@ -12,9 +12,9 @@ from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import write_whole
-from speedrun.board import exports, foreign_logs, pages, plots, submission
+from speedrun.board import exports, foreign_logs, plots, submission
 from speedrun.board.leaks import Leak
-from speedrun.board.standings import BOARD, Board, read
+from speedrun.board.standings import BOARD, Board, markdown, read
 from speedrun.cli import options as cli
 from speedrun.record.about import assemble
 from speedrun.record.reader import encode, load, need_record
@@ -222,7 +222,7 @@ def check(*, records: _Records = Path("records")) -> cli.Answer:
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
     """Return the content of every generated file."""
     return {
-        records / "LEADERBOARD.md": f"{_HEAD}{pages.markdown(board)}".encode(),
+        records / "LEADERBOARD.md": f"{_HEAD}{markdown(board)}".encode(),
         records / BOARD: encode(board),
     }
 

@@ -13,11 +13,11 @@ from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
-from speedrun.record.comparison import RATE_FROM, compared
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, encode, load_result, need_record
 from speedrun.record.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
+from speedrun.record.statistics import RATE_FROM, compared
 from speedrun.record.validate import Report, find_check
 from speedrun.record.validate import validate as checked
 

@@ -11,8 +11,7 @@ from speedrun.base import runlog
 from speedrun.base.clock import Stopwatch
 from speedrun.base.rounds import Work
 from speedrun.data.stream import Shape
-from speedrun.islands.outer import Weights, digest, stepped
-from speedrun.islands.rounds import Answer, Engine, Leases, Lost, Order, refusal
+from speedrun.islands.rounds import Answer, Engine, Leases, Lost, Order, Weights, digest, refusal, stepped
 
 
 class Played(NamedTuple):

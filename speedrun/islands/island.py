@@ -10,8 +10,7 @@ import numpy as np
 
 from speedrun.base import mesh as meshes
 from speedrun.base.rounds import Work
-from speedrun.islands.outer import Weights, digest
-from speedrun.islands.rounds import Answer, Order
+from speedrun.islands.rounds import Answer, Order, Weights, digest
 from speedrun.record import layout
 from speedrun.science.step import TrainState
 from speedrun.train.checkpoint import state_hash

@@ -14,8 +14,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.rounds import Work
 from speedrun.data.stream import START, Cursor
 from speedrun.islands.island import Island
-from speedrun.islands.outer import Weights, digest, stepped
-from speedrun.islands.rounds import Answer, Lease, Order
+from speedrun.islands.rounds import Answer, Lease, Order, Weights, digest, stepped
 from speedrun.record.examine.training import State, Trainer
 from speedrun.record.findings import Replayed
 from speedrun.science.step import TrainState

@@ -4,15 +4,17 @@ The engine is an argument: it starts islands, carries orders to them and answers
 do not know whether islands are processes, or take turns in one.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from speedrun.base.rounds import Work
+from speedrun.base.rounds import Islands, Work
 from speedrun.data.stream import Cursor, Shape, TokenStream
-from speedrun.islands.outer import Weights, digest
+
+Weights = Mapping[str, np.ndarray]  #: packed parameters by name
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -120,3 +122,42 @@ def _norm(weights: Weights, origin: Weights | None = None) -> float:
     wide = {name: x.astype(np.float64) for name, x in weights.items()}
     parts = (x - origin[name].astype(np.float64) if origin else x for name, x in wide.items())
     return float(np.sqrt(sum(np.sum(x * x) for x in parts)))
+
+
+def mean(parts: Sequence[tuple[int, Weights]]) -> dict[str, np.ndarray]:
+    """Return the mean of weights in float64, given (tokens, weights) of each island; that of one island is exact."""
+    if len(parts) == 1:
+        return {name: x.astype(np.float64) for name, x in parts[0][1].items()}
+    total, found = sum(tokens for tokens, _ in parts), dict[str, np.ndarray]()
+    for tokens, weights in parts:
+        for name, x in weights.items():
+            found[name] = found.get(name, 0.0) + tokens / total * x.astype(np.float64)
+    return found
+
+
+def stepped(
+    settings: Islands, weights: Weights, velocity: Weights, parts: Sequence[tuple[int, Weights]]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return new weights, in their dtypes, and the new velocity, in float32, after an outer step.
+
+        d = weights - mean;  velocity <- momentum velocity + d;  weights <- weights - lr (d + momentum velocity)
+
+    Source: Douillard et al. 2023, DiLoCo.
+    """
+    new, moving, lr, momentum = mean(parts), dict(velocity), settings.outer_lr, settings.outer_momentum
+    if (lr, momentum) != (1, 0):  # the mean needs a case of its own: `a - (a - x)` is not always x
+        for name, x in new.items():
+            old = weights[name].astype(np.float64)
+            change = old - x
+            moving[name] = (momentum * moving[name].astype(np.float64) + change).astype(np.float32)
+            new[name] = old - lr * (change + momentum * moving[name].astype(np.float64))
+    return {name: x.astype(weights[name].dtype) for name, x in new.items()}, moving
+
+
+def digest(weights: Weights) -> str:
+    """Return the sha256 of weights by name."""
+    found = hashlib.sha256()
+    for name, x in sorted(weights.items()):
+        found.update(f"{name} {x.dtype} {x.shape} ".encode())
+        found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
-from speedrun.record.comparison import NEGLIGIBLE, RATE_FROM, Effect, Finding, Verdict, compared
+from speedrun.record.statistics import NEGLIGIBLE, RATE_FROM, Effect, Finding, Verdict, compared
 
 #: Significance level of the adjusted p.
 LEVEL = 0.05

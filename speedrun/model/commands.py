@@ -3,21 +3,28 @@
 import os
 import shlex
 import socket
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 import click
+import msgspec
 
 from speedrun.base import signals
 from speedrun.base.children import say
 from speedrun.base.console import clean
-from speedrun.base.errors import UsageError
+from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.progress import Progress
-from speedrun.base.serving import serving, stoppable
+from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving, stoppable
+from speedrun.base.serving import Answer as Answering
+from speedrun.base.wholefile import read_regular
 from speedrun.cli import options as cli
 
 _RUNS = Path("runs")
+_LIST = "models.json"
+_LIST_BYTES = 2**20  #: at most
 
 
 @cli.command(
@@ -121,6 +128,36 @@ def sample(
     return cli.Answer({**trained.facts, **how._asdict(), "samples": written}, ())
 
 
+def answering(folders: Sequence[Path]) -> Answering:
+    """Return what answers requests for files of these folders, and of no others.
+
+    Models of one name are told apart by the number of the folder.
+
+    Raises:
+        UsageError: if a folder is not one that 'speedrun export --to web' made.
+    """
+    roots = [Path(os.path.realpath(folder)) for folder in folders]
+    models: dict[str, tuple[Path, str]] = {}
+    advice = "need a folder that 'speedrun export RUN --to web' made"
+    for number, root in enumerate(roots, 1):
+        with translate_read_errors(root / _LIST, advice, kind=UsageError):
+            names = msgspec.json.decode(read_regular(root / _LIST, _LIST_BYTES), type=list[str])
+        for name in names:
+            models[name if name not in models else f"{name} ({number})"] = root, name
+
+    def answer(path: str, _: dict[str, str]) -> Reply | None:
+        root, names = roots[0], [name for name in unquote(path).split("/") if name] or ["index.html"]
+        if names == [_LIST]:
+            return Reply([msgspec.json.encode(list(models))], CONTENT_TYPES["json"])
+        if names[0] == "models" and len(names) > 1:
+            if names[1] not in models:
+                return None
+            root, names[1] = models[names[1]]
+        return file_below(root, *names)
+
+    return answer
+
+
 @cli.command("speedrun play docs-web", "speedrun play docs-web smoke-web")
 def play(
     ctx: click.Context,
@@ -133,8 +170,6 @@ def play(
     The browser computes. With several folders, two models write next to each other, with the same seed. Ctrl-C or
     SIGTERM ends it.
     """
-    from speedrun.model.page_server import answering
-
     with signals.handled_by(signals.stop), stoppable() as stopped, serving(answering(folders), port) as url:
         cli.show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=ctx.params["as_json"])
         stopped()

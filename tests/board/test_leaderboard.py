@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, edit_track, forge, shard
 from typed import invoke
 
-from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
+from speedrun.board import standings as board_pages
 from speedrun.record.about import assemble
 from speedrun.record.examine.reproduce import Repetition
 from speedrun.record.examine.rerun import Rerun

@@ -20,13 +20,12 @@ from speedrun.base.errors import CheckpointError, DataError, SpeedrunError, Usag
 from speedrun.base.recipe_files import resolve
 from speedrun.base.rounds import Work
 from speedrun.data.stream import START, Shape
-from speedrun.islands import outer, snapshot
+from speedrun.islands import snapshot
 from speedrun.islands.driver import Driver
 from speedrun.islands.fleet import Fleet
 from speedrun.islands.island import ROOTS, Island, config_sha256, weights_of
-from speedrun.islands.outer import digest
 from speedrun.islands.replay import in_turns, repeated
-from speedrun.islands.rounds import Answer, Lease, Leases, Lost, Order
+from speedrun.islands.rounds import Answer, Lease, Leases, Lost, Order, digest, stepped
 from speedrun.record.about import assemble
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS
 from speedrun.record.examine.examiner import _Examiner
@@ -387,7 +386,7 @@ def test_the_outer_step_is_nesterov_on_the_mean_by_tokens(lr, momentum):
             change = weights[name] - mean
             moving[name] = momentum * moving[name] + change
             exact[name] = x - lr * (change + momentum * moving[name])
-        weights, velocity = outer.stepped(settings, weights, velocity, parts)
+        weights, velocity = stepped(settings, weights, velocity, parts)
     for name, x in exact.items():
         np.testing.assert_allclose(weights[name], x.astype(np.float64), rtol=0, atol=3e-6)
         assert weights[name].dtype == np.float32
@@ -395,7 +394,7 @@ def test_the_outer_step_is_nesterov_on_the_mean_by_tokens(lr, momentum):
 
 def test_the_mean_of_one_island_is_its_weights_to_the_last_bit():
     parts = [(7, WEIGHTS)]
-    new, _ = outer.stepped(FLEET, {name: x + 1 for name, x in WEIGHTS.items()}, {}, parts)
+    new, _ = stepped(FLEET, {name: x + 1 for name, x in WEIGHTS.items()}, {}, parts)
     assert all(np.array_equal(x, WEIGHTS[name]) for name, x in new.items())
 
 

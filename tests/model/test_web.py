@@ -21,7 +21,7 @@ from speedrun.base.errors import DataError, UsageError
 from speedrun.base.serving import CONTENT_TYPES, Reply, serving
 from speedrun.base.wholefile import make_folder
 from speedrun.data import tokenizer, vocabulary
-from speedrun.model import page_folder, page_server
+from speedrun.model import commands, page_folder
 from speedrun.model.decode import Decoder, Draw
 from speedrun.model.page_program import ELEMENTWISE, Constants, program
 from speedrun.science.inputs import Inputs
@@ -56,7 +56,7 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page with all modules."""
-    answer = page_server.answering([request.getfixturevalue("root")])
+    answer = commands.answering([request.getfixturevalue("root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
         blank = Reply(
@@ -330,7 +330,7 @@ def test_only_exported_files_are_served(tmp_path):
         (tmp_path / name / "models.json").write_text('["m"]')
         (tmp_path / name / "models" / "m" / "model.json").write_text(name)
     (tmp_path / "secret").write_text("no")
-    answer = page_server.answering([tmp_path / "a", tmp_path / "b"])
+    answer = commands.answering([tmp_path / "a", tmp_path / "b"])
 
     def body(path: str) -> bytes | None:
         reply = answer(path, {})
@@ -341,7 +341,7 @@ def test_only_exported_files_are_served(tmp_path):
     for path in ("/../secret", "/%2e%2e/secret", "/models/other/x", "/models", "/none", "/models/%FF"):
         assert body(path) is None
     with pytest.raises(UsageError, match="need a folder that 'speedrun export RUN --to web' made"):
-        page_server.answering([tmp_path])
+        commands.answering([tmp_path])
 
 
 def test_jax_js_is_what_was_published():

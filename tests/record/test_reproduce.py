@@ -27,13 +27,13 @@ from speedrun import cli
 from speedrun.base import provenance, runlog, track
 from speedrun.base.errors import NonFiniteError, SpeedrunError
 from speedrun.record import reproduction
-from speedrun.record.comparison import compared
 from speedrun.record.examine import reproduce, rerun, sandbox
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import sha256
 from speedrun.record.logged_run import Run, read_run
 from speedrun.record.reader import decode, encode, load, read_files
 from speedrun.record.reproduction import Difference, Reproduction, judged, point, verdict
+from speedrun.record.statistics import compared
 from speedrun.record.validate import validate
 
 
