@@ -35,7 +35,6 @@ class Log(Protocol):
 
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
         """Take an event."""
-        ...
 
 
 class Sender:

@@ -42,9 +42,8 @@ def resolve(choice: str) -> str:
 
 def is_shipped(name: str) -> bool:
     """Return whether a recipe comes with this package."""
-    return not {name, f"{name}.py"}.isdisjoint(
-        os.listdir(ROOT / RECIPES)
-    )  # no path is made of a stranger's name
+    # No path is made of a stranger's name.
+    return not {name, f"{name}.py"}.isdisjoint(os.listdir(ROOT / RECIPES))
 
 
 def look_in(*folders: Path) -> None:

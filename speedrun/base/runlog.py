@@ -21,9 +21,8 @@ from speedrun.base.rounds import Island, Islands, Round
 GENESIS = "0" * 16
 
 Outcome = Literal["finished", "non-finite", "aborted"]
-Purpose = Literal[
-    "", "unranked", "sweep"
-]  #: why a run cannot count for a rank, as it was started; "": it may
+#: Why a run cannot count for a rank, as it was started; "": it may.
+Purpose = Literal["", "unranked", "sweep"]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 

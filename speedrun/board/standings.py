@@ -41,9 +41,8 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: Annotated[str, Meta(pattern="^https://")]
     caveat: str
     date: Annotated[str, Meta(pattern=r"^(\d{4}-\d\d(-\d\d)?)?$")] = ""
-    claim: Literal["", "merged", "open", "closed"] = (
-        ""  #: state of its pull request, if it is only claimed there
-    )
+    #: State of its pull request, if it is only claimed there.
+    claim: Literal["", "merged", "open", "closed"] = ""
     rules: str = ""  #: verdict of RULES.md
 
     def __post_init__(self) -> None:

@@ -84,7 +84,6 @@ class Engine(Protocol):
 
     def send(self, island: str, order: Order) -> None:
         """Send an order."""
-        ...
 
     def receive(self, timeout_s: float, /) -> Answer | Lost | None:
         """Return the next answer or loss; None if there is none in time."""

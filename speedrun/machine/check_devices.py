@@ -15,9 +15,8 @@ from speedrun.base import accelerators
 from speedrun.base.console import quantity
 from speedrun.record.checks.v4_environment import SLOWEST_OF_VENDOR
 
-_ANSWER_S = (
-    90.0  #: an nvidia-smi that hangs is a broken driver; one without persistence mode takes 2 to 3 s a GPU
-)
+#: An nvidia-smi that hangs is a broken driver; one without persistence mode takes 2 to 3 s a GPU.
+_ANSWER_S = 90.0
 _SHARED_BYTES = 10**9
 _LIBRARIES = ("cudart", "cudnn", "cublas", "nccl")
 _IDLE_MIB = 2048  #: driver and display take less memory of a GPU

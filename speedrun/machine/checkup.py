@@ -49,10 +49,8 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
                 yield check
                 if check.name == "devices":
                     machine = check_devices.Machine(**check.facts)  # pyright: ignore[reportArgumentType]
-        except (
-            RuntimeError,
-            UsageError,
-        ) as error:  # of JAX, if a driver or a plugin is broken; of GPUs of two kinds
+        # Of JAX, if a driver or a plugin is broken; of GPUs of two kinds.
+        except (RuntimeError, UsageError) as error:
             reason = str(error).strip().partition("\n")[0]
             cure = "stop what uses them, or repair the driver"
             if "nccl" in str(error).lower():

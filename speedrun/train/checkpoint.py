@@ -138,9 +138,7 @@ def read_arrays(folder: Path, facts: Facts, wanted: dict[str, Any]) -> dict[str,
     return {name: found[name] for name in wanted}
 
 
-@jax.jit
-def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: fingerprint(array) for name, array in arrays.items()}
+_digests = jax.jit(lambda arrays: {name: fingerprint(array) for name, array in arrays.items()})
 
 
 def described(state: Any) -> dict[str, Array]:

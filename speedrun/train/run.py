@@ -47,7 +47,6 @@ class Steps(Protocol):
 
     def drain(self) -> None:
         """Wait until nothing is being read: the clock is about to pause."""
-        ...
 
 
 #: Is called first, as other meshes compile at the same time.

@@ -33,10 +33,8 @@ from speedrun.train.checkpoint import state_hash
 from speedrun.train.request import decoded
 
 _TEXTS = 140  #: scored sequences to change
-_OTHERS, _OTHER_TOKENS = (
-    64,
-    2**14,
-)  #: limits for other text: sequences, or tokens if that allows more sequences
+#: Limits for other text: sequences, or tokens if that allows more sequences.
+_OTHERS, _OTHER_TOKENS = 64, 2**14
 #: Sequences to change and to score on another platform than the run's, where a CPU takes minutes for each.
 _FEW, _SAMPLE = 8, 16
 
