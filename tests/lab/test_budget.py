@@ -1,15 +1,12 @@
 """What a batch will take, and how likely it proves its target: before it starts, and as it would be declared."""
 
 import functools
-import json
 import re
 import shutil
-import zlib
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import pytest
 from typed import invoke
 
@@ -18,11 +15,9 @@ from speedrun.base import accelerators, track
 from speedrun.base.errors import UsageError
 from speedrun.cli.train import batch, run
 from speedrun.lab import budget as budgets
-from speedrun.lab.budget import budget
 from speedrun.lab.commands import sweep
 from speedrun.plan import estimate as planning
 from speedrun.record.reader import load
-from speedrun.science.recipe import describe
 from speedrun.train.batch import Promise, Prospect, num_runs, prospect
 from speedrun.train.request import RunConfig
 
@@ -142,71 +137,30 @@ def test_who_knows_no_loss_must_say_a_number():
     assert num_runs(promise, rules, Prospect(rules, 3.20, 0.0019, "nobody")) == rules.rules.min_runs
 
 
-#: Options that leave alone what is declared, or all but its folder.
-BESIDE = {"dry_run", "kind", "dollars", "as_json", "resume", "title", "ghost", "wandb", "on", "out", "data"}
-BESIDE |= {"seed", "deadlines", "init_from", "keep_checkpoints", "coordinator", "processes", "process"}
-BESIDE |= {"heartbeat", "meet_within", "watch", "watch_port", "sample_prompts", "unranked", "check"}
-OTHER: dict[str, tuple[str, ...]] = {
-    "track": ("capped-8xh100",),
-    "recipe": ("windows",),
-    "num_devices": ("4",),
-    "attention": ("banded",),
-    "microbatches": ("16",),
-    "settings": ("stages.0.num_steps=900",),
-    "runs": ("7",),
-    "then": ("40",),
-    "expect": ("3.277",),
-    "confirm": ("3",),
-    "features": ("cooldown",),
-    "ladder": (),
-    "replicas": ("2",),
-    "checkpoint_every": ("100",),
-    "sample_every": ("100",),
+#: A command with what changes its request.
+TYPED = {
+    batch: "--runs 7 --then 40 --expect 3.277",
+    run: "--replicas 2 --checkpoint-every 100 --sample-every 100",
+    sweep: "--runs 2 --confirm 3 --features cooldown",
 }
-GIVEN = {
-    "batch": {"--track": "main-8xh100", "--recipe": "unet"},
-    "run": {"--track": "main-8xh100", "--recipe": "unet"},
-    "sweep": {"--track": "main-8xh100", "--recipe": "unet", "--runs": "2", "--features": "all"},
-}
+SHARED = "--track capped-8xh100 --recipe windows --devices 4 --attention banded --microbatches 16"
 
 
-@pytest.mark.parametrize("command", [batch, run, sweep], ids=lambda one: one.name)
-def test_what_is_priced_is_what_would_be_declared_whatever_the_options(command, monkeypatch):
-    """Of each option: the request is the same with and without --dry-run, and changes if and only if the price does."""
-    base = PLANNED(recipes.load("smoke"), "h100", 8, 8)
+@pytest.mark.parametrize("command", TYPED, ids=lambda one: one.name)
+def test_what_is_priced_is_what_would_be_declared(command, monkeypatch):
+    """Whatever the options: the price is a function of the request, which is the same with --dry-run."""
     requests: list[Any] = []
     monkeypatch.setattr("speedrun.base.children.run_module", lambda _, one: requests.append(one) or 9)
     monkeypatch.setattr("speedrun.train.single_run.run", lambda job, *_: requests.append(job.config))
-    monkeypatch.setattr(
-        "speedrun.lab.budget.budget", lambda one, *a, **k: requests.append(one) or budget(one, *a, **k)
+    monkeypatch.setattr("speedrun.lab.budget.budget", lambda one, *_, **__: requests.append(one) or 1 / 0)
+    words = f"{SHARED} --set stages.0.num_steps=900 {TYPED[command]}".split()
+    for more in (["--dry-run"], []):
+        invoke(command.name, *words, *more)
+    priced, declared = requests
+    config = declared if command is run else declared.config
+    assert (priced.config if command is run else priced) == declared
+    assert (config.num_devices, config.attention, config.overrides["stages.0.num_steps"]) == (
+        4,
+        "banded",
+        "900",
     )
-
-    def plan(recipe: Any, *args: Any, **more: Any) -> Any:
-        text = repr((describe(recipe), args[:3], more))
-        stages = [
-            msgspec.structs.replace(one, step_s=1 + zlib.crc32(text.encode()) / 2**32) for one in base.stages
-        ]
-        return msgspec.structs.replace(base, num_devices=args[1], stages=tuple(stages))
-
-    monkeypatch.setattr(planning, "plan", plan)
-
-    def dry(words: dict[str, str]) -> tuple[Any, Any]:
-        typed = [word for pair in words.items() for word in pair if word]
-        requests.clear()
-        shown = invoke(command.name, *typed, "--dry-run", "--json")
-        invoke(command.name, *typed)
-        priced, declared = requests
-        assert (priced.config if command is run else priced) == declared
-        assert shown.stdout, shown.exception or shown.stderr
-        return declared, json.loads(shown.stdout)
-
-    first = dry(GIVEN[command.name])
-    for option in command.params:
-        if option.name in BESIDE:
-            continue
-        (value, *_) = (*OTHER[str(option.name)], "")
-        words = GIVEN[command.name] | {option.opts[0]: value}
-        if option.name == "ladder":
-            words.pop("--features")
-        found = dry(words)
-        assert [one != other for one, other in zip(found, first, strict=True)] == [True, True], option.name

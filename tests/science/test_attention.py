@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_choose import ATTENTION
 
 from speedrun.base import accelerators, mesh
-from speedrun.base.errors import UsageError
 from speedrun.recipes.record89.attention import Heads, View, attend
 from speedrun.science import nn
 from speedrun.science.kernels import attention_banded, attention_triton, qk_norm_triton
 from speedrun.science.kernels.attention import Window, attention, sight, visible
-from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
+from speedrun.science.kernels.choose import choose_attention
 from speedrun.science.kernels.qk_norm import qk_norm
 
 
@@ -265,10 +265,10 @@ def compiled_for(kind: str, form: Callable[..., jax.Array], head_dim: int, **opt
 def test_what_auto_chooses_is_triton_and_fits_each_card(kind, head_dim):
     """XLA refuses kernels with more shared memory than a block may use, and here those that spill registers, too."""
     capability = "{}.{}".format(*accelerators.load(kind).compute_capability)
-    choice = choose_attention("auto", CALL._replace(compute_capability=capability))
+    choice = choose_attention("auto", ATTENTION._replace(compute_capability=capability))
     text, scratch_bytes = compiled_for(kind, choice.function, head_dim, **hopper.NO_SPILLS)
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 4, "keys have one of their own"
-    tokens, heads = CALL.shape_BTHK[1:3]
+    tokens, heads = ATTENTION.shape_BTHK[1:3]
     kept_bytes = tokens * head_dim * (2 * heads * 2 + 4)  # queries and keys after their norm, and angles
     assert scratch_bytes < kept_bytes + 4 * 2**20
 
@@ -296,59 +296,3 @@ def test_banded_memory_is_linear_in_time(most_bytes, monkeypatch):
         return memory.temp_size_in_bytes
 
     assert scratch_bytes(4096) < 4.5 * scratch_bytes(1024)
-
-
-CALL = AttentionCall(
-    shape_BTHK=(1, 49152, 6, 128),
-    dtype=jnp.dtype(jnp.bfloat16),
-    platform="gpu",
-    compute_capability="9.0",
-    window_tokens=14 * 128,
-)
-CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.float32))
-
-
-@pytest.mark.parametrize(
-    ("call", "name", "reason"),
-    [
-        (CALL, "triton", "first of triton, banded, definition that can run here"),
-        (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not triton: sequences of 49,153 tokens"),
-        (CALL._replace(compute_capability="7.5"), "banded", "7.5; the kernels need an A100 (gpu 8.0), L40S"),
-        (CALL._replace(platform="rocm"), "banded", "not triton: this is a rocm 9.0; the"),
-        (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
-        (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
-        (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "too little to skip"),
-        (CPU._replace(shape_BTHK=(2, 256, 2, 16), window_tokens=128), "banded", "windows of at most 128"),
-        (CPU._replace(window_tokens=999 * 128), "banded", "not definition: its scores take 54 GiB"),
-    ],
-)
-def test_auto_says_what_it_chose_and_why(call, name, reason):
-    choice = choose_attention("auto", call)
-    assert choice.name == name
-    assert reason in choice.reason
-
-
-def test_the_choices_of_a_program_are_kept_where_another_ones_trace_could_be_taken():
-
-    @partial(jax.jit, static_argnums=0)
-    def head(kernels: Kernels, *args: jax.Array) -> jax.Array:
-        return kernels.summed_cross_entropy(*args, cap=15.0, fp8=None)
-
-    x_ND, head_VD, targets_N = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, jnp.int32)
-    for kernels in (Kernels("cpu", ""), Kernels("cpu", "")):
-        head(kernels, x_ND, head_VD, targets_N)
-        assert [one.name for one in kernels.choices.values()] == ["chunks"]
-
-
-def test_a_form_that_cannot_run_gives_all_reasons():
-    call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
-    with pytest.raises(UsageError) as triton:
-        choose_attention("triton", call)
-    for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):
-        assert reason in str(triton.value)
-    with pytest.raises(UsageError, match="did you mean 'banded'"):
-        choose_attention("band", call)
-    most = CPU._replace(shape_BTHK=(1, 2**15, 1, 16))  # scores of exactly 4 GiB
-    assert choose_attention("definition", most).name == "definition"
-    with pytest.raises(UsageError, match="its scores take 4 GiB"):
-        choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))

@@ -78,24 +78,6 @@ def test_only_the_forward_product_sums_fast():
     assert text.count("precision = [HIGHEST, HIGHEST]") == 2
 
 
-@pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
-def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
-    here = jnp.dtype(jnp.bfloat16), "gpu", "8.0"
-    choice = choose_head(HeadCall(num_tokens, 50_304, *here, None, as_cap(CAP)))
-    assert isinstance(choice.function, partial)
-    assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks, "passes": gpu.PASSES}
-    assert choice.name == "bfloat16"
-    assert f"in {num_chunks} chunks" in choice.reason
-
-
-@pytest.mark.parametrize(("cap", "num_chunks"), [(CAP, 4), (math.inf, 16)])
-def test_where_memory_is_scarce_the_head_takes_more_chunks(cap, num_chunks):
-    here = jnp.dtype(jnp.bfloat16), "gpu", "8.9"
-    choice = choose_head(HeadCall(49_152, 50_304, *here, None, as_cap(cap), chunk_tokens=12_288))
-    assert isinstance(choice.function, partial)
-    assert choice.function.keywords["num_chunks"] == num_chunks
-
-
 def test_without_a_cap_it_is_plain_cross_entropy():
     """Against float64 on the host; the gradients are (softmax - one hot) W and (softmax - one hot)^T x."""
     x_ND, head_VD, targets_N = inputs(24, 12, 33)
@@ -187,27 +169,3 @@ def test_a_head_with_these_passes_is_the_definition(fp8, most):
     assert losses.first == pytest.approx(float(right.first), rel=2e-3)
     for got, want in zip(gradients, exact_gradients, strict=True):
         assert np.linalg.norm(np.asarray(got, np.float32) - want) < most * np.linalg.norm(want)
-
-
-def test_hopper_has_them_and_others_are_told_why_not():
-    call = HeadCall(49_152, 50_304, jnp.dtype(jnp.bfloat16), "gpu", "9.0", None, as_cap(15.0))
-
-    def chosen(**changes: Any) -> tuple[bool, str]:
-        choice = choose_head(call._replace(**changes))
-        assert isinstance(choice.function, partial)
-        return choice.function.keywords["passes"] is not gpu.PASSES, choice.reason
-
-    assert chosen()[0]
-    assert chosen(num_tokens=98_304)[1].endswith("98,304 tokens in 2 chunks; mosaic's passes")
-    assert chosen(fp8=gpu.RECORD21)[0]
-    for changes, reason in [
-        ({"compute_capability": "8.0"}, "this is a gpu 8.0; the kernels need an H100 or H200 (gpu 9.0)"),
-        # A chunk of so few tokens fits no tile, whatever their number in all.
-        ({"chunk_tokens": 96}, "96 tokens in a chunk; the kernels need a multiple of 64"),
-        ({"num_tokens": 49_153}, "3781 tokens in a chunk; the kernels need a multiple of 64"),
-        ({"num_columns": 50_257}, "50257 columns; the kernels need a multiple of 64"),
-        ({"dtype": jnp.dtype(jnp.float32)}, "float32 logits; the kernels need bfloat16"),
-    ]:
-        taken, why = chosen(**changes)
-        assert not taken
-        assert why.endswith(f"XLA's passes: {reason}")

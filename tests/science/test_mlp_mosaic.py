@@ -13,7 +13,6 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from speedrun.science import nn
 from speedrun.science.kernels import mlp_mosaic
-from speedrun.science.kernels.choose import MlpCall, mlp_form
 from speedrun.science.kernels.mlp import mlp
 
 #: Two tiles by two, which the interpreter's only program takes in turn.
@@ -51,23 +50,6 @@ def test_it_is_the_definition(monkeypatch, factors, most):
         assert got[name].dtype == jnp.bfloat16
         error = np.linalg.norm(np.asarray(got[name], np.float32) - want[name]) / np.linalg.norm(want[name])
         assert error < most, name
-
-
-def test_hopper_has_it_and_others_are_told_why_not():
-    call = MlpCall(49_152, 768, 3072, jnp.dtype(jnp.bfloat16), "gpu", "9.0")
-    assert mlp_form(call).name == "mosaic"
-    for wrong, why in {
-        "platform": ("cpu", "this is a cpu 9.0"),
-        "compute_capability": ("8.0", "this is a gpu 8.0"),
-        "num_tokens": (100, "100 tokens; the kernels need a multiple of 128"),
-        "model_dim": (192, "192 dimensions; the kernels need a multiple of 128"),
-        "mlp_dim": (640, "an MLP of 640; the kernels need a multiple of 256"),
-        "dtype": (jnp.dtype(jnp.float32), "float32 inputs; the kernels need bfloat16"),
-    }.items():
-        value, reason = why
-        choice = mlp_form(call._replace(**{wrong: value}))
-        assert choice.name == "definition"
-        assert reason in choice.reason
 
 
 @hopper.needs_compiler

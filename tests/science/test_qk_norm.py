@@ -12,7 +12,6 @@ import pytest
 
 from speedrun.science import nn
 from speedrun.science.kernels import qk_norm_triton
-from speedrun.science.kernels.choose import Kernels, QkNormCall, qk_norm_form
 from speedrun.science.kernels.qk_norm import qk_norm
 
 FORMS: dict[str, Callable[..., Any]] = {
@@ -148,33 +147,3 @@ def test_triton_compiles_for_an_h100(head_dim, num_angles):
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 4
     assert " copy(" not in text
     assert memory.temp_size_in_bytes < 3 * 4 * 49152 * (num_angles * head_dim // 2 + 6) + 2**20
-
-
-H100 = QkNormCall(128, jnp.dtype(jnp.bfloat16), "gpu", "9.0")
-
-
-@pytest.mark.parametrize(
-    ("call", "name", "reason"),
-    [
-        (H100, "triton", "one pass"),
-        (H100._replace(compute_capability="7.5"), "definition", "not triton: this is a gpu 7.5"),
-        (H100._replace(dtype=jnp.dtype(jnp.float32)), "definition", "float32 inputs"),
-        (H100._replace(head_dim=96), "definition", "heads of 96 dimensions"),
-        (H100._replace(platform="cpu", compute_capability=""), "definition", "this is a cpu"),
-    ],
-)
-def test_auto_says_what_it_chose_and_why(call, name, reason):
-    choice = qk_norm_form(call)
-    assert choice.name == name
-    assert reason in choice.reason
-
-
-def test_a_form_that_cannot_run_gives_all_reasons_and_the_choice_is_kept():
-    reason = qk_norm_form(QkNormCall(40, jnp.dtype(jnp.float32), "cpu", "")).reason
-    for one in ("a cpu", "float32", "40 dimensions", "power of two"):
-        assert one in reason
-    q, k, _ = inputs((1, 8, 2, 16))
-    kernels, angles = Kernels("cpu", ""), nn.rotary_angles(8, 16)
-    for got, want in zip(kernels.qk_norm(q, k, angles), qk_norm(q, k, angles), strict=True):
-        np.testing.assert_array_equal(got, want)
-    assert kernels.choices["qk_norm 1x8x2x16 float32"].name == "definition"
