@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,9 @@ LAYERS = [i for i in range(11) if i != 6]  #: with attention
 VALUES = (1, 2, 8, 9, 10)  #: layers with value embeddings
 
 
-def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.ndarray) -> Recipe:
-    record, stages = recipes.load("record89"), config["stages"]
-    phases = tuple(
+def phases_of(phases: Any, stages: Any, **own: Callable[[int, Arrays], Any]) -> tuple[Any, ...]:
+    """The phases of a schedule with the lengths, rates, windows and weights of a file."""
+    return tuple(
         dataclasses.replace(
             phase,
             num_steps=stage["end"] - stage["start"],
@@ -42,35 +43,49 @@ def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.nd
             long_blocks=stage["long"],
             target_weights=tuple(stage["mtp0"]),
             end_weights=tuple(stage["mtp1"]),
-            prefix_weight=stage["prefix0"],
-            end_prefix_weight=stage["prefix1"],
+            **{name: of(i, stage) for name, of in own.items()},
         )
-        for phase, stage in zip(record.schedule.phases, stages, strict=True)
+        for i, (phase, stage) in enumerate(zip(phases, stages, strict=True))
     )
+
+
+def in_float32(
+    record: Recipe, config: Arrays, num_rows: int, given: Any, sizes: Any, **changes: Any
+) -> Recipe:
+    """A recipe with the sizes, stages and constants of a file."""
+    sizes = {name: config[name] for name in ("vocab_size", "model_dim", "num_heads", "sign_rows")} | sizes
+    sizes |= {"gate_dim": config["gate_hidden"], "document_token": config["document_token"]}
+    sizes |= {"table_dtype": "float32", "head_fp8": None, "mlp_dtype": "float32"}
+    return dataclasses.replace(
+        record,
+        config=dataclasses.replace(record.config, **sizes),
+        constants=lambda _config, _vocabulary: given,
+        stages=tuple(
+            Stage(stage["end"] - stage["start"], num_rows, stage["tokens"], stage["max_doc"])
+            for stage in config["stages"]
+        ),
+        eval_sequences=8,
+        compute_dtype="float32",
+        **changes,
+    )
+
+
+def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.ndarray) -> Recipe:
+    record = recipes.load("record89")
     schedule = dataclasses.replace(
         record.schedule,
-        phases=phases,
+        phases=phases_of(
+            record.schedule.phases,
+            config["stages"],
+            prefix_weight=lambda _, stage: stage["prefix0"],
+            end_prefix_weight=lambda _, stage: stage["prefix1"],
+        ),
         cooldown_fraction=config["cooldown_frac"],
         momentum_warmup_steps=config["momentum_warmup_steps"],
         momentum_cooldown_steps=config["momentum_cooldown_steps"],
         block_tokens=config["block_size"],
         final_long_blocks=config["final_long"],
         rotary_pairs=config["head_dim"] // 4,
-    )
-    sizes = dataclasses.replace(
-        record.config,
-        vocab_size=config["vocab_size"],
-        model_dim=config["model_dim"],
-        num_heads=config["num_heads"],
-        mlp_dim=4 * config["model_dim"],
-        gate_dim=config["gate_hidden"],
-        bigram_rows=config["bigram_rows"],
-        sign_rows=config["sign_rows"],
-        compose_keys=config["dc_window"],
-        document_token=config["document_token"],
-        table_dtype="float32",
-        head_fp8=None,
-        mlp_dtype="float32",
     )
     optimizer = dataclasses.replace(
         record.optimizer,
@@ -82,22 +97,12 @@ def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.nd
         adam_eps=config["adam_eps"],
         adam_decay=config["adam_weight_decay"],
     )
+    sizes = {"bigram_rows": config["bigram_rows"], "compose_keys": config["dc_window"]}
+    sizes |= {"mlp_dim": 4 * config["model_dim"]}
     signs = starts["bigram_signs"].astype(np.int8)
     given = {"bigram_signs": signs, "prefixes": prefix_table.astype(np.int32)}
-    return dataclasses.replace(
-        record,
-        config=sizes,
-        optimizer=optimizer,
-        schedule=schedule,
-        constants=lambda _config, _vocabulary: given,
-        stages=tuple(
-            Stage(stage["end"] - stage["start"], num_rows, stage["tokens"], stage["max_doc"])
-            for stage in stages
-        ),
-        eval_sequences=8,
-        eval_seq_len=config["val_tokens_per_pass"],
-        compute_dtype="float32",
-    )
+    parts = {"optimizer": optimizer, "schedule": schedule, "eval_seq_len": config["val_tokens_per_pass"]}
+    return in_float32(record, config, num_rows, given, sizes, **parts)
 
 
 def unit_order(head_dim: int) -> np.ndarray:

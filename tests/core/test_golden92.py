@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_golden89
 from golden_files import OPTIMISED, Arrays, leaves
-from test_golden89 import assert_run_agrees, assert_weights_agree, unit_order
+from test_golden89 import assert_run_agrees, assert_weights_agree, in_float32, phases_of, unit_order
 
 from speedrun import recipes
 from speedrun.recipes.record89 import model as model89
@@ -32,7 +32,7 @@ from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Targets
 from speedrun.science.params import Params
-from speedrun.science.recipe import Recipe, Stage
+from speedrun.science.recipe import Recipe
 from speedrun.science.rows import Rows, moved
 from speedrun.train.program import Program
 
@@ -42,20 +42,12 @@ VALUES = (1, 2, 8, 10)  #: layers with value embeddings
 
 
 def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Recipe:
-    record, stages, num_steps = recipes.load("record92"), config["stages"], config["total_steps"]
-    phases = tuple(
-        dataclasses.replace(
-            phase,
-            num_steps=stage["end"] - stage["start"],
-            lr_scale=stage["lr"],
-            short_blocks=stage["short"],
-            long_blocks=stage["long"],
-            target_weights=tuple(stage["mtp0"]),
-            end_weights=tuple(stage["mtp1"]),
-            prefix_weights=tuple(stage["prefix"]),
-            columns=tuple(config["candidates"].get(str(i), ())),
-        )
-        for i, (phase, stage) in enumerate(zip(record.schedule.phases, stages, strict=True))
+    record, num_steps = recipes.load("record92"), config["total_steps"]
+    phases = phases_of(
+        record.schedule.phases,
+        config["stages"],
+        prefix_weights=lambda _, stage: tuple(stage["prefix"]),
+        columns=lambda i, _: tuple(config["candidates"].get(str(i), ())),
     )
     rail, tail = config["rail"], config["tail"]
     rates = {"ema": 2 / (tail["ema_window"] + 1), "avg": tail["avg_rate"], "value": tail["avg_rate"]}
@@ -86,23 +78,9 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
         long_scale=config["wide_attn_scale"],
         tails=tails,
     )
-    sizes = dataclasses.replace(
-        record.config,
-        vocab_size=config["vocab_size"],
-        model_dim=config["model_dim"],
-        num_heads=config["num_heads"],
-        mlp_dim=config["mlp_dim"],
-        gate_dim=config["gate_hidden"],
-        ngram_rows=config["ngram_rows"],
-        sign_rows=config["sign_rows"],
-        mix_dim=config["model_dim"] // config["mudd_groups"],
-        segment_tokens=config["virtual_cap"],
-        sweep_starts=config["micro_batches"],
-        document_token=config["document_token"],
-        table_dtype="float32",
-        head_fp8=None,
-        mlp_dtype="float32",
-    )
+    sizes = {name: config[name] for name in ("mlp_dim", "ngram_rows")}
+    sizes |= {"mix_dim": config["model_dim"] // config["mudd_groups"]}
+    sizes |= {"segment_tokens": config["virtual_cap"], "sweep_starts": config["micro_batches"]}
     blends = {("qk",): tail["blend"], ("vo", "mlp"): tail["blend"] - tail["richardson"]}
     shares = {"ema": lambda _: tail["ema_blend"], "blend": lambda groups: blends[groups]}
     averages = tuple(
@@ -122,20 +100,8 @@ def recipe_of(config: Arrays, ticks: Arrays, num_rows: int, given: Arrays) -> Re
         rows=row_periods(config["ngram"]),
         averages=averages,
     )
-    return dataclasses.replace(
-        record,
-        config=sizes,
-        optimizer=optimizer,
-        schedule=schedule,
-        constants=lambda _config, _vocabulary: given,
-        stages=tuple(
-            Stage(stage["end"] - stage["start"], num_rows, stage["tokens"], stage["max_doc"])
-            for stage in stages
-        ),
-        eval_sequences=8,
-        eval_seq_len=config["val_tokens"],
-        compute_dtype="float32",
-    )
+    parts = {"optimizer": optimizer, "schedule": schedule, "eval_seq_len": config["val_tokens"]}
+    return in_float32(record, config, num_rows, given, sizes, **parts)
 
 
 def value_periods(given: Arrays) -> list[tuple[AdamGroup]]:
