@@ -1,4 +1,4 @@
-"""A run that is small enough for a test."""
+"""A run that is small enough for a test, and what runs leave on disk."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,15 @@ SMALL = {
     "config.head_dim": "8",
     "config.mlp_dim": "32",
 }
+
+
+#: A committed record of one run.
+FIRST = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-first"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files below a folder, by path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def children_of(pid: int) -> list[int]:

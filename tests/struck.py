@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
+from small_run import files
+
 from speedrun import cli
 from speedrun.base import children, clock, provenance, track
 from speedrun.base.sourcefile import join_source
@@ -47,10 +49,6 @@ _UNDONE = (
 ASSEMBLED = ("about.json", "README.md")  #: what assembling writes, in this order
 COPIED = "V312"  #: the soak makes the same runs again and again, and copies records
 OWNERS = b"These words are the owner's.\n"
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Blow(NamedTuple):

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_run import FIRST
 from typed import git, invoke
 
 ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 #: With other runs: the same run in two records is refused.
-ANOTHER = RECORD.with_name("2026-11-25-six-seeds")
+ANOTHER = FIRST.with_name("2026-11-25-six-seeds")
 SCRIPT = ROOT / "scripts" / "validate_changed.sh"
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone = tmp_path_factory.mktemp("first") / "clone"
-    shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "old")
+    shutil.copytree(FIRST, clone / "records" / "smoke-cpu" / "old")
     git(clone, "init", "-q", "-b", "main")
     build_board(clone)
     commit(clone)
@@ -119,7 +119,7 @@ def test_what_is_no_record_is_refused(clone, form):
         case "no log":
             next(clone.glob("records/smoke-cpu/old/runs/*/metrics.jsonl")).unlink()
         case "name":
-            shutil.copytree(RECORD, place.with_name("a\nb"))
+            shutil.copytree(FIRST, place.with_name("a\nb"))
             (place.with_name("a\nb") / "about.json").write_text("{}")
     code, output = check(clone, base="HEAD^9" if form == "no commit" else "HEAD^1")
     assert code != 0, output
@@ -129,7 +129,7 @@ def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone):
     canary = clone.parent / "ran"
     code = f"open({str(canary)!r}, 'w')\n"
     hostile = clone / "records" / "smoke-cpu" / "::error::boo"
-    shutil.copytree(RECORD, hostile)
+    shutil.copytree(FIRST, hostile)
     for name in ("::add-mask::3", "##[group]x", "\r::add-path::x"):
         (hostile / name).write_text("stray")
     (hostile / "sitecustomize.py").write_text(code)

@@ -14,7 +14,6 @@ from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import IMPORTED
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 SPEEDRUN = [sys.executable, "-m", "speedrun"]
 
 COMMANDS = {"help": ["--help"], "lines": ["data", "list"], "JSON": ["data", "list", "--json"]}

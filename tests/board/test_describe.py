@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from record_forge import Spec, change, forge, write_run
+from small_run import FIRST, files
 from typed import invoke
 
 from speedrun.base import runlog
@@ -33,11 +34,11 @@ def described(*words) -> None:
 
 def test_what_no_record_could_hold_is_refused_before_anything_is_written(records):
     child, _ = records
-    before = {path: path.read_bytes() for path in child.rglob("*") if path.is_file()}
+    before = files(child)
     too_long = ["--change", "x" * 2**20], "at most 1,048,576"
     for words, said in ((["--parent", child], "is the record itself"), too_long):
         assert said in invoke("describe", str(child), *map(str, words)).stderr
-    assert {path: path.read_bytes() for path in child.rglob("*") if path.is_file()} == before
+    assert files(child) == before
 
 
 def test_a_description_is_in_about_and_readme_and_the_rest_stays(records):
@@ -73,9 +74,7 @@ def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(record
 
 
 def test_a_title_that_the_locale_cannot_hold(tmp_path):
-    record = shutil.copytree(
-        ROOT / "records" / "smoke-cpu" / "2026-11-25-first", tmp_path / "gr\u00f6\u00dfer"
-    )
+    record = shutil.copytree(FIRST, tmp_path / "gr\u00f6\u00dfer")
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     argv = [sys.executable, "-m", "speedrun", "describe", str(record), "--title", "noch größer"]
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, check=False)

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from small_run import FIRST
 from typed import invoke
 
 from speedrun.base import console, runlog
@@ -20,7 +21,6 @@ from speedrun.record.logged_run import loss_of
 from speedrun.record.reader import Record, load
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_an_export_holds_nothing_about_this_machine(tmp_path):
     environment = {**os.environ, **CANARIES, "HOME": str(home), "PYTHONPATH": path}
     script = "import sys\nfrom speedrun.cli import command\nfor form in sys.argv[2:]:\n"
     script += "    command(['export', sys.argv[1], '--to', form, '--out', form], standalone_mode=False)\n"
-    argv = [sys.executable, "-c", script, RECORD, *FORMS]
+    argv = [sys.executable, "-c", script, FIRST, *FORMS]
     done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     paths = [path for form in FORMS for path in (cwd / form).rglob("*") if path.is_file()]

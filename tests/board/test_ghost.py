@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from record_forge import Spec, chain, change, forge, moments
+from small_run import log_of
 from typed import invoke
 
 from speedrun.base import runlog, track
@@ -94,7 +95,7 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
 
 
 def broken(record: Path, what: str) -> Path:
-    (log,) = record.glob("runs/*/metrics.jsonl")
+    log = log_of(record)
     match what:
         case "no record":
             return record / "plots"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from record_forge import forge, rank
+from small_run import files
 from typed import invoke, program
 
 from speedrun.base.console import clean
@@ -37,10 +38,6 @@ def record(forged, monkeypatch) -> Path:
 
 
 submit = partial(invoke, "submit")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def said(result: Result) -> str:

@@ -26,7 +26,7 @@ import pytest
 from jax import export
 from msgspec.structs import replace
 from record_forge import Spec, forge, state
-from small_run import SMALL
+from small_run import FIRST, SMALL, log_of
 from typed import as_words, invoke, speedrun
 
 from speedrun.base import output, provenance, runlog, track
@@ -1028,7 +1028,7 @@ def test_source_of_a_harness_that_nobody_knows_proves_nothing(trained, smoke_dat
 def of_gpu(trained, tmp_path) -> Path:
     """A record that says that it was made on a GPU, which its environment names."""
     folder = Path(shutil.copytree(trained.out, tmp_path / "of_gpu"))
-    (log,) = folder.glob("runs/*/metrics.jsonl")
+    log = log_of(folder)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (preflight,) = (line["event"] for line in lines if line["event"]["ev"] == "preflight")
     preflight |= {"platform": "gpu", "environment": {"CUDA_VISIBLE_DEVICES": "3", "JAX_PLATFORMS": "cuda"}}
@@ -1134,6 +1134,5 @@ def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data,
     raw = bytearray(shard.read_bytes())
     raw[1024 + 200] ^= 1
     shard.write_bytes(raw)
-    record = Path(__file__).parents[2] / "records" / "smoke-cpu" / "2026-11-25-first"
     with pytest.raises(DataError, match=f"{shard.name}: .*; the run read one with sha256"):
-        Rerun(record, tmp_path / "damaged", io.StringIO()).check_data()
+        Rerun(FIRST, tmp_path / "damaged", io.StringIO()).check_data()

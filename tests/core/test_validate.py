@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from record_forge import CONFIG, RECIPE, SOURCE, Spec, change, forge, rank, shard, write_run
+from small_run import FIRST, files
 from typed import git, invoke
 
 from speedrun.base import console, runlog, track
@@ -395,7 +396,7 @@ def test_a_file_of_git_is_found_by_its_commit_only(history):
 
 
 def test_the_reference_of_the_smoke_track_is_the_committed_record():
-    run = load(ROOT / "records/smoke-cpu/2026-11-25-first").runs[0]
+    run = load(FIRST).runs[0]
     seen = {0: 0, **{step.step + 1: step.tokens_seen for step in run.steps}}
     assert CURVES["smoke-cpu"] == pytest.approx({seen[val.step]: val.loss for val in run.vals}, abs=1e-4)
 
@@ -404,9 +405,9 @@ def test_assembling_again_changes_nothing_and_keeps_what_people_wrote(folder):
     forge(folder)
     assemble(folder, title="warm <wet> | wild", changes=["one thing"], parent_record="none before")
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nWhy it works.\n")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = files(folder)
     assemble(folder)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert files(folder) == before
     readme = (folder / "README.md").read_text()
     assert readme.partition(HEAD_END)[2] == "\nWhy it works.\n"
     assert "- one thing" in readme

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from small_run import FIRST, log_of
 from typed import invoke
 
 from speedrun import recipes
@@ -62,9 +63,9 @@ def test_a_run_takes_what_the_records_took():
 
 def test_records_count_on_as_many_devices_only(tmp_path):
     folder = tmp_path / "records" / "single-gpu" / "one"
-    shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-25-first", folder)
+    shutil.copytree(FIRST, folder)
     h100 = accelerators.load("h100").name
-    (log,) = folder.glob("runs/*/metrics.jsonl")
+    log = log_of(folder)
     log.write_text(log.read_text().replace('"device_kind":"cpu"', f'"device_kind":"{h100}"'))
 
     def basis(num_devices: int) -> str:

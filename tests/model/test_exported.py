@@ -17,7 +17,7 @@ from hub_server import COMMIT, FakeHub, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
-from small_run import SMALL
+from small_run import FIRST, SMALL
 from typed import invoke
 
 from speedrun import recipes
@@ -30,7 +30,6 @@ from speedrun.science.params import Params, Table
 from speedrun.train.program import Program
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 OVERRIDES = {name: value for name, value in SMALL.items() if name != "stages.0.num_steps"}
 GOLDEN = Path(__file__).parents[1] / "golden" / "gpt2_transformers.npz"
 
@@ -48,8 +47,8 @@ def arbitrary(name: str, overrides: dict[str, str], step: int, data: Path, **mor
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
-    run, data = load(RECORD).runs[0], tmp_path_factory.mktemp("data")
-    return arbitrary("smoke", OVERRIDES, run.start.num_steps, data, run=(RECORD, run.folder))
+    run, data = load(FIRST).runs[0], tmp_path_factory.mktemp("data")
+    return arbitrary("smoke", OVERRIDES, run.start.num_steps, data, run=(FIRST, run.folder))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,7 @@ def test_every_layout_comes_back(name, tmp_path):
 
 
 def test_the_card_has_the_loss_and_nothing_of_this_machine(folder):
-    card, run = (folder / "README.md").read_text(), load(RECORD).runs[0]
+    card, run = (folder / "README.md").read_text(), load(FIRST).runs[0]
     tokens = f"on {run.vals[-1].tokens:,} tokens in sequences of 64"
     assert f"| {run.val_loss:.4f} nats per token, {tokens}" in card
     assert f"| date | {run.begun:%Y-%m-%d} |" in card
@@ -311,4 +310,4 @@ def test_where_nothing_may_be_written_nothing_is(folder):
     for form in ("safetensors", "web"):
         refused("export", folder, "--to", form, "--out", folder, exit_code=2)
     refused("export", folder, "--to", "transformers", exit_code=2)  # it has no such architecture
-    refused("export", RECORD, "--to", "csv", "--step", 6, exit_code=2)
+    refused("export", FIRST, "--to", "csv", "--step", 6, exit_code=2)

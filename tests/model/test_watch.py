@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browsers import chromium, tab
-from small_run import SMALL
+from small_run import FIRST, SMALL
 from typed import as_words, free_port, invoke
 
 from speedrun.base import children, runlog
@@ -27,9 +27,8 @@ from speedrun.model.watch_server import Feed, rules
 from speedrun.record.reader import load
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
-SIX_SEEDS = RECORD.parent / "2026-11-25-six-seeds"
-(LOG,) = RECORD.glob("runs/*/metrics.jsonl")
+SIX_SEEDS = FIRST.parent / "2026-11-25-six-seeds"
+(LOG,) = FIRST.glob("runs/*/metrics.jsonl")
 RAW = LOG.read_bytes()
 LINES = RAW.decode().splitlines()
 HOSTILE = "<img src=x onerror=window.struck=1>"
@@ -169,10 +168,10 @@ def test_only_samples_of_a_regular_file_are_shown(tmp_path):
 
 def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = rules(str(RECORD), "smoke-cpu@1")
-    (run,) = load(RECORD).runs
+    found = rules(str(FIRST), "smoke-cpu@1")
+    (run,) = load(FIRST).runs
     assert found["target"] == 3.28
-    assert found["ghost"]["record"] == RECORD.name
+    assert found["ghost"]["record"] == FIRST.name
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
     assert ghost.best(Path("records"), "smoke-cpu@1") is not None
@@ -294,7 +293,7 @@ def check_numbers(page: Any, raw: bytes) -> None:
 def test_a_run_is_watched_from_start_to_end(page, tmp_path):
     path = log_in(tmp_path / "run")
     path.unlink()
-    with shown(page, tmp_path / "run", choice=str(RECORD)):
+    with shown(page, tmp_path / "run", choice=str(FIRST)):
         says(page, "Waiting for the first run")
         pieces = [RAW.index(LINES[count].encode()) for count in (0, 3, 8, 120, 200)]
         for start, stop in zip(pieces, [*pieces[1:], len(RAW)], strict=True):
@@ -314,7 +313,7 @@ def test_a_run_is_watched_from_start_to_end(page, tmp_path):
         at = next(i for i, one in enumerate(log) if isinstance(one, runlog.Val) and one.loss <= 3.28)
         time_s = [one.train_time_s for one in log[:at] if isinstance(one, runlog.Step)][-1]
         says(page, f"loss {log[at].loss:.4f} after {time_s:.1f} s", "#tiles")
-        says(page, f"ghost: {RECORD.name}", "#key")
+        says(page, f"ghost: {FIRST.name}", "#key")
         events = page.inner_text("#events")
         first = next(one for one in log if isinstance(one, runlog.Val) and one.step)
         said = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import FIRST
 from typed import read_options
 
 from speedrun.base import console, runlog
@@ -61,7 +62,6 @@ FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path.name: path for path in FILES if path.name != "LOG.md"}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 README = TEXTS["README.md"]
-SHOWN = ROOT / "records" / "smoke-cpu" / "2026-11-25-first"
 SCRIPT = "python data/fineweb_prep.py"
 
 RUN = [name for name, text in TEXTS.items() if commands("bash", text)]
@@ -86,7 +86,7 @@ def test_commands_of_readme_do_what_they_say_of_a_record(tmp_path):
     run, *others = commands("bash", README)
     assert run == "speedrun run --track smoke-cpu --out runs/first"
     read_options(run)
-    shutil.copytree(SHOWN, checkout(tmp_path) / "runs" / "first")
+    shutil.copytree(FIRST, checkout(tmp_path) / "runs" / "first")
     execute(others, tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_a_command_of_a_page_can_be_given(line):
 
 
 def test_what_readme_shows_is_in_a_record():
-    (log,) = SHOWN.glob("runs/*/metrics.jsonl")
+    (log,) = FIRST.glob("runs/*/metrics.jsonl")
     (shown,) = blocks("console", README)
     lines = [line for line in shown if line.startswith(("step", "----", "result"))]
     assert len(lines) == 4

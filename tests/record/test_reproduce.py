@@ -21,6 +21,7 @@ import pytest
 from forgeries import BROKE
 from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, both, change, forge, write_run
 from scipy import stats
+from small_run import files
 from typed import invoke
 
 from speedrun import cli
@@ -294,12 +295,12 @@ def test_times_that_nobody_can_divide_by_are_told(reproduced, record):
 
 
 def test_a_record_is_left_alone_unless_asked(reproduced, record):
-    before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    before = files(record)
     reproduced()
-    assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
+    assert files(record) == before
     result, _ = reproduced("--into-record")
-    after = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
-    assert after.keys() - before.keys() == {record / "reproduction.json"}
+    after = files(record)
+    assert after.keys() - before.keys() == {"reproduction.json"}
     statuses = {one.check.id: one.status for one in validate(record).results}
     assert (statuses["V009"], "failed" in statuses.values()) == ("ok", False), result.output
 

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import Result
-from small_run import SMALL, log_of, runs_of
+from small_run import SMALL, files, log_of, runs_of
 from typed import invoke
 
 from speedrun import recipes
@@ -333,7 +333,7 @@ NO_DAMAGE = {
 
 @pytest.mark.parametrize(("item", "is_wrapped", "error"), NO_DAMAGE.values(), ids=NO_DAMAGE)
 def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, error, item, is_wrapped):
-    before = tree(copy)
+    before = files(copy)
 
     def fail(*_args, **_named) -> None:
         if is_wrapped:  # as orbax does
@@ -347,7 +347,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, e
         said = re.escape(f"{copy / '2'}: cannot be read: {reason}; it is kept")
         with pytest.raises(CheckpointError, match=said):
             checkpoints.restore(small, "c" * 64, print)
-    assert tree(copy) == before
+    assert files(copy) == before
 
 
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(copy, small):
@@ -355,10 +355,6 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(copy, small):
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match=re.escape(f"{file} is not a regular file; move it away")):
         restored(copy, small, [])
-
-
-def tree(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -414,10 +410,10 @@ def test_no_changed_bit_of_what_was_sealed_passes(tmp_path):
 def test_no_whole_checkpoint_is_an_error(copy, small):
     for step in ("1", "2"):
         flip(largest(copy / step))
-    before = tree(copy)
+    before = files(copy)
     with pytest.raises(CheckpointError, match=r"no whole checkpoint; 2 is damaged \(.*\); 1 is damaged \("):
         restored(copy, small, [])
-    assert tree(copy) == before
+    assert files(copy) == before
 
 
 def test_a_step_that_is_damaged_again_keeps_both(copy, small):
