@@ -64,16 +64,6 @@ def reach(timeout_s: float) -> None:
                 hf_raise_for_status(who)
 
 
-def content(address: str) -> bytes:
-    """Return a small file from anywhere; raise HubError."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
-    with _client_errors():
-        answer = get_session().get(address, timeout=_TIMEOUT_S)
-        hf_raise_for_status(answer)
-        return answer.content
-
-
 def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = False) -> "DatasetInfo":
     """Return the commit and the files of a dataset repository, `patiently`; raise HubError.
 

@@ -15,12 +15,13 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, NamedTuple
+from urllib.request import urlopen
 
 import numpy as np
 
 from speedrun.base.errors import DataError, UsageError, translate_read_errors, unknown
 from speedrun.base.wholefile import read_regular, write_whole
-from speedrun.data import hub, vocabulary
+from speedrun.data import vocabulary
 from speedrun.data.documents import Block, need
 from speedrun.data.shards import Place
 
@@ -28,6 +29,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 #: GPT-2's ranks in one file. Source: tiktoken, `tiktoken_ext/openai_public.py`.
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+_ANSWER_S = 10.0
 #: The words of GPT-2, which are encoded independently. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
@@ -74,12 +76,12 @@ def cached_ranks() -> bytes:
             from tiktoken.load import read_file_cached
 
             return read_file_cached(RANKS_URL, vocabulary.RANKS_SHA256)
-        vocabulary.ranks(raw := hub.content(RANKS_URL))
+        with urlopen(RANKS_URL, timeout=_ANSWER_S) as answer:
+            vocabulary.ranks(raw := answer.read())
         return raw
-    except (hub.HubError, OSError, ValueError) as error:  # also those of tiktoken's network
-        said = error if isinstance(error, hub.HubError) else type(error).__name__
+    except (OSError, ValueError) as error:  # also those of tiktoken's network
         raise DataError(
-            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({said}); "
+            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
             f"need {RANKS_URL}; copy that file next to the shards, or pass --tokenizer PATH/r50k_base.tiktoken"
         ) from None
 
