@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import compiled_cost
 import hlo
@@ -18,6 +18,7 @@ from speedrun.base import accelerators, mesh
 from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Collective, Line
 from speedrun.plan.traced import step_jaxpr
+from speedrun.train import footprint
 from speedrun.train.program import Program
 
 #: How XLA writes the groups of a collective: see `groups`.
@@ -89,18 +90,29 @@ def dissect(compiled: jax.stages.Compiled) -> Anatomy:
     return read(compiled.as_text() or "", compiled.memory_analysis())
 
 
-def prices(compiled: jax.stages.Compiled, program: Program, step: int) -> tuple[tuple[Line, ...], float]:
-    """Return the kernels of a step as compiled, by kind, and the time of those that a plan counts over theirs."""
+class Prices(NamedTuple):
+    """A step as compiled, and a plan of it over that."""
+
+    lines: tuple[Line, ...]  #: compiled
+    time: float
+    memory: float
+
+
+def prices(compiled: jax.stages.Compiled, program: Program, step: int) -> Prices:
+    """Compare the kernels of a step as compiled, and its memory, with those that a plan counts."""
     device = accelerators.load("h100")
     simulated = dataclasses.replace(program, mesh=mesh.make_mesh(program.num_devices))
-    counted, _ = fusion.count(step_jaxpr(simulated, step, device))
+    jaxpr = step_jaxpr(simulated, step, device)
+    counted, _ = fusion.count(jaxpr)
     attention_flops = sum(work.flops for work in counted if work.kind == "attention")
     priced = compiled_cost.priced(hlo.parse(compiled.as_text() or ""), attention_flops)
     lines = cost.table([work.repeated(step.times) for step, work in priced if work], device)
     planned_s, compiled_s = (
         sum(one.seconds for one in each) for each in (cost.table(counted, device), lines)
     )
-    return lines, planned_s / compiled_s
+    needed: Any = compiled.memory_analysis()
+    memory = footprint.needed_bytes(simulated, jaxpr) / needed.peak_memory_in_bytes
+    return Prices(lines, planned_s / compiled_s, memory)
 
 
 def read(text: str, memory: Any = None) -> Anatomy:

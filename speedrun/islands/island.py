@@ -3,8 +3,6 @@
 Its optimiser state stays here between rounds. A newcomer starts with zero moments, at the schedule's present step.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -15,7 +13,7 @@ from speedrun.record import layout
 from speedrun.science.step import TrainState
 from speedrun.train.checkpoint import state_hash
 from speedrun.train.preflight import Ready, prepare
-from speedrun.train.program import Program, StepShape
+from speedrun.train.program import Program
 from speedrun.train.request import RunConfig
 
 ROOTS = ("speedrun.islands.driver",)  #: its source belongs to the record
@@ -30,15 +28,12 @@ class Island:
         self._program, self.config_sha256 = self.ready.program, config_sha256(self.ready)
         self.state = self.fresh()
         shapes = {self._program.shape_at(step) for step in range(self.ready.recipe.num_steps)}
-        self._steps = {shape: self._compiled(shape) for shape in shapes}
+        lowered = {shape: self._program.traced_step(shape).lower() for shape in shapes}
+        self._steps = {shape: self._program.compiled(one) for shape, one in lowered.items()}
 
     def fresh(self) -> TrainState:
         """Return the initial state, which all islands share."""
         return self._program.init(jax.random.key(self.ready.config.seed))
-
-    def _compiled(self, shape: StepShape) -> Any:
-        given = self.state, *self._program.ids(shape), self._program.schedule
-        return self._program.compiled(self._program.train_step_for(shape.static).lower(*given))
 
     def work(self, order: Order) -> Answer:
         """Train on a lease, from the weights and the step of an order."""

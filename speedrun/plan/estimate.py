@@ -6,6 +6,7 @@ that `fusion` counts. The interval is of the rates of kernels, and of their numb
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from speedrun.base import accelerators, mesh
 from speedrun.base.accelerators import Device
 from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Collective, Line, Work, gb, ms
-from speedrun.plan.traced import step_jaxpr
+from speedrun.plan.traced import for_device, step_jaxpr
 from speedrun.science.params import count
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.train import footprint
@@ -120,14 +121,22 @@ def plan(
     """
     device = accelerators.load(kind)
     mesh.prepare("cpu")
-    program = Program(recipe, mesh.make_mesh(num_devices, replicas), microbatches)
-    program = footprint.fitted(program, device.memory_bytes)
+    program = Program(recipe, mesh.make_mesh(num_devices, replicas), microbatches, attention)
     sampled = [_sampled(program, stage) for stage in range(len(recipe.stages))]
-    counted: dict[int, _Counted] = {}
-    for step in (steps := [step for each in sampled for step in each]):
-        if len(steps) > 1:
-            say(f"plan: traces step {step}, {len(counted) + 1} of {len(steps)}")
-        counted[step] = _Counted(*fusion.count(step_jaxpr(program, step, device, attention)))
+
+    def traced() -> dict[int, _Counted]:
+        counted: dict[int, _Counted] = {}
+        for step in (steps := [step for each in sampled for step in each]):
+            if len(steps) > 1:
+                say(f"plan: traces step {step}, {len(counted) + 1} of {len(steps)}")
+            jaxpr = step_jaxpr(program, step, device)
+            counted[step] = _Counted(*fusion.count(jaxpr), footprint.needed_bytes(program, jaxpr))
+        return counted
+
+    counted, scored_bytes = traced(), validation_bytes(program, device)
+    if max(scored_bytes, *(one.memory_bytes for one in counted.values())) > device.memory_bytes:
+        program = replace(program, memory="scarce")
+        counted = traced()
     return Plan(
         recipe=recipe.name,
         device=device.name,
@@ -138,12 +147,19 @@ def plan(
         flops_per_token=flops_per_token(program.layout.table),
         state_bytes=footprint.state_bytes(program),
         memory_limit_bytes=device.memory_bytes,
-        validation_bytes=footprint.validation_bytes(program),
+        validation_bytes=scored_bytes,
         stages=tuple(
             _stage(program, stage, device, [(share, counted[step]) for step, share in shares.items()])
             for stage, shares in zip(recipe.stages, sampled, strict=True)
         ),
     )
+
+
+def validation_bytes(program: Program, device: Device) -> int:
+    """Return the memory of the last validation on a device that need not be here."""
+    own = for_device(program, device)
+    score = own.traced_score(own.eval_shape_at(own.recipe.num_steps))
+    return footprint.needed_bytes(own, score.jaxpr.jaxpr)
 
 
 def _sampled(program: Program, stage: int) -> dict[int, float]:
@@ -202,6 +218,7 @@ class _Counted(NamedTuple):
 
     works: list[Work]
     sent: list[Collective]
+    memory_bytes: int
 
 
 def _stage(
@@ -219,7 +236,7 @@ def _stage(
     return StagePlan(
         num_steps=stage.num_steps,
         batch_tokens=stage.batch_tokens,
-        memory_bytes=footprint.step_bytes(program, stage),
+        memory_bytes=max(one.memory_bytes for _, one in counted),
         traffic_bytes=int(traffic),
         gathered_bytes=gathered,
         scattered_bytes=scattered,

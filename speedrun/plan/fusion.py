@@ -13,35 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, gemm, product
 from speedrun.plan.shares import KIND
+from speedrun.train.footprint import ALONE, COLLECTIVES, LOOPS, SUMS, UPDATES, VIEWS, Array, flat, inner
 
-#: Primitives that only rename an array, or change how it is read.
-_VIEWS = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "copy"}
-_SAME = {"optimization_barrier", "pvary", "pcast", "stop_gradient"}
+#: Collectives that XLA calls as JAX does; the others sum.
+_BY_NAME = {"all_gather", "reduce_scatter", "all_to_all"}
 #: Those that read a part of their first operand.
 _PARTS = {"slice", "dynamic_slice", "gather", "split"}
-_SUMS = {
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_and",
-    "reduce_or",
-    "reduce_prod",
-    "argmax",
-    "argmin",
-}
-#: Those that write a part of their first operand, and which operand that is.
-_UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
-_PASSES = {"cumsum", "cummax", "cumprod", "cummin", "cumlogsumexp", "sort", "top_k"}
-#: Collectives of JAX, by the names of XLA.
-COLLECTIVES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
-COLLECTIVES |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce")
-_ALONE = {"dot_general", "pallas_call", "mpmd_map", "scan", "while", "cond"}
-_ALONE |= {*_UPDATES, *_PASSES, *COLLECTIVES}
 #: Numbers of the longest row whose sum is computed where it is read, as in a norm.
 _ROW = 8192
 #: A value with fewer numbers is not worth storing.
@@ -64,7 +45,7 @@ class _Value:
     @property
     def source(self) -> "_Value":
         """What it is a view of."""
-        is_view = self.maker is not None and self.maker.name in _VIEWS and self.maker.reads
+        is_view = self.maker is not None and self.maker.name in VIEWS and self.maker.reads
         return self.maker.reads[0].source if self.maker and is_view and not self.is_stored else self
 
 
@@ -80,13 +61,13 @@ class _Operation:
 
     @property
     def elements(self) -> int:
-        return max(value.size for value in (*self.writes, *(self.reads if self.name in _SUMS else ())))
+        return max(value.size for value in (*self.writes, *(self.reads if self.name in SUMS else ())))
 
     @property
     def is_alone(self) -> bool:
         """Whether it runs by itself, so that its results are stored."""
-        if self.name not in _SUMS:
-            return self.name in _ALONE
+        if self.name not in SUMS:
+            return self.name in ALONE
         shape, axes = self.equation.invars[0].aval.shape, self.equation.params["axes"]
         return tuple(axes) != (len(shape) - 1,) or shape[-1] > _ROW
 
@@ -107,7 +88,7 @@ class _Pass:
             return False
         own = [value for value in reads if value in self.writes]
         if own:
-            summed = any(value.maker and value.maker.name in _SUMS for value in own)
+            summed = any(value.maker and value.maker.name in SUMS for value in own)
             return not summed and all(value.depth < self.depth for value in reads if value not in own)
         shared = sum(num_bytes for value, num_bytes in reads.items() if value in self.reads)
         return 2 * shared >= sum(reads.values()) and all(value.depth <= self.depth for value in reads)
@@ -140,7 +121,7 @@ def _counted(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Work | Collective, int]
     _store(operations, results)
     passes: list[_Pass] = []
     for one in operations:
-        if one.is_alone and one.name not in _SUMS:
+        if one.is_alone and one.name not in SUMS:
             for value in one.writes:
                 value.depth = 1 + max((x.source.depth for x in one.reads), default=0)
             yield from _alone(one, times)
@@ -167,45 +148,19 @@ def _join(passes: list[_Pass], one: _Operation) -> None:
 
 def _graph(jaxpr: Jaxpr) -> tuple[list[_Operation], list[_Value]]:
     """Return all operations that a result needs, with called functions inlined, and the results."""
+    found, results = flat(jaxpr)
+    known = dict[Array, _Value]()
     operations: list[_Operation] = []
 
-    def value_of(aval: Any, maker: _Operation | None = None) -> _Value:
-        itemsize = (
-            np.dtype(aval.dtype).itemsize if isinstance(aval.dtype, np.dtype) else 0
-        )  # a key of random numbers
-        return _Value(aval.size, itemsize, maker, is_stored=maker is None)
+    def value(x: Array) -> _Value:
+        return known.setdefault(x, _Value(x.size, x.itemsize, is_stored=True))  # an input
 
-    def run(jaxpr: Jaxpr, known: dict[Any, _Value | None]) -> list[_Value | None]:
-        known |= {var: value_of(var.aval) for var in jaxpr.constvars}
-
-        def at(atom: Any) -> _Value | None:
-            return None if isinstance(atom, Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            given = [at(atom) for atom in equation.invars]
-            if equation.primitive.name in _SAME:
-                made = given
-            elif (called := _called(equation)) is not None:
-                made = run(called, dict(zip(called.invars, given, strict=True)))
-            else:
-                one = _Operation(equation, [value for value in given if value is not None])
-                made = one.writes = [value_of(var.aval, one) for var in equation.outvars]
-                operations.append(one)
-            known |= zip(equation.outvars, made, strict=True)
-        return [at(atom) for atom in jaxpr.outvars]
-
-    found = run(jaxpr, {var: value_of(var.aval) for var in jaxpr.invars})
-    results = [value for value in found if value is not None]
-    return [*_needed(operations, results)], results
-
-
-def _called(equation: Any) -> Jaxpr | None:
-    """Return the function that an equation calls once."""
-    if equation.primitive.name in _ALONE:
-        return None
-    inner = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "call"))
-    found = next((one for one in inner if hasattr(one, "eqns") or hasattr(one, "jaxpr")), None)
-    return getattr(found, "jaxpr", found)
+    for equation, reads, writes in found:
+        operations.append(one := _Operation(equation, [*map(value, reads)]))
+        one.writes = [_Value(x.size, x.itemsize, one) for x in writes]
+        known |= zip(writes, one.writes, strict=True)
+    wanted = [*map(value, results)]
+    return [*_needed(operations, wanted)], wanted
 
 
 def _needed(operations: Sequence[_Operation], results: Sequence[_Value]) -> Iterator[_Operation]:
@@ -228,11 +183,11 @@ def _store(operations: Sequence[_Operation], results: Sequence[_Value]) -> None:
         if one.is_alone:
             for value in one.writes:
                 value.is_stored = True
-        if one.name in _ALONE:
+        if one.name in ALONE:
             for value in one.reads:
                 value.source.is_stored = True
     for one in operations:
-        if one.name in _VIEWS or any(value.is_stored for value in one.writes):
+        if one.name in VIEWS or any(value.is_stored for value in one.writes):
             continue
         for value in one.writes:
             value.is_stored = value.size >= _SMALL and _readers(value) > 1 and _saves(value)
@@ -242,7 +197,7 @@ def _readers(value: _Value) -> int:
     """Count the readers of a value, through views and wider types."""
     found = 0
     for user in value.users:
-        through = user.name in _VIEWS or user.name == "convert_element_type"
+        through = user.name in VIEWS or user.name == "convert_element_type"
         through = through and all(result.itemsize >= value.itemsize for result in user.writes)
         found += sum(map(_readers, user.writes)) if through else 1
     return found
@@ -294,13 +249,13 @@ def _alone(one: _Operation, times: int) -> Iterator[tuple[Work | Collective, int
         num_bytes = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize + written
         yield product(str(left.dtype), depth, one.equation.outvars[0].aval.shape, num_bytes), times
     elif name in COLLECTIVES:
-        yield Collective(COLLECTIVES[name], max(read, written), times), 1
-    elif name in ("scan", "while", "cond"):
-        bodies = params.get("branches") or [params.get("jaxpr") or params["body_jaxpr"]]
-        for body in bodies:
-            yield from _counted(body.jaxpr, times * params.get("length", 1))
-    elif name in _UPDATES:
-        update = _atom_bytes(one.equation.invars[_UPDATES[name]])
+        kind = name.replace("_", "-") if name in _BY_NAME else "all-reduce"
+        yield Collective(kind, max(read, written), times), 1
+    elif name in LOOPS:
+        for body in inner(one.equation):
+            yield from _counted(body, times * params.get("length", 1))
+    elif name in UPDATES:
+        update = _atom_bytes(one.equation.invars[UPDATES[name]])
         yield Work("elementwise", num_bytes=2 * update), times
     else:
         yield _of_kernel(one, read + written), times

@@ -41,16 +41,19 @@ def kernel(kind: Kind, results: Sequence[Any], *operands: jax.Array, flops: int 
     return pl.pallas_call(lambda *_: None, out, cost_estimate=cost, metadata={KIND: kind})(*operands)
 
 
-def step_jaxpr(program: Program, step: int, device: Device, attention: str = "auto") -> Jaxpr:
-    """Return a step of one device, traced for a GPU of this kind, with its integer inputs compiled in.
+def for_device(program: Program, device: Device) -> Program:
+    """Return the program with kernels for a GPU of this kind, which state their work."""
+    capability, own = "{}.{}".format(*device.compute_capability), replace(program, portable=False)
+    kernels = Stated("gpu", capability, program.attention, head_tokens=program.kernels.head_tokens)
+    vars(own)["kernels"] = kernels  # a cached property
+    return own
 
-    `attention` is its form, as `kernels.choose` names it.
-    """
-    capability = "{}.{}".format(*device.compute_capability)
-    kernels = Stated("gpu", capability, attention, head_tokens=program.kernels.head_tokens)
-    own = replace(program.step, kernels=kernels)
-    run = own.train_function(own.plan.static_at(step, integers=True))
-    traced = jax.make_jaxpr(run)(program.state, *program.ids(program.shape_at(step)), own.plan.schedule)
+
+def step_jaxpr(program: Program, step: int, device: Device) -> Jaxpr:
+    """Return a step of one device, traced for a GPU of this kind, with its integer inputs compiled in."""
+    own = for_device(program, device)
+    run = own.step.train_function(own.step.plan.static_at(step, integers=True))
+    traced = jax.make_jaxpr(run)(own.state, *own.ids(own.shape_at(step)), own.step.plan.schedule)
     (shard_map,) = (one for one in traced.jaxpr.eqns if one.primitive.name == "shard_map")
     return shard_map.params["jaxpr"]
 

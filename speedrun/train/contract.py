@@ -33,13 +33,9 @@ def checked(program: Program) -> Program:
         program = replace(program, recipe=_checked(recipe))
         _check_schedule(program.step.plan)
         _check_reads(program)
-        # With the types of the run's arrays, so that the run need not trace again.
-        state, schedule, num_steps = program.state, program.schedule, recipe.num_steps
-        last = program.eval_shape_at(num_steps)
-        score = program.eval_step_for(last.static)
-        jax.eval_shape(score, state.params, *program.ids(last), schedule, state.step)
-        for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
-            jax.eval_shape(program.train_step_for(shape.static), state, *program.ids(shape), schedule)
+        program.traced_score(program.eval_shape_at(recipe.num_steps))
+        for shape in dict.fromkeys(map(program.shape_at, range(recipe.num_steps))):
+            program.traced_step(shape)
     except UsageError as error:
         raise UsageError(f"recipe {recipe.name}: {error}") from None
     return program

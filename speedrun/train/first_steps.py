@@ -72,12 +72,10 @@ def train(ready: Ready, say: Callable[[str], None]) -> FirstSteps:
 
     @cache
     def step_of(shape: StepShape) -> Any:
-        given = program.state, *program.ids(shape), program.schedule
-        return compiled(f"the step {shape}", program.train_step_for(shape.static).lower(*given))
+        return compiled(f"the step {shape}", program.traced_step(shape).lower())
 
     scored = program.eval_shape_at(0)
-    given = program.state.params, *program.ids(scored), program.schedule, program.state.step
-    score = compiled(f"the validation {scored}", program.eval_step_for(scored.static).lower(*given))
+    score = compiled(f"the validation {scored}", program.traced_score(scored).lower())
     num_tokens = scored.num_sequences * scored.seq_len
 
     def val_loss() -> float:

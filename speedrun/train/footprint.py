@@ -1,90 +1,113 @@
-"""Estimates the memory and FLOPs of a program from its parameter table.
-
-The error for record 21 is at most 10 %, besides the sixth that `mlp_mosaic` saves (`tests/plan/test_h100_program.py`).
-"""
+"""Estimates the memory of a program from its trace, and its FLOPs from its table of parameters."""
 
 import math
+from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import PartitionSpec
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from speedrun.base import mesh as meshes
 from speedrun.base.errors import UsageError
 from speedrun.science.params import Table
-from speedrun.science.recipe import Stage
 from speedrun.train.program import Program
 
-#: What to do if a program does not fit.
 TO_FIT = "try more --microbatches, a smaller --set stages.0.seq_len, eval_seq_len or number of rows, or more devices"
+#: Primitives that only rename an array, if its size stays.
+VIEWS = {"reshape", "squeeze", "transpose", "broadcast_in_dim", "pvary", "pcast", "optimization_barrier"}
+SUMS = {f"reduce_{name}" for name in ("sum", "max", "min", "and", "or", "prod")} | {"argmax", "argmin"}
+LOOPS = {"scan", "while", "cond"}
+#: Those that write a part of their first operand, and which operand that is.
+UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_to_all", "psum", "psum_invariant", "pmax", "pmin"}
+#: Those that run by themselves, on arrays in memory. All others are computed where they are read.
+ALONE = {"dot_general", "conv_general_dilated", "pallas_call", "mpmd_map", *LOOPS, *UPDATES, *COLLECTIVES}
+ALONE |= {"cumsum", "cummax", "cumprod", "cummin", "cumlogsumexp", "sort", "top_k"}
+#: Bytes in XLA's order, in which some gradients of weights come later, over those in that of the trace (docs/plan.md).
+_SCHEDULE = 1.055
+
+
+class Array:
+    """An array of a traced function; a key of random numbers has no bytes."""
+
+    def __init__(self, var: Any) -> None:
+        self.size, self.itemsize = var.aval.size, getattr(var.aval.dtype, "itemsize", 0)
+        self.num_bytes = self.size * self.itemsize
 
 
 def most_bytes(program: Program) -> int:
-    """Return the peak memory of training and validation per device."""
-    return max(validation_bytes(program), *(step_bytes(program, stage) for stage in program.recipe.stages))
+    """Return the peak memory per device of a step with most tokens, or of the last validation."""
+    shapes = map(program.shape_at, range(program.recipe.num_steps))
+    step = program.traced_step(max(shapes, key=lambda x: x.num_sequences * x.seq_len))
+    score = program.traced_score(program.eval_shape_at(program.recipe.num_steps))
+    return max(needed_bytes(program, traced.jaxpr.jaxpr) for traced in (step, score))
 
 
-def step_bytes(program: Program, stage: Stage) -> int:
-    """Return the memory of a training step: state, whole parameters, all gradients, activations and logits.
-
-    Assumes that attention stores no [T, T] array. Activations are the inputs and outputs of matmuls or, if memory is
-    scarce, only the outputs of matmuls and kernels: two thirds.
-    """
-    tokens = stage.batch_tokens // program.microbatches
-    activations = itemsize(program) * tokens * matrix_width(program)
-    activations = activations if program.memory == "ample" else activations * 2 // 3
-    held, specs = state_bytes(program) + whole_bytes(program), program.layout.table.values()
-    gradients = 4 * sum(spec.size for spec in specs if not spec.reads)
-    travelling = (4 + 2 * itemsize(program)) * travelling_scalars(program, tokens)
-    return held + gradients + travelling + activations + 2 * logits_bytes(program, tokens)
+def needed_bytes(program: Program, traced: Jaxpr) -> int:
+    """Return the memory of the state and of a traced step or validation."""
+    return state_bytes(program) + int(_SCHEDULE * temp_bytes(traced))
 
 
-def validation_bytes(program: Program) -> int:
-    """Return the memory of validation: state, whole parameters, rows, a sequence around a layer, and logits."""
-    table, seq_len = program.layout.table, program.recipe.eval_seq_len
-    width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
-    stream = 2 * itemsize(program) * (seq_len * width + travelling_scalars(program, seq_len))
-    return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
+def temp_bytes(jaxpr: Jaxpr) -> int:
+    """Return the most bytes at one time, in the order of a trace, but inputs and results, which take their place."""
+    operations, results = flat(jaxpr)
+    stored, changes, last, new = {*results}, [0] * (len(operations) + 1), dict[Array, int](), set[Array]()
+    for one, reads, writes in operations:
+        if one.primitive.name in ALONE | SUMS:
+            stored |= {*writes, *(reads if one.primitive.name in ALONE else ())}
+    readers, sources = Counter(x for _, reads, _ in operations for x in {*reads}), dict[Array, set[Array]]()
+    for place, (one, reads, writes) in enumerate(operations):
+        of = set[Array]().union(*(sources.get(x, {x}) for x in reads))
+        if sum(x.num_bytes for x in of) >= 2 * sum(x.num_bytes for x in writes):
+            stored |= {x for x in writes if readers[x] > 1}  # to read it costs less than what it is made of
+        sources |= {x: {x} if x in stored else of for x in writes}
+        last |= dict.fromkeys((*of, *writes) if stored.intersection(writes) else (), place)
+        inside = max(map(temp_bytes, inner(one)), default=0)
+        new |= (made := stored.intersection(writes).difference(results, reads))
+        changes[place] += inside + sum(x.num_bytes for x in made)
+        changes[place + 1] -= inside
+    for x in new:
+        changes[last[x] + 1] -= x.num_bytes
+    return max(accumulate(changes))
+
+
+def flat(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, list[Array], list[Array]]], list[Array]]:
+    """Return all operations but views, with what they read and write, and the results. An update makes no new array."""
+    operations = []
+
+    def run(jaxpr: Jaxpr, given: list[Any]) -> list[Any]:
+        known = dict(zip(jaxpr.invars, given, strict=True)) | {x: Array(x) for x in jaxpr.constvars}
+        for one in jaxpr.eqns:
+            name, writes = one.primitive.name, [*map(Array, one.outvars)]
+            reads = [None if isinstance(atom, Literal) else known[atom] for atom in one.invars]
+            if name not in LOOPS and (called := inner(one)):
+                writes = run(called[0], reads)
+            elif name in VIEWS and [x and x.num_bytes for x in reads] == [x.num_bytes for x in writes]:
+                writes = reads
+            else:
+                kept = one.params.get("num_carry", len(writes) if name == "while" else int(name in UPDATES))
+                first = sum(one.params.get(x, 0) for x in ("num_consts", "cond_nconsts", "body_nconsts"))
+                writes[:kept] = [old or x for old, x in zip(reads[first:], writes[:kept], strict=False)]
+                operations.append((one, [x for x in reads if x], writes))
+            known |= zip(one.outvars, writes, strict=True)
+        return [None if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+
+    return operations, [x for x in run(jaxpr, [*map(Array, jaxpr.invars)]) if x]
+
+
+def inner(one: JaxprEqn) -> list[Jaxpr]:
+    """Return the function that a call runs, or those of a loop or a conditional."""
+    names = () if one.primitive.name in ALONE - LOOPS else ("jaxpr", "call_jaxpr", "call", "body_jaxpr")
+    found: Any = one.params.get("branches") or map(one.params.get, names)
+    return [getattr(x, "jaxpr", x) for x in found if hasattr(x, "eqns")]
 
 
 def state_bytes(program: Program) -> int:
     """Return the memory of parameters and optimiser state per device."""
-
-    def own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        return leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1)
-
-    return sum(jax.tree.leaves(jax.tree.map(own, program.state, program.specs)))
-
-
-def whole_bytes(program: Program) -> int:
-    """Return the memory of parameters in the compute dtype, as a device has them in a step, without scalars."""
-    specs = program.layout.table.values()
-    return itemsize(program) * sum(spec.size for spec in specs if spec.packed != "vector" and not spec.reads)
-
-
-def travelling_scalars(program: Program, num_tokens: int) -> int:
-    """Return the scalars of the rows that so many tokens read."""
-    ids, specs = jax.ShapeDtypeStruct((1, num_tokens), np.int32), program.layout.table.values()
-    return sum(jax.eval_shape(spec.reads, ids).size * spec.shape[-1] for spec in specs if spec.reads)
-
-
-def matrix_width(program: Program) -> int:
-    """Return the numbers that all weight matmuls read and write per token: m + n for each [m, n]."""
-    shapes = [spec.shape for spec in program.layout.table.values() if spec.packed == "bank"]
-    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
-
-
-def logits_bytes(program: Program, num_tokens: int) -> int:
-    """Return the memory of the logits that exist at one time."""
-    rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
-    num_tokens = min(num_tokens, program.kernels.head_tokens)
-    return itemsize(program) * num_tokens * (rows or program.recipe.config.vocab_size)
-
-
-def itemsize(program: Program) -> int:
-    """Return the bytes per number in the compute dtype."""
-    return np.dtype(program.recipe.compute_dtype).itemsize
+    leaves = jax.tree.leaves(program.state)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def flops_per_token(table: Table) -> float:
@@ -92,15 +115,10 @@ def flops_per_token(table: Table) -> float:
     return 6.0 * sum(spec.size for spec in table.values() if spec.group == "head" or spec.packed == "bank")
 
 
-def fitted(program: Program, limit_bytes: int) -> Program:
-    """Return the program, or its variant for scarce memory if it exceeds the limit."""
-    return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
-
-
 def fitted_here(program: Program) -> Program:
-    """Return `fitted` for the program's devices (unchanged on CPUs); raise UsageError if it is too large."""
-    if program.kernels.platform != "cpu":
-        program = fitted(program, meshes.memory_bytes(program.mesh))
+    """Return the program, or its variant for scarce memory where it exceeds a GPU's; raise UsageError if that does."""
+    if program.kernels.platform != "cpu" and most_bytes(program) > meshes.memory_bytes(program.mesh):
+        program = replace(program, memory="scarce")
     require(program, most_bytes(program))
     return program
 
@@ -109,8 +127,6 @@ def require(program: Program, need_bytes: int) -> None:
     """Raise UsageError if a program exceeds the memory of its devices."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     if need_bytes > limit_bytes:
+        need = f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device"
         kind = program.mesh.devices.flat[0].device_kind
-        raise UsageError(
-            f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} has "
-            f"{limit_bytes / 1e9:.2f} GB; {TO_FIT}"
-        )
+        raise UsageError(f"{need}, this {kind} has {limit_bytes / 1e9:.2f} GB; {TO_FIT}")

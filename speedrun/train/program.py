@@ -192,6 +192,15 @@ class Program:
         """Static -> (state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated. Traced once."""
         return cache(lambda static: jax.jit(self.step.train_function(static), donate_argnums=0))
 
+    def traced_step(self, shape: StepShape) -> Any:
+        """Trace the step of this shape, once, with the types of the run's arrays."""
+        return self.train_step_for(shape.static).trace(self.state, *self.ids(shape), self.schedule)
+
+    def traced_score(self, shape: StepShape) -> Any:
+        """Trace the validation of this shape, once."""
+        given = self.state.params, *self.ids(shape), self.schedule, self.state.step
+        return self.eval_step_for(shape.static).trace(*given)
+
     def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
         """Return the recipe's final hidden states: [B, T, D]."""
         return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)

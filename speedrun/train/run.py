@@ -70,7 +70,7 @@ def run(this: Attempt, steps: Maker) -> None:
         this.phases.enter("compile")
         if processes.is_first():
             export_to_record(ready, log)
-        programs = compile_all(this, state)
+        programs = compile_all(this)
         stopping.check()
         this.phases.enter("warm-up")
         state = warm_up(this, programs, state)

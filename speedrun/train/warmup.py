@@ -1,6 +1,5 @@
 """Before the clock: compiles, warms up, and builds the state again or restores it."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +19,6 @@ from speedrun.science.step import TrainState
 from speedrun.train import footprint
 from speedrun.train.attempt import Attempt, Progress
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.footprint import flops_per_token
 from speedrun.train.preflight import Ready
 from speedrun.train.program import StepShape, finite, finite_step, inspect
 from speedrun.train.request import folder_of, steps_in
@@ -57,11 +55,8 @@ def initial(this: Attempt) -> TrainState:
     return signals.interruptible(lambda: program.init(jax.random.key(seed)))
 
 
-def compile_all(this: Attempt, state: TrainState) -> Executables:
-    """Compile an executable for each shape of a step and of a validation; equal programs share one.
-
-    Raise UsageError if the compiler's peak memory exceeds that of a device.
-    """
+def compile_all(this: Attempt) -> Executables:
+    """Compile each shape of a step and of a validation; raise UsageError if one needs more memory than a device has."""
     ready, log, program, recipe = this.ready, this.log, this.ready.program, this.ready.recipe
     done: dict[str, Any] = {}
 
@@ -77,19 +72,13 @@ def compile_all(this: Attempt, state: TrainState) -> Executables:
         log.emit(runlog.Compile(name, seconds, answers[-1] if answers else "off"))
         return done[text]
 
-    def step(shape: StepShape) -> Any:
-        inputs = state, *_random_ids(ready, shape), program.schedule
-        return compiled(f"train/{shape}", program.train_step_for(shape.static).lower(*inputs))
-
-    def score(shape: StepShape) -> Any:
-        inputs = state.params, *_random_ids(ready, shape), program.schedule, state.step
-        return compiled(f"eval/{shape}", program.eval_step_for(shape.static).lower(*inputs))
-
     planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
-    steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
+    shapes = dict.fromkeys(each.shape for each in planned)
+    steps = {shape: compiled(f"train/{shape}", program.traced_step(shape).lower()) for shape in shapes}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
-    scores = {shape: score(shape) for shape in dict.fromkeys(map(program.eval_shape_at, validated))}
-    memory = [executable.memory_analysis() for executable in steps.values()]
+    shapes = dict.fromkeys(map(program.eval_shape_at, validated))
+    scores = {shape: compiled(f"eval/{shape}", program.traced_score(shape).lower()) for shape in shapes}
+    memory = [executable.memory_analysis() for executable in (*steps.values(), *scores.values())]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(plan(ready, max(m.temp_size_in_bytes for m in memory)))
     return Executables(steps, scores, planned)
@@ -136,10 +125,7 @@ def compilations(log: messages.Log) -> ExitStack:
 
 
 def warm_up(this: Attempt, executables: Executables, state: TrainState) -> TrainState:
-    """Run each executable on random ids, which consumes the state; return a new one from the seed.
-
-    Raise NonFiniteError if a number is not finite.
-    """
+    """Run each executable on random ids; return a new state from the seed, or raise NonFiniteError."""
     ready, log, watch, program = this.ready, this.log, Stopwatch(), this.ready.program
     log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
@@ -167,14 +153,13 @@ def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
 
 def plan(ready: Ready, temp_bytes: int) -> runlog.Plan:
     """Return the sizes of a run; `temp_bytes` are those of its largest program."""
-    table, leaves = ready.program.layout.table, jax.tree.leaves(ready.program.state)
-    state_bytes = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    table = ready.program.layout.table
     return runlog.Plan(
         num_params=count(table),
         tokens_per_step=max(stage.batch_tokens for stage in ready.recipe.stages),
         total_tokens=ready.recipe.total_tokens,
-        flops_per_token=flops_per_token(table),
-        state_bytes_per_device=sum(state_bytes),
+        flops_per_token=footprint.flops_per_token(table),
+        state_bytes_per_device=footprint.state_bytes(ready.program),
         temp_bytes_per_device=temp_bytes,
         kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
         compiler_options=ready.program.compiler_options,

@@ -7,7 +7,7 @@ from test_h100_program import names
 
 from speedrun import recipes
 from speedrun.base import mesh, track
-from speedrun.train import checkpoint, footprint
+from speedrun.train import checkpoint
 from speedrun.train.program import Program
 
 RECORD = recipes.load("record92")
@@ -39,7 +39,6 @@ def test_a_step_updates_its_part_of_the_table_in_place(program, has_event):
     assert TABLE_BYTES < memory.alias_size_in_bytes < 1.05 * TABLE_BYTES
     assert memory.temp_size_in_bytes < TABLE_BYTES / 2, "a copy of the weights would be as large"
     assert found.memory.peak_memory_in_bytes < 50e9
-    assert footprint.most_bytes(program) < 85e9
     # The rows of pairs and triples there and back, with room for a tenth more than if all were different.
     tokens = RECORD.stages[2].seq_len
     sent = found.sent_bytes("all-to-all") / (2 * 2 * 2 * tokens * DIM)
@@ -47,7 +46,9 @@ def test_a_step_updates_its_part_of_the_table_in_place(program, has_event):
     assert found.sent_bytes("all-gather") < 1e9, names(found)
     assert found.unknown_loops == 0
     # With a sampled loss, ANVIL, and rows that travel.
-    assert anatomy.prices(compiled, program, STEP + has_event)[1] == pytest.approx(1, abs=0.08)
+    _, time, memory = anatomy.prices(compiled, program, STEP + has_event)
+    assert time == pytest.approx(1, abs=0.08)
+    assert memory == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.compile

@@ -88,7 +88,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     monkeypatch.setattr(recipes, "load", lambda _: odd)
     ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
     with runlog.RunLog(tmp_path / "log") as log:
-        found = compile_all(Attempt("a", ready, log, None, Phases()), ready.program.init(jax.random.key(0)))
+        found = compile_all(Attempt("a", ready, log, None, Phases()))
     compiled = [line.event for line in runlog.read(tmp_path / "log")]
     names = [event.name for event in compiled if isinstance(event, runlog.Compile)]
     assert len(found.steps) == 2
