@@ -275,6 +275,8 @@ def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sen
     assert not (tmp_path / "out").exists()
 
 
+# A process of ours drops it: `output.reported`.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*callback:pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_that_comes_while_python_collects_is_not_lost_and_handlers_are_put_back():
     """Python drops what a callback of its collector raises, and JAX has such a callback."""
 
