@@ -3,52 +3,41 @@
 import dataclasses
 import functools
 import io
-import json
-import lzma
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
-from jax import export
 from msgspec.structs import replace
 from record_forge import Spec, forge, state
-from small_run import FIRST, SMALL, log_of
+from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
-from speedrun.base import output, provenance, runlog, track
-from speedrun.base.errors import DataError, SpeedrunError, UsageError
+from speedrun.base import runlog, track
+from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.mesh import make_mesh
-from speedrun.data import shards, stream
-from speedrun.record.archive import Archive, Lowered, pack
+from speedrun.data import stream
+from speedrun.record.archive import pack
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS, tolerance
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.causality import Known, Text, apart, changed, places
 from speedrun.record.examine.examiner import _error, _Examiner, examine
-from speedrun.record.examine.replay import Options, _owners, chosen, drawn, examined, relowered, stretches
-from speedrun.record.examine.rerun import Facts, Rerun, _bring, _without_text
+from speedrun.record.examine.replay import Options, chosen, drawn, examined, stretches
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.findings import Examination, Findings, Replayed, Stretch
 from speedrun.record.reader import load, read_programs
-from speedrun.record.validate import Report, ask, validate
+from speedrun.record.validate import ask, validate
 from speedrun.train.request import RunConfig, folder_of
 
-needs_sandbox = pytest.mark.skipif(
-    sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
-)
 NONCE = "00c0ffee"
 
 
@@ -728,73 +717,6 @@ def test_programs_of_other_steps_or_validations_than_log_and_track_have_are_refu
             _Examiner(examination(trained, tmp_path, **one))
 
 
-def test_programs_name_no_folder_of_this_machine(trained):
-    """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
-    found = read_programs(programs_in(trained.out).read_bytes())
-    assert list(found.platforms) == ["cpu"]
-    assert {"init", "train-0", "logits-0"} < found.platforms["cpu"].programs.keys()
-    for raw in found.platforms["cpu"].programs.values():
-        assert b".py" not in raw
-        assert b"site-packages" not in raw
-
-
-_NAMES = ("init", "constants", "train", "hidden-0", "logits-0")
-LOWERED = Lowered(("train",), {1: "0"}, dict.fromkeys(_NAMES, b""))
-ARCHIVE = Archive(("step",), 0, (0,), {"cpu": LOWERED})
-
-
-def holding(**changes: Any) -> Archive:
-    return replace(ARCHIVE, platforms={"cpu": replace(LOWERED, **changes)})
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (pack(ARCHIVE) + b"more", "is cut or too long"),
-        (b"", "is cut"),
-        (b"\x00" * 99, "format not supported"),
-        (lzma.compress(bytes(2**26 + 1), preset=0), "at most 67,108,864 bytes"),
-        (lzma.compress(b"\x81" * 2000), "object"),
-        (lzma.compress(b"\x81\xa6leaves\xdd\x03\x00\x00\x00", preset=0), "of length <= 1000000"),
-        (pack(holding(steps=("train", "another"))), "lacks programs that it names"),
-        (pack(holding(steps=("train", "train"))), "contradicts itself"),
-        (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
-    ],
-    ids=range(9),
-)
-def test_what_is_no_archive_is_told(raw, said):
-    assert read_programs(pack(ARCHIVE)) == ARCHIVE
-    with pytest.raises(UsageError, match=said):
-        read_programs(raw)
-
-
-def as_exported(function: Any, *args: Any, **named: Any) -> bytes:
-    return bytes(export.export(jax.jit(function), **named)(*args).serialize())
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (b"", "cannot be read by this JAX"),
-        (as_exported(jnp.sin, jnp.ones(3))[:-99], "cannot be read by this JAX"),
-        (as_exported(jnp.sin, jnp.ones(3), platforms=["tpu"]), "is for 1 devices of tpu"),
-    ],
-    ids=["nothing", "cut", "of another platform"],
-)
-def test_a_program_that_cannot_be_examined_is_told(raw, said):
-    with pytest.raises(UsageError, match=said):
-        Programs(holding(programs={"init": raw}), make_mesh(1)).compiled("init")
-
-
-def test_leaves_that_no_step_takes_and_programs_for_other_devices_alone_are_told(trained):
-    found = read_programs(programs_in(trained.out).read_bytes())
-    assert len(Programs(found, make_mesh(8)).state) == len(found.leaves)
-    with pytest.raises(UsageError, match=r"a step takes \d+ arrays, its archive says \d+"):
-        _ = Programs(replace(found, leaves=(*found.leaves, "params.more")), make_mesh(8)).state
-    with pytest.raises(UsageError, match="its archive of programs is for cuda; this examination has cpu"):
-        Programs(replace(ARCHIVE, platforms={"cuda": LOWERED}), make_mesh(1))
-
-
 def test_an_examination_executes_no_source(trained, tmp_path, monkeypatch):
     """Its text is unpacked nowhere: the only process is our examiner, from our own code."""
     started: list[Any] = []
@@ -810,115 +732,6 @@ def test_an_examination_executes_no_source(trained, tmp_path, monkeypatch):
         examined(trained.out, validate(trained.out), options, io.StringIO())
     ours = str(Path(track.__file__).parent.parent.parent)
     assert started == [(["-m", "speedrun.record.examine.examiner"], ours, ["programs.xz", "request.json"])]
-
-
-def in_there(code: str, tmp_path: Path, **changes) -> subprocess.CompletedProcess[str]:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    said, argv = io.StringIO(), [sys.executable, "-S", "-c", code]
-    given: dict[str, Any] = {"environment": {"PATH": os.environ["PATH"]}, "wall_s": 60.0, "stdout": said}
-    ended = sandbox.run(argv, scratch, **{**given, "unsafe": False, **changes})
-    return subprocess.CompletedProcess(argv, ended, said.getvalue(), "")
-
-
-def test_a_source_does_not_hear_that_its_reader_has_left(tmp_path):
-    """`speedrun reproduce RECORD | head -1`: an older source ends with 120 where it cannot write."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    code = "print('all', flush=True); print('of it')"
-    assert in_there(code, tmp_path, stdout=output.unfailing(writer), unsafe=True).returncode == 0
-    os.close(writer)
-
-
-HARMLESS = {
-    "environment of others": """
-import glob
-for path in glob.glob("/proc/[0-9]*/environ"):
-    try: print(open(path).read())
-    except OSError: pass
-""",
-    "files of others": """
-import os
-for folder, inside, names in os.walk("/"):
-    inside[:] = set(inside) - {"proc", "sys", "usr", "lib", "site-packages"}
-    for name in names:
-        if name == "canary": print(open(os.path.join(folder, name)).read())
-""",
-    "its own environment": "import os; print(dict(os.environ))",
-}
-
-
-@needs_sandbox
-@pytest.mark.parametrize("what", HARMLESS)
-def test_a_stranger_cannot_read(what, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDRUN_CANARY", "tweet-tweet")
-    (tmp_path / "canary").write_text("tweet-tweet")
-    done = in_there(HARMLESS[what], tmp_path)
-    assert done.returncode == 0
-    assert "tweet" not in done.stdout
-
-
-@needs_sandbox
-def test_a_stranger_cannot_write_outside_its_folder(tmp_path):
-    places = [str(tmp_path / "x"), "/x", "/tmp/x", "/usr/x", f"{sys.prefix}/x", "/dev/x"]
-    code = f"""
-for path in {places}:
-    try: open(path, "w").write("x")
-    except OSError: continue
-    print(path)
-open("mine", "w").write("x")
-"""
-    done = in_there(code, tmp_path)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert (tmp_path / "scratch" / "mine").read_text() == "x"
-    assert not (tmp_path / "x").exists()
-
-
-@needs_sandbox
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [("import sys; sys.exit(5)", 5), ("import os; os.kill(os.getpid(), 15)", -15), ("x" * 9, 1)],
-)
-def test_the_exit_code_is_the_strangers(code, found, tmp_path):
-    assert in_there(code, tmp_path).returncode == found
-
-
-@needs_sandbox
-def test_a_stranger_ends_with_a_referee_that_is_killed(tmp_path):
-    sleeper = f"import time; open('began', 'w').close(); time.sleep(600.{os.getpid()})"
-    script = f"""
-import pathlib, sys
-from speedrun.record.examine import sandbox
-sandbox.run([sys.executable, "-S", "-c", {sleeper!r}], pathlib.Path({str(tmp_path)!r}), environment={{}},
-            stdout=sys.stdout, wall_s=600.0, unsafe=False)
-"""
-    referee = subprocess.Popen([sys.executable, "-c", script])
-    while not (tmp_path / "began").exists():
-        assert referee.poll() is None
-        time.sleep(0.05)
-    referee.kill()
-    referee.wait()
-    argv = ["pgrep", "-f", f"sleep.600.{os.getpid()}"]
-    for _ in range(600):
-        if subprocess.run(argv, capture_output=True, check=False).returncode:
-            return
-        time.sleep(0.1)
-    raise AssertionError("it goes on")
-
-
-@needs_sandbox
-def test_a_stranger_that_never_ends_is_ended(tmp_path):
-    with pytest.raises(SpeedrunError, match="was still running after 2 s"):
-        in_there("while True: pass", tmp_path, wall_s=2.0)
-
-
-def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "problem", lambda: "unshare: Operation not permitted")
-    with pytest.raises(UsageError, match=r"Operation not permitted.*container.*--unsafe-here"):
-        in_there("print(1)", tmp_path)
-    shutil.rmtree(tmp_path / "scratch")
-    assert sandbox.protections(unsafe=True).startswith("NO SANDBOX (unshare: Operation not permitted)")
-    assert in_there("print(1)", tmp_path, unsafe=True).stdout == "1\n"
 
 
 def validated(out: Path, data: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -977,162 +790,3 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     assert done.returncode == 1, done.stdout + done.stderr
     assert statuses(done)["V605"] == "failed"
     assert statuses(done)["V603"] == "ok"
-
-
-def test_the_source_of_a_run_makes_its_programs_again(trained, smoke_data):
-    done = validated(trained.out, smoke_data, "--relower")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"ok +V610", done.stdout)
-
-
-@pytest.mark.parametrize(
-    ("jax", "other", "status"),
-    [
-        (None, None, "ok"),
-        (None, {}, "failed"),
-        (None, {"config": {"recipe.name": "smoke"}}, "failed"),
-        (None, {"plan": {"flops_per_token": 1.0}}, "failed"),
-        (None, {"inputs": ()}, "failed"),
-        ("0.0.1", {}, "warning"),
-    ],
-)
-def test_source_that_makes_other_programs_or_another_config_is_refused(
-    trained, smoke_data, monkeypatch, jax, other, status
-):
-    (run,), (path,) = load(trained.out).runs, trained.out.glob("programs-*.xz")
-    plan, inputs = msgspec.to_builtins(run.of(runlog.Plan)[0]), tuple(step.inputs for step in run.steps)
-    honest = Facts(run.start.config, {name: plan[name] for name in ("shapes", "flops_per_token")}, inputs)
-    facts = msgspec.json.decode(msgspec.json.encode(honest), type=Facts)  # as the source writes them
-    archive = b"another archive" if other == {} else path.read_bytes()
-    made = archive, replace(facts, **other or {})
-    monkeypatch.setattr(Rerun, "lowered", lambda *_: made)
-    monkeypatch.setattr(sandbox, "problem", lambda: None)
-    here = provenance.software()
-    monkeypatch.setattr(provenance, "software", lambda: here | ({"jax": jax} if jax else {}))
-    options = Options("some", NONCE, data=smoke_data)
-    result = relowered(trained.out, validate(trained.out), options, io.StringIO()).results[-1]
-    assert (result.check.id, result.status) == ("V610", status)
-
-
-def test_source_of_a_harness_that_nobody_knows_proves_nothing(trained, smoke_data, monkeypatch):
-    """What lowers it is its own harness, which V503 compares; nothing is executed."""
-    monkeypatch.setattr(Rerun, "lowered", None)
-    found = validate(trained.out)
-    unknown = [dataclasses.replace(x, status="skipped") if x.check.id == "V503" else x for x in found.results]
-    options = Options("some", NONCE, data=smoke_data)
-    result = relowered(trained.out, Report(tuple(unknown), strict=True), options, io.StringIO()).results[-1]
-    assert (result.check.id, result.status, "V503" in result.messages[0]) == ("V610", "warning", True)
-
-
-@pytest.fixture
-def of_gpu(trained, tmp_path) -> Path:
-    """A record that says that it was made on a GPU, which its environment names."""
-    folder = Path(shutil.copytree(trained.out, tmp_path / "of_gpu"))
-    log = log_of(folder)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    (preflight,) = (line["event"] for line in lines if line["event"]["ev"] == "preflight")
-    preflight |= {"platform": "gpu", "environment": {"CUDA_VISIBLE_DEVICES": "3", "JAX_PLATFORMS": "cuda"}}
-    log.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    return folder
-
-
-def test_a_machine_without_a_gpu_does_not_lower_the_programs_of_one(of_gpu, trained, smoke_data, monkeypatch):
-    monkeypatch.setattr(Rerun, "lowered", None)
-    options = Options("some", NONCE, data=smoke_data)
-    result = relowered(of_gpu, validate(trained.out), options, io.StringIO()).results[-1]
-    assert (result.check.id, result.status, "GPU" in result.messages[0]) == ("V610", "warning", True)
-
-
-def test_the_gpus_of_another_machine_are_not_looked_for_here(of_gpu, smoke_data, monkeypatch):
-    seen = {}
-
-    def run(*_, environment, **__):
-        seen.update(environment)
-        raise SpeedrunError("enough")
-
-    monkeypatch.setattr(sandbox, "run", run)
-    with pytest.raises(SpeedrunError, match="enough"):
-        Rerun(of_gpu, smoke_data, io.StringIO()).lowered()
-    assert not {"JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"} & seen.keys()
-
-
-def test_source_sees_no_validation_text(smoke_data, tmp_path):
-    rules, data = track.load("smoke-cpu").data, Path(shutil.copytree(smoke_data, tmp_path / "data"))
-    (data / "validation.txt").write_text("the text")
-    others = _without_text(data, tmp_path / "seen", rules)
-    shard, blank = (shards.open_track(folder, rules).val[0] for folder in (data, tmp_path / "seen"))
-    assert blank.num_tokens == shard.num_tokens
-    assert not blank.read(0, blank.num_tokens).any()
-    hidden = {path.name for path in data.iterdir()} - {path.name for path in others}
-    assert hidden == {shard.path.name, "validation.txt"}
-
-
-_TRIES = r"""
-import fcntl, os, socket, termios
-def tell(what, attempt):
-    try:
-        attempt()
-    except OSError:
-        return
-    print("could", what)
-def written(path):
-    os.close(os.open(path, os.O_WRONLY))
-tell("set the kernel", lambda: written("/proc/sys/kernel/core_pattern"))
-tell("change a device", lambda: os.chmod("/dev/null", 0o666))
-tell("make a control group", lambda: os.mkdir("/sys/fs/cgroup/stranger"))
-for number in 0, 1, 2:
-    tell("reach a terminal", lambda: fcntl.ioctl(number, termios.TIOCGPGRP, bytes(4)))
-tell("find its terminal", lambda: written("/dev/tty"))
-for host in "127.0.0.1", "1.1.1.1":
-    tell("reach a network", lambda: socket.create_connection((host, 22), timeout=2))
-tell("be another user", lambda: os.setuid(12345))
-tell("change its root", lambda: os.chroot("."))
-print("\x1b[2Jwords\x1b]0;title\x07")
-"""
-
-
-@needs_sandbox
-@pytest.mark.parametrize("gpu", [False, True])
-def test_a_stranger_reaches_neither_the_kernel_nor_the_terminal(tmp_path, gpu):
-    done = in_there(_TRIES, tmp_path, gpu=gpu)
-    assert (done.returncode, done.stdout) == (0, "\\x1b[2Jwords\\x1b]0;title\\x07\n")
-
-
-def test_only_what_a_record_may_hold_is_brought_back(tmp_path):
-    made, out = tmp_path / "made" / "record", tmp_path / "out" / "mine"
-    (made / "runs" / "smoke-0-abcd").mkdir(parents=True)
-    out.parent.mkdir()
-    (made / "about.json").write_text("{}")
-    (made / "tool.sh").write_text("#!/bin/sh\n")
-    (made / "source.txt").symlink_to("/etc/hosts")
-    os.mkfifo(made / "batch.json")
-    (made.parent / "record-of-another").mkdir()
-    (made.parent / "record-of-another" / "about.json").write_text("{}")
-    _bring(made, out)
-    found = {path.relative_to(out.parent).as_posix() for path in out.parent.rglob("*") if path.is_file()}
-    assert found == {"mine/about.json"}
-
-
-def test_checkpoints_that_are_no_files_are_refused(tmp_path):
-    fills: dict[str, Callable[[Path], object]] = {
-        "pipe": os.mkfifo,
-        "deep": lambda path: path.write_text("[" * 100_000),
-        "endless": lambda path: path.symlink_to("/dev/zero"),
-    }
-    for name, fill in fills.items():
-        facts = tmp_path / name / "8" / "facts" / "metadata"
-        facts.parent.mkdir(parents=True)
-        (tmp_path / name / "1²").mkdir()
-        fill(facts)
-        with pytest.raises(UsageError, match="no checkpoints of a finished run"):
-            _owners([tmp_path / name], {})
-
-
-def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):
-    shutil.copytree(smoke_data, tmp_path / "damaged")
-    shard = min((tmp_path / "damaged").glob("*train*.bin"))
-    raw = bytearray(shard.read_bytes())
-    raw[1024 + 200] ^= 1
-    shard.write_bytes(raw)
-    with pytest.raises(DataError, match=f"{shard.name}: .*; the run read one with sha256"):
-        Rerun(FIRST, tmp_path / "damaged", io.StringIO()).check_data()

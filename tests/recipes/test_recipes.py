@@ -251,12 +251,10 @@ def test_layers_keep_both_ends_and_their_mirrors(name):
     assert AT[name].config.mixing == tuple(FULL.config.mixing[place] for place in places)
 
 
-_LARGE = [name for name in SIZES if name not in ("smoke", "nano")]
+_LARGE = [pytest.param(name, marks=pytest.mark.compile) for name in SIZES if name != "smoke"]
 
 
-@pytest.mark.parametrize(
-    "name", ["smoke", "nano", *(pytest.param(name, marks=pytest.mark.compile) for name in _LARGE)]
-)
+@pytest.mark.parametrize("name", ["smoke", *_LARGE])
 def test_each_size_is_a_program_on_eight_devices_and_settings_of_its_recipe(name):
     recipe = AT[name]
     assert FULL.override(settings_of(recipe)) == recipe
