@@ -112,20 +112,6 @@ def _problem(line: int, message: str) -> Problem:
     return Problem(line, clean(message, limit=160))
 
 
-def _split(log: Iterable[Reading]) -> Iterator[list[Reading]]:
-    """Yield the readings of each run of a log. A run ends where the step falls to its first one or below."""
-    run: list[Reading] = []
-    for reading in log:
-        # Repeated where a console and a log file were joined. As text, since NaN is not equal to itself.
-        if run and repr(run[-1][1:]) == repr(reading[1:]):
-            continue
-        if run and reading.step <= run[0].step:
-            yield run
-            run = []
-        run.append(reading)
-    yield run
-
-
 def _points(run: Sequence[Reading], problems: list[Problem]) -> tuple[Point, ...]:
     """Return the curve of a run, without steps and times that go back."""
     points: list[Point] = []
@@ -146,9 +132,17 @@ def _points(run: Sequence[Reading], problems: list[Problem]) -> tuple[Point, ...
 
 
 def _runs_of(readings: Iterable[Reading], problems: list[Problem]) -> Iterator[ContextRun]:
-    """Yield runs in order; the second run of a log is called `name#2`."""
+    """Yield runs in order; the second run of a log is called `name#2`. It begins where the step falls that far."""
     for name, log in groupby(readings, lambda reading: reading.name):
-        for number, run in enumerate(_split(log), 1):
+        runs: list[list[Reading]] = [[]]
+        for reading in log:
+            # Repeated where a console and a log file were joined. As text, since NaN is not equal to itself.
+            if runs[-1] and repr(runs[-1][-1][1:]) == repr(reading[1:]):
+                continue
+            if runs[-1] and reading.step <= runs[-1][0].step:
+                runs.append([])
+            runs[-1].append(reading)
+        for number, run in enumerate(runs, 1):
             points = _points(run, problems)
             shown = clean(name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
             planned = [one.num_steps for one in run if one.num_steps is not None]
