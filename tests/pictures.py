@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from speedrun.base import track as tracks
 from speedrun.base.wholefile import write_whole
-from speedrun.board import drawing
-from speedrun.board.drawing import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
+from speedrun.board import plots
+from speedrun.board.plots import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
 from speedrun.board.standings import (
     Board,
     PastRecord,
@@ -91,7 +91,7 @@ def outputs() -> dict[Path, bytes]:
 def draw_ladder(context: Figures) -> bytes:
     """Draw the ladder; return an SVG."""
     ladder = context.ladder
-    with drawing.canvas(9.5, 0.8 + 0.62 * len(ladder)) as figure:
+    with plots.canvas(9.5, 0.8 + 0.62 * len(ladder)) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _draw_losses(left, ladder)
         _draw_minutes(right, [minutes for _, *minutes in rungs(context)])
@@ -142,7 +142,7 @@ def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
     ours = [row for row in board.of(MAIN_TRACK) if row.standing == "qualified" and row.train_time_s]
     claims = [one for one in board.published if one.claim and f"{one.track}@1" == MAIN_TRACK]
     claims = [one for one in claims if not one.rules.startswith("impossible")]  # by our rules: no goal here
-    with drawing.canvas(8.0, 4.2) as figure:
+    with plots.canvas(8.0, 4.2) as figure:
         _draw_history(figure.add_subplot(), sorted(history, key=lambda one: one.date), claims, ours)
         return svg_pictures.svg(figure)
 
@@ -162,32 +162,32 @@ def _draw_history(
             ring = {"color": TARGET, "markerfacecolor": PAPER, "markersize": 8, "markeredgewidth": 1.5}
             axes.plot(day, one.minutes, "o", zorder=4, **ring)
             form = {"offset": (-2, -7), "ha": "right", "va": "top", "color": TARGET}
-            drawing.label(axes, (day, one.minutes), text, **form, **plain)
+            plots.label(axes, (day, one.minutes), text, **form, **plain)
         elif one.label:
             last: dict[str, Any] = {"offset": (4, -7), "ha": "right", "va": "top"}
             form = last if one is history[-1] else {"offset": (6, 4)}
-            drawing.label(axes, (day, one.minutes), text, **form, **plain)
+            plots.label(axes, (day, one.minutes), text, **form, **plain)
     for claim in claims:
         day = date2num(date.fromisoformat(claim.date))
         axes.plot(day, claim.minutes, "o", color=VAL, markerfacecolor=PAPER, markersize=4, zorder=3)
     if claims:
         best = min(claims, key=lambda one: one.minutes)
         place = float(date2num(date.fromisoformat(best.date))), best.minutes
-        drawing.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (8, -22), ha="right", **plain)
+        plots.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (8, -22), ha="right", **plain)
     for row in ours:
         day, time_min = float(date2num(row.moment)), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
-        drawing.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
+        plots.label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
     since = (("small and hollow: claimed since, not against our rules, not verified", VAL),) if claims else ()
     own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
-    drawing.key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
+    plots.key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
     svg_pictures.number_decades(axes.yaxis)
     axes.set_ylim(bottom=0.5 * axes.dataLim.ymin)
     axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=8))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.set_ylabel("minutes to a loss of 3.28")
-    drawing.title(axes, "The speedrun on eight H100: minutes to a validation loss of 3.28 on FineWeb")
+    plots.title(axes, "The speedrun on eight H100: minutes to a validation loss of 3.28 on FineWeb")
 
 
 if __name__ == "__main__":

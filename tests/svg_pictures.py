@@ -3,7 +3,7 @@
 import io
 from typing import TYPE_CHECKING
 
-from speedrun.board.drawing import GREY, INK, PAPER, TARGET, TRAIN, VAL
+from speedrun.board.plots import GREY, INK, PAPER, TARGET, TRAIN, VAL
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis

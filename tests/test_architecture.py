@@ -353,7 +353,7 @@ OTHER_WRITES = {
     ("speedrun.base.wholefile", "os.replace"): "this is `write_whole`",
     ("speedrun.base.wholefile", "os.rename"): "this is `make_folder`",
     ("speedrun.base.wholefile", "os.open"): "what is synchronised, and a lock, which is empty",
-    ("speedrun.board.drawing", "figure.savefig"): "memory",
+    ("speedrun.board.plots", "figure.savefig"): "memory",
     ("speedrun.board.submission", "tarfile.open"): "memory",
     ("speedrun.machine.bench_step", "np.savez"): "memory",
     ("speedrun.cli", "formatter.write_text"): "click's help",

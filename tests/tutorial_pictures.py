@@ -16,8 +16,8 @@ from matplotlib.colors import to_rgba
 
 from speedrun.base.recipe_files import resolve
 from speedrun.base.wholefile import write_whole
-from speedrun.board import drawing
-from speedrun.board.drawing import GREY, INK, TARGET, TRAIN, VAL
+from speedrun.board import plots
+from speedrun.board.plots import GREY, INK, TARGET, TRAIN, VAL
 from speedrun.data.shards import open_shard
 from speedrun.data.synthetic import DOCUMENT, FIRST_WORD, REPEAT
 from speedrun.model import weights
@@ -89,14 +89,14 @@ def reach(trained: weights.Trained, tokens_T: np.ndarray) -> np.ndarray:
 
 def draw(number: int, curves: list[tuple[list[int], list[float]]], reach_TT: np.ndarray) -> bytes:
     """Draw the losses of this step and of those before it, and what its predictions read."""
-    with drawing.canvas(8.0, 3.4) as figure:
+    with plots.canvas(8.0, 3.4) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for at, losses in curves[:-1]:
             left.plot(at, losses, color=TRAIN, linewidth=0.8, zorder=1)
         at, losses = curves[-1]
         left.plot(at, losses, color=VAL, linewidth=2, zorder=3)
-        drawing.label(left, (at[-1], losses[-1]), f"{losses[-1]:.3f}", (0, 8), ha="right", fontweight="bold")
-        drawing.level(left, 3.28, "target 3.28", TARGET)
+        plots.label(left, (at[-1], losses[-1]), f"{losses[-1]:.3f}", (0, 8), ha="right", fontweight="bold")
+        plots.level(left, 3.28, "target 3.28", TARGET)
         left.set(xlim=(0, 290), ylim=(3.0, 5.6), xlabel="step", ylabel="loss (nats per token)")
         left.set_title(f"{number}. {STEPS[number - 1]}", loc="left", fontsize=11, color=INK)
         if len(curves) > 1:

@@ -1,22 +1,35 @@
-"""The pictures of a record."""
+"""The pictures of a record, and their style. Equal content gives equal bytes. matplotlib is imported on use."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from speedrun.base.console import quantiles_ms
-from speedrun.base.errors import UsageError, unknown
-from speedrun.board import drawing
-from speedrun.board.drawing import DASHED, GREY, PAPER, TARGET, TRAIN, VAL
+from speedrun.base.errors import UsageError, translate_os_errors, unknown
+from speedrun.base.wholefile import write_whole
 from speedrun.board.ghost import same_batches
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record, load
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+INK, GREY, TRAIN, VAL, TARGET, PAPER = "#1c2733", "#6b7782", "#93b1cf", "#1f5fa8", "#c8452f", "#ffffff"
+DASHED = (0, (5, 3))
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "speedrun",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+}
 Kind = Literal["loss", "tokens", "steps"]  #: also the names of the files
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: The attribute of a step on the horizontal axis, and the axis label.
@@ -43,13 +56,13 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
                 raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {_MOST:g}")
     paths: list[Path] = []
     for kind in kinds:
-        with drawing.canvas(8.0, 4.5) as figure:
+        with canvas(8.0, 4.5) as figure:
             axes = figure.add_subplot()
             if kind == "steps":
                 _draw_steps(axes, runs)
             else:
                 _draw_loss(axes, record, runs, *_AXES[kind])
-            paths.append(drawing.save(figure, record_dir / "plots", kind))
+            paths.append(save(figure, record_dir / "plots", kind))
     return paths
 
 
@@ -71,16 +84,16 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name:
     axes.plot(places, losses, "o", color=VAL, markersize=size, alpha=alpha, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
-        drawing.level(axes, target.loss, f"target {target.loss:g}", TARGET)
+        level(axes, target.loss, f"target {target.loss:g}", TARGET)
         if target.entropy_rate:
-            drawing.level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
+            level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
     if of == "tokens_seen":
         axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_xlabel(name)
     axes.set_ylabel("loss (nats per token)")
-    drawing.title(axes, _headline(runs))
+    title(axes, _headline(runs))
     most = max(runs, key=lambda run: len(run.vals))
     of_runs = zip(*(_vals(run, of) for run in alike or [most]), strict=False)
     means = [(fmean(place for place, _ in each), fmean(loss for _, loss in each)) for each in of_runs]
@@ -90,7 +103,7 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name:
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
     val = "validation: each run, and their mean" if alike else "validation"
-    drawing.key(axes, (train, TRAIN), *others, (val, VAL))
+    key(axes, (train, TRAIN), *others, (val, VAL))
 
 
 def _band(axes: "Axes", runs: Sequence[Run], of: str) -> None:
@@ -119,7 +132,7 @@ def _label(axes: "Axes", points: Sequence[tuple[float, float]], target: float) -
         offset, side = ((0, 8), "center") if number else ((8, 0), "left")  # the first point is on the axis
         offset = (0, -13) if points[number][1] <= target else offset
         text = f"{points[number][1]:.{digits}f}"
-        drawing.label(axes, points[number], text, offset, ha=side, fontweight=weight, fontsize=9)
+        label(axes, points[number], text, offset, ha=side, fontweight=weight, fontsize=9)
 
 
 def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
@@ -137,11 +150,11 @@ def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
     names.append((f"longest {max_ms:,.1f} ms", GREY))
     if beyond := len(times_s) - len(shown_ms):
         names.append((f"{beyond:,} of {len(times_s):,} beyond the right end", GREY))
-    drawing.key(axes, *names)
+    key(axes, *names)
     axes.set_xlabel("step time (ms)")
     axes.set_ylabel("steps")
     of = "" if len(runs) == 1 else f" of {len(runs)} runs"
-    drawing.title(axes, f"{_what(runs)}: {len(times_s):,} steps{of}")
+    title(axes, f"{_what(runs)}: {len(times_s):,} steps{of}")
 
 
 def _what(runs: Sequence[Run]) -> str:
@@ -156,3 +169,60 @@ def _headline(runs: Sequence[Run]) -> str:
     mean = "" if len(done) == 1 else f", mean of {len(done)} runs"
     val, train = fmean(run.val_loss for run in done), fmean(run.train_time_s for run in done)
     return f"{_what(runs)}: {val:.4f} after {train:.1f} s{mean}"
+
+
+# --- the style of all pictures
+
+
+@contextmanager
+def canvas(width: float, height: float) -> Iterator["Figure"]:
+    """Yield an empty figure of this size in inches; its style holds inside the block."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", folder: Path, name: str) -> Path:
+    """Write a figure as PNG into a folder; return its path. An SVG in a record could run code."""
+    with translate_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    path, png = folder / f"{name}.png", io.BytesIO()
+    figure.savefig(png, dpi=160, metadata={"Software": None})
+    write_whole(path, png.getbuffer())
+    return path
+
+
+def title(axes: "Axes", text: str) -> None:
+    """Write a line above a picture."""
+    axes.set_title(in_font(text), loc="left", fontsize=11, fontweight="bold", pad=14)
+
+
+def key(axes: "Axes", *names: tuple[str, str]) -> None:
+    """Write names in their colours into the upper right corner."""
+    for number, (name, colour) in enumerate(names):
+        place = 0.995, 0.985 - 0.06 * number
+        axes.text(*place, in_font(name), color=colour, transform=axes.transAxes, ha="right", va="top")
+
+
+def level(axes: "Axes", value: float, text: str, colour: str) -> None:
+    """Draw a horizontal line with its name at the left end, where the curves are far above it."""
+    axes.axhline(value, color=colour, linewidth=1, linestyle=DASHED, zorder=2)
+    form: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "path_effects": ()}
+    label(axes, (0, value), text, (5, 3), color=colour, fontsize=9, **form)
+
+
+def label(
+    axes: "Axes", place: tuple[float, float], text: str, offset: tuple[float, float], **form: Any
+) -> None:
+    """Write a text with an outline next to a point; the offset is in typographic points."""
+    from matplotlib.patheffects import withStroke
+
+    form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
+
+
+def in_font(text: str) -> str:
+    """Cut a text to 120 characters, and escape those that the font may lack."""
+    return text[:120].encode("ascii", "backslashreplace").decode()

@@ -7,7 +7,7 @@ from record_forge import Spec, change, forge, shard, write_run
 
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
-from speedrun.board import drawing
+from speedrun.board import plots
 from speedrun.board.plots import KINDS, plot
 from speedrun.record.about import assemble
 from speedrun.record.validate import validate
@@ -30,7 +30,7 @@ def drawn(monkeypatch) -> dict[str, Figure]:
         figures[name] = figure
         return folder / name
 
-    monkeypatch.setattr(drawing, "save", save)
+    monkeypatch.setattr(plots, "save", save)
     return figures
 
 
