@@ -220,7 +220,7 @@ def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) 
 
 
 def _model(described: Any) -> Any:
-    """Return what a described recipe says of its model, without the module, which may have moved since."""
+    """Return what a described recipe says of its model, without names, which may have changed since."""
     match described:
         case {"name": name, "config": dict() as config, "compute_dtype": dtype}:
-            return name, {**config, "kind": ""}, dtype
+            return name, [value for key, value in config.items() if key != "kind"], dtype
