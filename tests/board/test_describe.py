@@ -1,6 +1,5 @@
 """A description goes into manifest and README, and changes no measurement."""
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -8,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
-from record_forge import Spec, change, forge, write_run
+from record_forge import forge
 from small_run import FIRST, files
 from typed import invoke
 
-from speedrun.base import runlog
-from speedrun.record.about import readme_head, summarize
 from speedrun.record.reader import load
 from speedrun.record.validate import validate
 
@@ -55,22 +51,6 @@ def test_a_description_is_in_about_and_readme_and_the_rest_stays(records):
     assert readme.endswith("\nWhy it works.\n")
     assert "| parent | forged/parent |" in readme
     assert validate(child, strict=True).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"recipe": {"parent": "a|b"}}, "recipe a&#124;b"),
-        ({"recipe": {"parent": ["smoke"]}}, "none"),
-        ({"recipe": "smoke"}, "none"),
-    ],
-)
-def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(records, config, said):
-    write_run(records[0], Spec(seed=0, edit_log=change(runlog.RunStart, config=config)))
-    record = load(records[0])
-    assert f"| parent | {said} |\n" in readme_head(record, summarize(record))
-    named = dataclasses.replace(record, about=replace(record.about, parent_record="smoke-cpu/first"))
-    assert "| parent | smoke-cpu/first |\n" in readme_head(named, summarize(named))
 
 
 def test_a_title_that_the_locale_cannot_hold(tmp_path):

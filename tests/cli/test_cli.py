@@ -72,6 +72,8 @@ WRONG_WORDS = [
     ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
     ("data verify --fall", "did you mean '--full'?"),
     ("run --steps 10", "steps are a setting: --set stages.0.num_steps=10"),
+    ("run --set muon_lr=1", "unknown setting 'muon_lr'; did you mean 'optimizer.muon_lr'?"),
+    ("run --set table=1", "choose one of: compute_dtype, config."),
     ("run --resume nowhere", "nowhere: no such run; need the folder of one"),
     ("--nothing", "choose one of: --debug, --help, --version"),
     ("run --seed x", "'speedrun run --help' shows what is needed"),

@@ -27,7 +27,6 @@ from speedrun.model.watch_server import Feed, rules
 from speedrun.record.reader import load
 
 ROOT = Path(__file__).parents[2]
-SIX_SEEDS = FIRST.parent / "2026-11-25-six-seeds"
 (LOG,) = FIRST.glob("runs/*/metrics.jsonl")
 RAW = LOG.read_bytes()
 LINES = RAW.decode().splitlines()
@@ -345,30 +344,6 @@ def test_hostile_text_stays_text(page, tmp_path):
             says(page, HOSTILE, where)
         says(page, "broke off", "#status")
     assert page.evaluate("[document.images.length, window.struck ?? null]") == [0, None]
-
-
-def test_several_runs_are_told_apart(page, tmp_path):
-    with shown(page, SIX_SEEDS, tmp_path / "later"):
-        says(page, f"Waiting for {tmp_path}/later", "#trouble")
-        page.wait_for_function("() => document.querySelectorAll('#legend li').length === 6")
-        looks = page.evaluate(
-            """Array.from(document.querySelectorAll('#legend line'),
-                (one) => [one.style.stroke, one.getAttribute('stroke-dasharray')])"""
-        )
-        assert len({colour for colour, _ in looks}) == len({dash for _, dash in looks}) == 6
-        names = page.evaluate(
-            "[...document.querySelectorAll('#legend label')].map(one => one.children[2].innerText)"
-        )
-        for place in (1, 2):
-            page.locator("input[name=focus]").nth(place).check()
-            says(page, names[place], "#title")
-        page.get_by_role("checkbox", name=names[2]).uncheck()
-        page.focus("#loss")
-        page.keyboard.press("End")
-        assert names[2] not in page.inner_text("#loss .readout")
-        assert names[1] in page.inner_text("#loss .readout")
-        log_in(tmp_path / "later", RAW)
-        page.wait_for_function("() => document.querySelectorAll('#legend li').length === 7")
 
 
 def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path):
