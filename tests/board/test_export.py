@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from small_run import FIRST
-from typed import invoke
 
 from speedrun.base import console, runlog
 from speedrun.base.errors import StorageError, UsageError
@@ -126,14 +125,6 @@ def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(record, tmp_path
                 assert not out.with_name(f"{out.name}.partial").exists()
                 assert not out.exists() or {path.name: path.read_bytes() for path in out.iterdir()} == whole
     assert moment > 3 * len(whole) + 2
-
-
-def test_the_folder_is_named_after_the_record(record, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert invoke("export", "record", "--to", "csv").stdout.split() == [
-        "record-csv/validations.csv",
-        "record-csv/train_losses.csv",
-    ]
 
 
 @pytest.mark.parametrize("folder", ["record", "record.checkpoints"])

@@ -271,15 +271,3 @@ def test_every_public_line_is_read_or_reported(public_log):
     names = {run.name.partition("#")[0] for run in public_log.runs}
     assert len({row["log"] for row in rows}) == len(names) == 1504
     assert len(public_log.runs) == 1689, "some logs hold several runs"
-
-
-@public
-def test_the_public_noise(public_log):
-    """Groups near the target: 0.0013 is the noise of 2026's recipes; before that it was larger."""
-    sd = {}
-    for year in ("2024", "2025", "2026"):
-        runs = foreign_logs.distinct(run for run in public_log.runs if f"track_1_short/{year}" in run.name)
-        found = foreign_logs.noise([group for group in foreign_logs.groups(runs) if 3.27 < group.mean < 3.29])
-        assert found is not None
-        sd[year] = found.pooled_sd
-    assert sd == pytest.approx({"2024": 0.00284, "2025": 0.00152, "2026": 0.00133}, abs=6e-6)
