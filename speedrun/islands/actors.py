@@ -25,10 +25,7 @@ class Actor:
         from speedrun.islands.island import Island
 
         self._island, self._leaves = Island(name, config), False
-        signal.signal(signal.SIGTERM, self._leave)
-
-    def _leave(self, *_: object) -> None:
-        self._leaves = True
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_leaves", True))
 
     def work(self, order: Order) -> tuple[Answer, bool]:
         """Return the answer, and whether it was the last."""

@@ -118,7 +118,7 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
     from jax.sharding import PartitionSpec as P
 
     from speedrun.base import mesh
-    from speedrun.machine import rates as bench
+    from speedrun.machine import bench_kernels
     from speedrun.train import health
 
     mesh.prepare("any" if usable else "cpu")
@@ -138,7 +138,7 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
         total = jax.jit(program)(jax.numpy.arange(over.size, dtype="float32"))
         agree = float(total[0]) == over.size * (over.size - 1) / 2
         yield Check("collective", f"a sum over the devices {'is right' if agree else 'is wrong'}", ok=agree)
-        yield from rates(bench.measure(over), machine, accelerators.named(machine.kind))
+        yield from rates(bench_kernels.measure(over), machine, accelerators.named(machine.kind))
 
 
 def rates(

@@ -15,9 +15,9 @@ from typed import invoke, program, speedrun
 from speedrun.base import accelerators, track
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import accelerator
+from speedrun.machine import bench_kernels as bench
 from speedrun.machine import check_devices as seen_devices
 from speedrun.machine import checkup as examine
-from speedrun.machine import rates as bench
 from speedrun.machine.check_devices import Check, Machine
 from speedrun.machine.commands import _print
 
