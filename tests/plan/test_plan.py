@@ -42,7 +42,9 @@ def test_24_gb_are_enough_for_record_21():
     program = Program(recipe, deviceless.target_mesh("4090", 1), memory=plan.memory)
     needed = deviceless.compiled_step(program, 0).memory_analysis().peak_memory_in_bytes
     assert needed < 0.75 * card.memory_bytes
-    assert plan.memory_bytes == pytest.approx(needed, rel=0.1)
+    assert needed < plan.memory_bytes < 1.15 * needed, (
+        "in a trace, all activations are computed again at once"
+    )
 
 
 @pytest.mark.parametrize(
