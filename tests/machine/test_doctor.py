@@ -241,28 +241,6 @@ def test_an_old_driver_is_in_the_way_of_gpus_only(node, driver, asked, code, mar
     assert result.stdout.endswith(f", then: {again}\n") == bool(asked)
 
 
-def test_gpus_without_the_wheels_of_cuda(driver, monkeypatch):
-    monkeypatch.setattr(examine.provenance, "installed", lambda: {"jax": "0.10.2"})
-    found = {check.name: check.mark for check in examine._gpus([], needed=True)}
-    assert found == {"gpus": "ok", "cuda": "bad", "driver": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "installed", "marks"),
-    [(8, False, ["bad"]), (0, True, ["bad"]), (0, False, [])],
-)
-def test_a_driver_that_fails_is_told_where_there_is_one(
-    num_gpus, installed, marks, driver, monkeypatch, tmp_path
-):
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    if not installed:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    for i in range(num_gpus):
-        (tmp_path / f"nvidia{i}").touch()
-    monkeypatch.setattr(examine, "_DEVICES", tmp_path)
-    assert [check.mark for check in examine._gpus([], needed=True)] == marks
-
-
 def test_versions_are_numbers_and_foreign_packages_a_note(monkeypatch):
     for version in ("0.10.2", "0.10.10", "0.11.0.dev1"):
         assert examine.floor("jax", version, "jax>=0.10.2").ok
