@@ -97,21 +97,6 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     assert planned(*device, *fewer).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        ("replica_groups={}", ()),
-        ("replica_groups={{0,2},{1,3}}, use_global_device_ids=true, to_apply=%sum", ((0, 2), (1, 3))),
-        ("replica_groups=[4,2]<=[2,2,2]T(2,0,1)", ((0, 2), (4, 6), (1, 3), (5, 7))),
-        ("replica_groups=mesh['replica'=2,'data'=3] {'replica'}, to_apply=%a", ((0, 3), (1, 4), (2, 5))),
-    ],
-)
-def test_groups_are_read_in_all_forms(text, groups):
-    assert anatomy.groups(text.removeprefix("replica_groups=")) == groups
-    with pytest.raises(ValueError, match="got groups '<every second>'; need lists"):
-        anatomy.groups("<every second>")
-
-
 @pytest.mark.parametrize("num_bytes", [10**6, 10**9])
 def test_a_device_waits_for_what_nothing_hides(num_bytes):
     """The first collective and the last; others while computation lasts. A start and six or three steps of a ring."""
