@@ -117,6 +117,8 @@ def flops_per_token(table: Table) -> float:
 
 def fitted_here(program: Program) -> Program:
     """Return the program, or its variant for scarce memory where it exceeds a GPU's; raise UsageError if that does."""
+    ids = max(stage.num_sequences * stage.seq_len for stage in program.recipe.stages)
+    require(program, 8 * ids // program.num_devices)  # first, as so large a step may not be traced
     if program.kernels.platform != "cpu" and most_bytes(program) > meshes.memory_bytes(program.mesh):
         program = replace(program, memory="scarce")
     require(program, most_bytes(program))
