@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr
 
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, gemm, product
 from speedrun.plan.shares import KIND
-from speedrun.train.footprint import ALONE, COLLECTIVES, LOOPS, SUMS, UPDATES, VIEWS, Array, flat, inner
+from speedrun.train.footprint import ALONE, COLLECTIVES, LOOPS, SUMS, UPDATES, Array, flat, inner
 
 #: Collectives that XLA calls as JAX does; the others sum.
 _BY_NAME = {"all_gather", "reduce_scatter", "all_to_all"}
@@ -41,12 +41,6 @@ class _Value:
     @property
     def num_bytes(self) -> int:
         return self.size * self.itemsize
-
-    @property
-    def source(self) -> "_Value":
-        """What it is a view of."""
-        is_view = self.maker is not None and self.maker.name in VIEWS and self.maker.reads
-        return self.maker.reads[0].source if self.maker and is_view and not self.is_stored else self
 
 
 @dataclass(eq=False)
@@ -123,7 +117,7 @@ def _counted(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Work | Collective, int]
     for one in operations:
         if one.is_alone and one.name not in SUMS:
             for value in one.writes:
-                value.depth = 1 + max((x.source.depth for x in one.reads), default=0)
+                value.depth = 1 + max((x.depth for x in one.reads), default=0)
             yield from _alone(one, times)
         elif any(value.is_stored for value in one.writes):
             _join(passes, one)
@@ -178,28 +172,26 @@ def _needed(operations: Sequence[_Operation], results: Sequence[_Value]) -> Iter
 def _store(operations: Sequence[_Operation], results: Sequence[_Value]) -> None:
     """Mark the values that exist in memory."""
     for value in results:
-        value.source.is_stored = True
+        value.is_stored = True
     for one in operations:
         if one.is_alone:
             for value in one.writes:
                 value.is_stored = True
         if one.name in ALONE:
             for value in one.reads:
-                value.source.is_stored = True
+                value.is_stored = True
     for one in operations:
-        if one.name in VIEWS or any(value.is_stored for value in one.writes):
-            continue
-        for value in one.writes:
-            value.is_stored = value.size >= _SMALL and _readers(value) > 1 and _saves(value)
+        if not any(value.is_stored for value in one.writes):
+            for value in one.writes:
+                value.is_stored = value.size >= _SMALL and _readers(value) > 1 and _saves(value)
 
 
 def _readers(value: _Value) -> int:
-    """Count the readers of a value, through views and wider types."""
+    """Count the readers of a value, through wider types."""
     found = 0
     for user in value.users:
-        through = user.name in VIEWS or user.name == "convert_element_type"
-        through = through and all(result.itemsize >= value.itemsize for result in user.writes)
-        found += sum(map(_readers, user.writes)) if through else 1
+        is_wider = user.name == "convert_element_type" and user.writes[0].itemsize >= value.itemsize
+        found += _readers(user.writes[0]) if is_wider else 1
     return found
 
 
@@ -241,7 +233,7 @@ def _cone(root: _Operation) -> tuple[dict[_Value, int], set[_Operation]]:
 def _alone(one: _Operation, times: int) -> Iterator[tuple[Work | Collective, int]]:
     """Yield the work of an operation that runs by itself."""
     name, params = one.name, one.equation.params
-    read = sum(value.num_bytes for value in {x.source for x in one.reads})
+    read = sum(value.num_bytes for value in {*one.reads})
     written = sum(value.num_bytes for value in one.writes)
     if name == "dot_general":
         left, right = (atom.aval for atom in one.equation.invars)
@@ -255,14 +247,10 @@ def _alone(one: _Operation, times: int) -> Iterator[tuple[Work | Collective, int
         for body in inner(one.equation):
             yield from _counted(body, times * params.get("length", 1))
     elif name in UPDATES:
-        update = _atom_bytes(one.equation.invars[UPDATES[name]])
-        yield Work("elementwise", num_bytes=2 * update), times
+        update = one.equation.invars[UPDATES[name]].aval
+        yield Work("elementwise", num_bytes=2 * update.size * update.dtype.itemsize), times
     else:
         yield _of_kernel(one, read + written), times
-
-
-def _atom_bytes(atom: Any) -> int:
-    return atom.aval.size * atom.aval.dtype.itemsize
 
 
 def _of_kernel(one: _Operation, num_bytes: int) -> Work:
