@@ -13,18 +13,9 @@ from speedrun.base import accelerators
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 
-HEADER = "HloModule test, is_scheduled=true\n"
+FUSIONS = """\
+HloModule test, is_scheduled=true
 
-
-def read(text: str) -> anatomy.Anatomy:
-    return anatomy.read(HEADER + text)
-
-
-def entry(*lines: str) -> str:
-    return "\n".join(["ENTRY %main (p: f32[8]) -> f32[8] {", *(f"  {line}" for line in lines), "}\n"])
-
-
-FUSIONS = """
 %slicing (a: f32[100,8], i: s32[]) -> f32[1,8] {
   %a = f32[100,8]{1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -40,18 +31,18 @@ FUSIONS = """
   ROOT %new = f32[100,8]{1,0} dynamic-update-slice(%b, %c, %j, %j)
 }
 
+ENTRY %main (p: f32[100,8], k: s32[]) -> f32[100,8] {
+  %p = f32[100,8]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %row = f32[1,8]{1,0} fusion(%p, %k), kind=kLoop, calls=%slicing
+  ROOT %out = f32[100,8]{1,0} fusion(%p, %row, %k), kind=kLoop, calls=%writing
+}
 """
 
 
 def test_slices_and_updates_in_place_count_as_such_inside_fusions():
-    text = entry(
-        "%p = f32[100,8]{1,0} parameter(0)",
-        "%k = s32[] parameter(1)",
-        "%row = f32[1,8]{1,0} fusion(%p, %k), kind=kLoop, calls=%slicing",
-        "ROOT %out = f32[100,8]{1,0} fusion(%p, %row, %k), kind=kLoop, calls=%writing",
-    )
     row, index = 32, 4
-    assert read(FUSIONS + text).traffic == {"fusion": (row + index + row) + (row + index + row)}
+    assert anatomy.read(FUSIONS).traffic == {"fusion": (row + index + row) + (row + index + row)}
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
