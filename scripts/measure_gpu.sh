@@ -12,7 +12,7 @@
 #   --parts NAME,...      only these, also again; a wrong name lists them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
-#   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_step.py
+#   --baseline DIR           another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_step.py
 #
 # Environment, all optional:
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
@@ -57,7 +57,7 @@ each() {
     "$1" "rank-triton-$w" 300 bench step "${step[@]}" "${one[@]}" --steps 5 --attention triton --first-step "${first[$w]}"
   done
   "$1" run 300 run --track webmini "${text[@]}" --set stages.0.num_steps=$steps --data "$shards" --out "$out/run"
-  if [[ -n $rival ]]; then "$1" rival 450 bench rival "$rival" "${text[@]}" --steps $steps --data "$shards"; fi
+  if [[ -n $baseline ]]; then "$1" baseline 450 bench baseline "$baseline" "${text[@]}" --steps $steps --data "$shards"; fi
   for w in w1 w14; do
     "$1" "profile-$w" 300 profile "${step[@]}" "${one[@]}" --first-step "${first[$w]}" --steps 2 --top 40 \
       --out "$out/profile-$w"
@@ -107,12 +107,12 @@ END
 }
 
 main() {
-  wheels="" rehearse="" out=measured minutes=30 wanted="" shards="" rival="" names=() late="" bad=""
+  wheels="" rehearse="" out=measured minutes=30 wanted="" shards="" baseline="" names=() late="" bad=""
   child=""
   while (($#)); do
     case $1 in
       --rehearse) rehearse=yes && shift && continue ;;
-      --wheels | --from | --out | --minutes | --parts | --shards | --rival) (($# > 1)) || die "$1 needs a value" ;;
+      --wheels | --from | --out | --minutes | --parts | --shards | --baseline) (($# > 1)) || die "$1 needs a value" ;;
       *) die "got $1; --help says what there is" ;;
     esac
     case $1 in

@@ -118,7 +118,7 @@ print(*(kind for kind, device in DEVICES.items() if device.name == sys.argv[1]))
 
   "$python" -m speedrun stats "$record" || true # the batch has the exit code
   if ((code)); then
-    echo "run_track: a run broke off, a check failed, or the target is not proven: see above"
+    echo "run_track: a run crashed, a check failed, or the target is not proven: see above"
     echo "next: the same command, if runs are missing; else $python -m speedrun submit --missed $record"
   else
     echo "next: $python -m speedrun validate --strict $record"

@@ -18,12 +18,12 @@ from speedrun.base.recipe_files import resolve
 from speedrun.base.track import load as load_track
 from speedrun.commands import added
 from speedrun.record import reader as records
-from speedrun.record.about import Summary, assemble, summarize
 from speedrun.record.logged_run import Run
+from speedrun.record.summary import Summary, assemble, summarize
 from speedrun.record.validate import Report, validate
 from speedrun.train import single_run
 from speedrun.train.keeper import Job
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe

@@ -18,7 +18,7 @@ from speedrun.base import accelerators, mesh
 from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Collective, Line
 from speedrun.plan.traced import step_jaxpr
-from speedrun.train import footprint
+from speedrun.train import memory
 from speedrun.train.program import Program
 
 #: How XLA writes the groups of a collective: see `groups`.
@@ -111,8 +111,8 @@ def prices(compiled: jax.stages.Compiled, program: Program, step: int) -> Prices
         sum(one.seconds for one in each) for each in (cost.table(counted, device), lines)
     )
     needed: Any = compiled.memory_analysis()
-    memory = footprint.needed_bytes(simulated, jaxpr) / needed.peak_memory_in_bytes
-    return Prices(lines, planned_s / compiled_s, memory)
+    share = memory.needed_bytes(simulated, jaxpr) / needed.peak_memory_in_bytes
+    return Prices(lines, planned_s / compiled_s, share)
 
 
 def read(text: str, memory: Any = None) -> Anatomy:

@@ -10,7 +10,7 @@ import hlo
 from hlo import UPDATES, Computation, Executed, Instruction, taken, written
 
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Work, product
-from speedrun.plan.shares import Kind
+from speedrun.plan.efficiencies import Kind
 from speedrun.plan.traced import HEAD_SLOTS
 
 #: Opcodes whose work is the size of their first operand.

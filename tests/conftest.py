@@ -45,18 +45,21 @@ from small_run import SMALL
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.data import shards, synthetic
-from speedrun.record.about import assemble
+from speedrun.record.summary import assemble
 from speedrun.science.models import record21_model as record21
 from speedrun.science.recipe import Recipe, Stage
-from speedrun.train import health
+from speedrun.train import device_benchmark
 from speedrun.train.recorded import train
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes many objects: to look for dead ones was a sixth of the time.
 gc.set_threshold(200_000, 20, 100)
-health._TRIALS, health._MULTIPLICATIONS = 2, 1  # every run times this machine, before and after
+device_benchmark._TRIALS, device_benchmark._MULTIPLICATIONS = (
+    2,
+    1,
+)  # every run times this machine, before and after
 
 
 #: Fixtures that only tests of a group have.
@@ -105,12 +108,12 @@ def tiny() -> Recipe:
     config = dataclasses.replace(
         smoke.config,
         vocab_size=61,
-        head_size=64,
+        padded_vocab_size=64,
         model_dim=16,
         num_heads=2,
         head_dim=8,
         mlp_dim=32,
-        mixing=("long", "none", "short", "long"),
+        attention_kinds=("long", "none", "short", "long"),
         value_tables=(0, record21.NO_TABLE, 1, 0),
         block_tokens=4,
     )

@@ -25,13 +25,13 @@ from record_forge import (
 
 from speedrun.base import runlog, track
 from speedrun.base.runlog import DataRead, ShardRange
-from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
-from speedrun.record.batch import Declaration, Look, seeds_from
+from speedrun.record.batch import Look, Preregistration, seeds_from
 from speedrun.record.git_history import files_here
 from speedrun.record.layout import config_sha256, sha256
 from speedrun.record.reader import encode, load
 from speedrun.record.reproduction import Hardware, Outcome, Reproduction, outcome_of
+from speedrun.record.summary import assemble
 
 Build = Callable[[Path], object]
 
@@ -71,7 +71,7 @@ def moved_up(to: type[runlog.Event], nth: int) -> Edit:
 
 
 def said_to_have_broken_off(log: Moments) -> Moments:
-    """A run whose loss became non-finite, but whose end has the status of one that broke off."""
+    """A run whose loss became non-finite, but whose end has the status of one that crashed."""
     blown = runlog.Error("NonFiniteError", "step 9: loss is nan")
     end = replace(log[-1].event, status="aborted", val_loss=None)
     stop = place_of(log, runlog.ClockStop)
@@ -356,7 +356,7 @@ def redeclared(folder: Path) -> None:
     forge(folder, seeds=(first, third))
 
 
-def promised(**fields) -> Callable[[Declaration], Declaration]:
+def promised(**fields) -> Callable[[Preregistration], Preregistration]:
     return lambda honest: replace(honest, **fields)
 
 
@@ -407,7 +407,7 @@ DISLIKED = Spec(seed=2, attempt="d", edit_log=lambda log: log[:-1])
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
 #: So far below the target that two runs pass at half the level.
 PROVEN = (5.5, 4.0, 3.4, 3.2)
-#: A second look, never reached, that would allow two runs to break off.
+#: A second look, never reached, that would allow two runs to crash.
 FAR_LOOK = {
     "val_losses": PROVEN,
     "declared": range(1, 21),
@@ -469,7 +469,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
     ("V007", "no final state", in_one_run(change(runlog.RunEnd, final_hash=""))),
-    ("V007", "a cold wall time below the log's", ending(cold_wall_s=2.0)),
+    ("V007", "a total wall time below the log's", ending(cold_wall_s=2.0)),
     ("V007", "more waited for data than trained", ending(data_wait_s=9.0)),
     ("V007", "less compiled than its events say", ending(compile_s=0.1)),
     ("V007", "an error in a run that finished",
@@ -484,7 +484,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V009", "a run of the record itself", reproduced(runs=(OWN_RUN,))),
     ("V009", "no numbers", reproduced(runs=again("finished", None, None))),
     ("V009", "a time below zero", reproduced(runs=again("finished", 3.2, -1.0))),
-    ("V009", "a run that broke off", reproduced(runs=again("aborted", None, None))),
+    ("V009", "a run that crashed", reproduced(runs=again("aborted", None, None))),
     ("V101", "other file", made(shards=(replace(ONE, sha256=HASH), TWO))),
     ("V102", "other order", made(shards=(shard("t_train_2.bin", 0, 600), shard("t_train_1.bin", 0, 400)))),
     ("V102", "went back", made(shards=(replace(ONE, stop=300), TWO, replace(ONE, start=300)))),
@@ -535,14 +535,14 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
     ("V208", "two hours", logged(lambda log: [log[0], *later(log[1:], 7200.0)], COLD)),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
-    ("V301", "broke off", logged(broken_off)),
+    ("V301", "crashed", logged(broken_off)),
     ("V302", "not below the target", made(val_losses=(5.5, 4.0, 3.4, 3.279))),
     ("V302", "too few", made(seeds=(1,))),
     ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
     ("V303", "one added", with_runs([Spec(seed=3)])),
     ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS, val_losses=PROVEN)),
-    ("V303", "broke off when its result was known", with_runs([DISLIKED])),
-    ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
+    ("V303", "crashed when its result was known", with_runs([DISLIKED])),
+    ("V303", "two crashed before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
     ("V304", "a copy with four losses edited", logged(copied_from_the_fifth_step)),
     ("V304", "same start", logged(STARTED_ALIKE)),
     ("V304", "same weights", ending(final_hash="d" * 16)),
@@ -565,7 +565,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "a loss below zero", logged(change(runlog.Step, at=4, loss=-0.5))),
     ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
     ("V309", "blew up", in_one_run(BLEW_UP)),
-    ("V309", "blew up, and says that it broke off", in_one_run(said_to_have_broken_off)),
+    ("V309", "blew up, and says that it crashed", in_one_run(said_to_have_broken_off)),
     ("V310", "sequences of no equal length", logged(change(runlog.Val, sequences=lambda val: (val.loss,) * 3))),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
@@ -577,7 +577,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V210", "of another step", resumed(left=lambda log: log[: place_of(log, runlog.Step, 3)])),
     ("V210", "itself", resumed(change(runlog.Resume, run_id="tiny-1-00a1"))),
     ("V210", "a run of another seed", resumed(change(runlog.Resume, run_id="tiny-2-00a2"))),
-    ("V210", "nobody, before it broke off",
+    ("V210", "nobody, before it crashed",
      with_runs([Spec(seed=3, attempt="b", edit_log=lambda log: went_on(log)[:-6])])),
     ("V210", "given weights that begin later in the data",
      made(shards=(shard("t_train_1.bin", 100, 600), shard("t_train_2.bin", 0, 500)),

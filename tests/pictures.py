@@ -13,10 +13,9 @@ import svg_pictures
 from msgspec import Meta
 
 from speedrun.base import track as tracks
-from speedrun.base.wholefile import write_whole
+from speedrun.base.atomic_files import write_whole
 from speedrun.board import plots
-from speedrun.board.plots import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
-from speedrun.board.standings import (
+from speedrun.board.leaderboard import (
     Board,
     PastRecord,
     Published,
@@ -24,6 +23,7 @@ from speedrun.board.standings import (
     read_built,
     read_context,
 )
+from speedrun.board.plots import DASHED, GREY, INK, PAPER, TARGET, TRAIN, VAL
 from speedrun.record.statistics import mean_interval
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _draw_minutes(axes: "Axes", minutes: list[list[float]]) -> None:
 
 def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
     """Draw published records with claims and our qualified records of `MAIN_TRACK`; return an SVG."""
-    ours = [row for row in board.of(MAIN_TRACK) if row.standing == "qualified" and row.train_time_s]
+    ours = [row for row in board.of(MAIN_TRACK) if row.status == "qualified" and row.train_time_s]
     claims = [one for one in board.published if one.claim and f"{one.track}@1" == MAIN_TRACK]
     claims = [one for one in claims if not one.rules.startswith("impossible")]  # by our rules: no goal here
     with plots.canvas(8.0, 4.2) as figure:
@@ -173,7 +173,7 @@ def _draw_history(
     if claims:
         best = min(claims, key=lambda one: one.minutes)
         place = float(date2num(date.fromisoformat(best.date))), best.minutes
-        plots.label(axes, place, f"{best.standing}: {best.minutes:.3g}", (8, -22), ha="right", **plain)
+        plots.label(axes, place, f"{best.status}: {best.minutes:.3g}", (8, -22), ha="right", **plain)
     for row in ours:
         day, time_min = float(date2num(row.moment)), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)

@@ -18,13 +18,13 @@ from speedrun.base import provenance, runlog, track
 from speedrun.base.runlog import DataRead, ShardRange
 from speedrun.base.sourcefile import join_source
 from speedrun.record import archive, git_history, layout
-from speedrun.record.about import assemble
 from speedrun.record.archive import Archive, Lowered
-from speedrun.record.batch import Declaration, Look, TrackRef
+from speedrun.record.batch import Look, Preregistration, TrackRef
 from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.layout import Recipe
 from speedrun.record.reader import encode
 from speedrun.record.source import is_science, split_source
+from speedrun.record.summary import assemble
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000
@@ -310,10 +310,10 @@ def write_run(root: Path, spec: Spec) -> Path:
     return folder
 
 
-def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
+def declaration(spec: Spec, seeds: Sequence[int]) -> Preregistration:
     start = spec.edit_log(moments(spec))[0].event
     assert isinstance(start, runlog.RunStart)
-    return Declaration(
+    return Preregistration(
         track=TrackRef(start.track, start.track_sha256),
         recipe=Recipe(start.recipe, start.recipe_revision, start.overrides),
         config_sha256=start.config_sha256,
@@ -330,7 +330,7 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
     )
 
 
-def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
+def declare(root: Path, promise: Preregistration, spec: Spec = Spec()) -> Path:
     root.mkdir(exist_ok=True)
     write_code(root, spec)
     (root / layout.BATCH).write_bytes(encode(promise))

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     count, index, meet_s = map(int, numbers)
     with reported(), connect.joined(connect.find_group(coordinator, count, index), HEARTBEAT_S, meet_s):
         from speedrun.train.recorded import train
-        from speedrun.train.request import RunConfig, decoded
+        from speedrun.train.run_config import RunConfig, decoded
 
         printer = console.Printer(sys.stdout) if processes.is_first() else None
         train(decoded(Path(request).read_bytes(), RunConfig), partial(runlog.RunLog, reader=printer))

@@ -16,7 +16,7 @@ SMALL = {
     "stages.0.seq_len": "64",
     "eval_sequences": "128",
     "eval_seq_len": "64",
-    "config.mixing": "('long', 'none', 'none', 'short')",
+    "config.attention_kinds": "('long', 'none', 'none', 'short')",
     "config.model_dim": "16",
     "config.num_heads": "2",
     "config.head_dim": "8",

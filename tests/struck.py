@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from small_run import files
 
 from speedrun import cli
-from speedrun.base import children, clock, provenance, track
+from speedrun.base import clock, provenance, subprocesses, track
 from speedrun.base.sourcefile import join_source
 from speedrun.data import synthetic
 from speedrun.record import layout
@@ -266,7 +266,7 @@ class Soak:
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
-        children.Popen = Fork
+        subprocesses.Popen = Fork
         self._place, self._data, self._number = place, ["--data", data], 0
         self._settings = ["--track", "tiny", *self._data, *settings]
         self._rnd, self._call = random.Random(seed), Caller(place, work)
@@ -294,7 +294,7 @@ class Soak:
         now, code = self._begun(kind, f"runs/{self._number}"), -1
         now.seen.append(files(self._place))
         while code and len(now.tries) < MOST_TRIES:
-            # Once, of a batch: too many runs that broke off are no record.
+            # Once, of a batch: too many runs that crashed are no record.
             again = not now.tries or (kind != "batch" and self._rnd.random() < 0.3)
             blow = self._blow(kind) if struck and again else NONE
             now.tries.append((" ".join(now.words[:4]), blow))

@@ -41,7 +41,7 @@ FLOORS = {
 #: Modules of the core that know of islands: what a record of them holds, and what judges it.
 KNOW_ISLANDS = {
     *(f"speedrun.base.{name}" for name in ("console", "rounds", "runlog", "track")),
-    *(f"speedrun.record.{name}" for name in ("findings", "logged_run")),
+    *(f"speedrun.record.{name}" for name in ("examination", "logged_run")),
     *(f"speedrun.record.examine.{name}" for name in ("replay", "rerun", "training")),
     *(
         f"speedrun.record.checks{name}"
@@ -57,7 +57,7 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Budgets of lines that are not blank. Ten and fifteen are of record 92's allowance: gradients of rows that travel.
 #: Twenty are what a recipe expects to reach, and flags of updates, as of gradients; 142 are rules for other sizes and
 #: for ablations, which were in `base` and `lab`.
-SCIENCE_LINES = 1_352
+SCIENCE_LINES = 1_354
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own. Record 92 reads what it shares with
 #: record 89 from there.
 MORE_SCIENCE = {"record89": 646, "record92": 306, "record92_masked": 100}
@@ -69,7 +69,7 @@ CLOSURE_LINES = 5_140
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_350
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
-HOUSE_LINES = 32089
+HOUSE_LINES = 31732
 #: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92 with rows that travel, and 700
 #: for islands, which take more: what they take above it was cut elsewhere; 65 for heads of modules that were one,
 #: as long as nothing else makes room for them. A run as one function, kept by another process, takes 298 for
@@ -154,7 +154,7 @@ def test_no_module_reaches_itself():
 def test_science_imports_no_instrument():
     """The register of recipes is one itself: `record.source` does not count it as science."""
     code = ("science", "recipes")
-    allowed = {f"speedrun.base.{name}" for name in ("canonical", "errors", "limits", "mesh")}
+    allowed = {f"speedrun.base.{name}" for name in ("bpe_pairs", "errors", "field_types", "mesh")}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES
@@ -349,10 +349,10 @@ def test_no_change_raises_the_budget_of_the_house():
 
 #: Writes that are not `write_whole`, and why each may be.
 OTHER_WRITES = {
-    ("speedrun.base.wholefile", "partial.open"): "this is `write_whole`",
-    ("speedrun.base.wholefile", "os.replace"): "this is `write_whole`",
-    ("speedrun.base.wholefile", "os.rename"): "this is `make_folder`",
-    ("speedrun.base.wholefile", "os.open"): "what is synchronised, and a lock, which is empty",
+    ("speedrun.base.atomic_files", "partial.open"): "this is `write_whole`",
+    ("speedrun.base.atomic_files", "os.replace"): "this is `write_whole`",
+    ("speedrun.base.atomic_files", "os.rename"): "this is `make_folder`",
+    ("speedrun.base.atomic_files", "os.open"): "what is synchronised, and a lock, which is empty",
     ("speedrun.board.plots", "figure.savefig"): "memory",
     ("speedrun.board.submission", "tarfile.open"): "memory",
     ("speedrun.machine.bench_step", "np.savez"): "memory",
@@ -397,4 +397,4 @@ def test_files_are_written_in_one_way():
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and is_write(node)
     }
-    assert found == set(OTHER_WRITES), "write files with base.wholefile"
+    assert found == set(OTHER_WRITES), "write files with base.atomic_files"

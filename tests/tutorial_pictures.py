@@ -14,8 +14,8 @@ import svg_pictures
 from made_docs import BLOCK, DOCS
 from matplotlib.colors import to_rgba
 
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.recipe_files import resolve
-from speedrun.base.wholefile import write_whole
 from speedrun.board import plots
 from speedrun.board.plots import GREY, INK, TARGET, TRAIN, VAL
 from speedrun.data.shards import open_shard

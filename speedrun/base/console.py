@@ -192,7 +192,7 @@ class TextLog:
         parts_s["other"] = end.cold_wall_s - own_s - sum(parts_s.values())
         lines = [
             f"result  {end.status} | val {val} | train {end.train_time_s:.2f} s | "
-            f"cold wall {end.cold_wall_s:.1f} s ({_seconds(parts_s)})",
+            f"total wall {end.cold_wall_s:.1f} s ({_seconds(parts_s)})",
             f"        p50 {p50_ms:.1f} ms  p95 {p95_ms:.1f}  max {max_ms:.1f} | data wait {wait:.1%} | "
             f"peak {memory(end.peak_bytes)}",
         ]
@@ -215,7 +215,7 @@ def render(lines: Iterable[Line]) -> str:
     return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
 
 
-class _Rival(Protocol):
+class _Ghost(Protocol):
     """A record to race: has a legend for the start of the run, and a text for each step."""
 
     @property
@@ -227,7 +227,7 @@ class _Rival(Protocol):
 class Printer:
     """Prints the log during a run. As a context manager on a terminal, it shows the newest step in a last line."""
 
-    def __init__(self, stream: TextIO, ghost: _Rival | None = None) -> None:
+    def __init__(self, stream: TextIO, ghost: _Ghost | None = None) -> None:
         """Print to `stream`. The text of a `ghost` is not logged."""
         self._stream, self._ghost = stream, ghost
         self._text, self._num_steps, self._is_live = TextLog(), 0, False

@@ -101,7 +101,7 @@ def accelerator(mesh: Mesh) -> tuple[str, str]:
     return ("cpu", "") if device.platform == "cpu" else ("gpu", str(device.compute_capability))
 
 
-def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+def shard(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
     """Return a global array, sharded by rows, by an explicit transfer.
 
     With several processes, each passes its own rows, in the order of processes.
@@ -113,13 +113,13 @@ def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
         return jax.make_array_from_process_local_data(sharding, x_BT)
 
 
-def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
-    """`place` for an array that every process has in full."""
+def shard_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+    """`shard` for an array that every process has in full."""
     own = len(x_BT) // processes.count()
-    return place(x_BT[own * processes.index() :][:own], mesh)
+    return shard(x_BT[own * processes.index() :][:own], mesh)
 
 
-def whole(x: jax.Array) -> jax.Array:
+def replicated(x: jax.Array) -> jax.Array:
     """Replicate an array whose shards are in several processes; return others unchanged."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
@@ -134,7 +134,7 @@ def _gathered_over(mesh: Mesh) -> Any:
 
 def fetch(tree: Any) -> Any:
     """Return the arrays of a tree on the host. With several processes, all must call it."""
-    return jax.device_get(jax.tree.map(whole, tree))
+    return jax.device_get(jax.tree.map(replicated, tree))
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:

@@ -21,7 +21,7 @@ DEBUG = "SPEEDRUN_DEBUG"  #: the variable that `--debug` sets, for this process 
 _LONGEST = 300  #: characters of another library's message
 _PACKAGE = Path(__file__).parent.parent
 #: Files that only check values of a recipe, and so are not the place of an error.
-_GUARDS = {__file__, str(Path(__file__).with_name("limits.py"))}
+_GUARDS = {__file__, str(Path(__file__).with_name("field_types.py"))}
 #: Messages of XLA, the dynamic linker and Python if memory is out. Their error classes would need imports.
 _NO_MEMORY = re.compile(
     "RESOURCE_EXHAUSTED|Out of memory|failed to map segment|annot allocate memory|t start new thread"

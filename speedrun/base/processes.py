@@ -71,7 +71,7 @@ class _Outcome(msgspec.Struct):
     exit_code: int = 0
 
 
-def agreed(
+def all_processes_agree(
     work: Callable[[], T],
     facts: Callable[[T], dict[str, str]],
     otherwise: str = "start all of them with the same flags, code, packages and data",

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from speedrun.base import sourcefile
+from speedrun.base.atomic_files import read_regular
 from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.sourcefile import IMPORTED, RECIPES, RECIPES_VARIABLE, ROOT, check_path, find
-from speedrun.base.wholefile import read_regular
 
 _MOST_BYTES = 2**20  #: of a recipe's file
 _PACKAGE = RECIPES.replace("/", ".")

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from speedrun.base.limits import Count, Momentum, Natural, Positive, Seconds, Sha256, Size, StateHash
+from speedrun.base.field_types import Count, Momentum, Natural, Positive, Seconds, Sha256, Size, StateHash
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True, omit_defaults=True):
@@ -18,7 +18,7 @@ class Islands(_Event, tag="islands", frozen=True):
     deadline_s: Seconds  #: of a round
     outer_lr: Positive = 1.0
     outer_momentum: Momentum = 0.0
-    most_change: Positive = 1e30  #: of the norm of all weights in a round, relative
+    max_change: Positive = 1e30  #: of the norm of all weights in a round, relative
 
 
 class Island(_Event, tag="island", frozen=True):

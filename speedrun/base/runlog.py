@@ -15,7 +15,7 @@ import msgspec
 
 from speedrun.base.clock import now
 from speedrun.base.errors import translate_os_errors
-from speedrun.base.limits import Count, Natural, Seconds, Sha256, Size, StateHash
+from speedrun.base.field_types import Count, Natural, Seconds, Sha256, Size, StateHash
 from speedrun.base.rounds import Island, Islands, Round
 
 GENESIS = "0" * 16
@@ -237,7 +237,7 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     val_s: Seconds
     data_wait_s: Seconds
     peak_bytes: Size
-    final_hash: StateHash  #: of the state; empty if the run broke off
+    final_hash: StateHash  #: of the state; empty if the run crashed
     data: DataRead
     first_batch_sha256: Sha256 = ""  #: empty if the run ended before its first step
     throttled_s: Seconds | None = None  #: by heat or power supply; None if not counted

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from speedrun.base.atomic_files import open_regular
 from speedrun.base.errors import UsageError
 from speedrun.base.signals import handled_by
-from speedrun.base.wholefile import open_regular
 
 _STALLED_S = 60.0  #: limit for a client that neither sends nor receives
 _PIECE_BYTES = 2**16

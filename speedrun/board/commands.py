@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 import click
 import msgspec
 
-from speedrun.base.children import say
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.base.wholefile import write_whole
+from speedrun.base.subprocesses import say
 from speedrun.board import exports, foreign_logs, plots, submission
+from speedrun.board.leaderboard import BOARD, Board, markdown, read
 from speedrun.board.leaks import Leak
-from speedrun.board.standings import BOARD, Board, markdown, read
 from speedrun.cli import options as cli
-from speedrun.record.about import assemble
 from speedrun.record.reader import encode, load, need_record
+from speedrun.record.summary import assemble
 from speedrun.record.validate import examine
 
 
@@ -201,7 +201,7 @@ def build(*, records: _Records = Path("records")) -> cli.Answer:
     board = read(records)
     for path, content in _files(board, records).items():
         write_whole(path, content)
-    rows = [f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}" for row in board.rows]
+    rows = [f"{row.track:<16} {row.rank or '':>3} {row.status:<12} {row.path}" for row in board.rows]
     for one in board.left_out:
         say(f"left out {one.path}: {one.why}")
     error = f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from speedrun.base import children, console, runlog
+from speedrun.base import console, runlog, subprocesses
+from speedrun.base.atomic_files import lock_record, make_folder
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
+from speedrun.base.log_follower import Tail
 from speedrun.base.output import reported
-from speedrun.base.tail import Tail
-from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.board import leaks
 from speedrun.board.submission import require_outside
 from speedrun.record.logged_run import Run, loss_of
@@ -133,7 +133,7 @@ def relayed(record: Path, project: str) -> AbstractContextManager[None]:
     """Inside the block, send the logs of a record's new runs to wandb."""
     old = [path.name for path in record.glob("runs/*")]
     remedy = "the record holds all numbers: " + shlex.join(["speedrun", "export", str(record), "--to", "csv"])
-    return children.beside(
+    return subprocesses.beside(
         "wandb", "speedrun.board.exports", [str(record), project, *old], remedy, leave_s=_LEAVE_S
     )
 
@@ -176,5 +176,5 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
 
 if __name__ == "__main__":
     with reported():
-        os.nice(children.NICENESS)
+        os.nice(subprocesses.NICENESS)
         relay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:], sys.stdin.buffer)

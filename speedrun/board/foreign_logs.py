@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from speedrun.base.atomic_files import read_regular
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError, translate_read_errors
-from speedrun.base.wholefile import read_regular
 from speedrun.record import statistics
 from speedrun.record.layout import sha256
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.console import quantiles_ms
 from speedrun.base.errors import UsageError, translate_os_errors, unknown
-from speedrun.base.wholefile import write_whole
 from speedrun.board.ghost import same_batches
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record, load

@@ -16,15 +16,15 @@ from statistics import fmean
 
 import msgspec
 
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.console import clean, quantity
 from speedrun.base.errors import SpeedrunError, UsageError, translate_os_errors
-from speedrun.base.wholefile import write_whole
 from speedrun.board import leaks
+from speedrun.board.leaderboard import status_of
 from speedrun.board.leaks import Leak
-from speedrun.board.standings import standing_of
-from speedrun.record.about import facts, summarize
 from speedrun.record.layout import sha256
 from speedrun.record.reader import Record
+from speedrun.record.summary import facts, summarize
 from speedrun.record.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")
@@ -67,7 +67,7 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         why = f"'speedrun validate --strict {root}' says why and what to do"
         raise SpeedrunError(f"{root} is refused: {bad}; {why}")
     loss, target = record.mean_loss, record.rules.target.loss
-    if standing_of(record, report) == "missed" and not missed:
+    if status_of(record, report) == "missed" and not missed:
         raise SpeedrunError(
             f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass --missed "
             "to submit it as a run that missed"
@@ -133,13 +133,13 @@ def cell(text: str) -> str:
 
 def pull_request_text(record: Record, report: Report, archive: str) -> str:
     """Return the pull request as Markdown; `archive` describes the archive."""
-    summary, lead = summarize(record), record.lead
+    summary, lead = summarize(record), record.reference_run
     test, proof = summary.test, "none: no declared batch is complete"
     if test is not None:
         proof = f"p = {test.p:.2g} by {test.rule}, need less than {test.alpha:g}: {'' if test.passed else 'not '}proven"
     rows = [
         *facts(record, summary),
-        ("status", standing_of(record, report)),
+        ("status", status_of(record, report)),
         ("test of the mean", proof),
         ("settings", ", ".join(map("=".join, lead.start.overrides.items())) or "the recipe's"),
         ("matmul", quantity(lead.preflight.matmul_gflops * 1e9, "flop/s")),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
+from speedrun.base.atomic_files import lock_folder, write_whole
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.logged_run import Run
@@ -125,7 +125,7 @@ def reproduce(
         cli.Count | None,
         f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
     ] = None,
-    rival: Annotated[Path | None, "--against RECORD"] = None,
+    candidate: Annotated[Path | None, "--against RECORD"] = None,
     same_seeds: Annotated[bool, "Use the record's seeds, to compare bits. Default: fresh ones."] = False,
     by: Annotated[str, "--by NAME", "Your name, for reproduction.json."] = "",
     data: cli.Data = None,
@@ -139,27 +139,27 @@ def reproduce(
     verdict is within, faster, slower, loss mismatch or not the same hardware. Exits with 0 for within and faster, else
     with 1; with 2 or 3, before anything runs, if the record or the data cannot be used.
 
-    With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
+    With --against, exits with 0 if the candidate is faster and its loss is not worse within the noise, else with 1.
 
     Options:
-        rival: Run this record in turns with RECORD, with the same fresh seeds, and report which is faster.
+        candidate: Run this record in turns with RECORD, with the same fresh seeds, and report which is faster.
         out: Folder of runs and reproduction.json; the same command continues there. Default: below runs/.
     """
     # NumPy comes with it.
     from speedrun.record.examine import reproduce as again
 
-    if rival is not None and (same_seeds or into_record or runs == 1):
+    if candidate is not None and (same_seeds or into_record or runs == 1):
         raise UsageError("--against takes 2 runs or more with fresh seeds; leave the other options out")
     found = load_result(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
-    pair = [(record, folder), *([(rival, folder / "rival")] if rival is not None else [])]
+    pair = [(record, folder), *([(candidate, folder / "candidate")] if candidate is not None else [])]
     sides = [again.Repetition(*one, data, sys.stderr, unsafe=unsafe) for one in pair]
-    if rival is not None:
+    if candidate is not None:
         _check_alike(*(side.record for side in sides))
     for side in sides:
         click.echo("\n".join(_differences(side.points)), err=True)
     click.echo(protections(unsafe=unsafe), err=True)
-    num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
+    num_runs = runs or (len(found.finished) if candidate is None else _NUM_PAIRS)
     plan = again.planned(folder, [side.record for side in sides], num_runs, same_seeds=same_seeds)
     with lock_folder(folder, refuse=UsageError):
         ran = again.run_in_turns(sides, plan.seeds, sys.stderr)
@@ -168,7 +168,7 @@ def reproduce(
     if into_record:
         wrote.append(record / REPRODUCTION)
         write_whole(record / REPRODUCTION, encode(results[0].reproduction))
-    if rival is None:
+    if candidate is None:
         good = results[0].judgement.verdict in ("within", "faster")
         answer = cli.Answer(results[0].facts, _table(results[0]), int(not good))
     else:
@@ -177,11 +177,13 @@ def reproduce(
 
 
 def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
-    """Write `comparison.json`, and return the answer about a record and its rival."""
-    record, rival = ({run.start.seed: run for run in result.runs if run.finished} for result in results)
+    """Write `comparison.json`, and return the answer about a record and its candidate."""
+    record, candidate = ({run.start.seed: run for run in result.runs if run.finished} for result in results)
     try:
         found = compared(
-            "rival", "record", {seed: (record[seed], rival[seed]) for seed in record if seed in rival}
+            "candidate",
+            "record",
+            {seed: (record[seed], candidate[seed]) for seed in record if seed in candidate},
         )
     except ValueError as error:  # numbers that no honest run has
         raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
@@ -193,23 +195,24 @@ def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
     change = f"{mean:+.2%} of its time, 95 % between {low:+.2%} and {high:+.2%}"
     verdict = "not resolvable here"
     if high < 0 or low > 0:
-        verdict = "the rival is faster" if mean < 0 else "the rival is slower"
+        verdict = "the candidate is faster" if mean < 0 else "the candidate is slower"
     lines = [
         *(line for result in results for line in _table(result)),
-        f"rival    {change}: {verdict}",
+        f"candidate    {change}: {verdict}",
         f"loss     {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}",
         f"both     {found.together_s.mean:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
         f"rate     {RATE_FROM}",
     ]
-    facts = {"record": results[0].facts, "rival": results[1].facts, "comparison": found}
+    facts = {"record": results[0].facts, "candidate": results[1].facts, "comparison": found}
     return cli.Answer(facts, lines, int(not (high < 0 and loss.low <= 0)))
 
 
 def _check_alike(*records: Record) -> None:
     """Raise UsageError for records of different tracks or hardware."""
     ran_on = [
-        f"{record.rules.id} on {record.lead.preflight.num_devices} devices ({clean(record.lead.preflight.platform)})"
+        f"{record.rules.id} on {machine.num_devices} devices ({clean(machine.platform)})"
         for record in records
+        for machine in [record.reference_run.preflight]
     ]
     if len(set(ran_on)) > 1:
         raise UsageError(

@@ -8,12 +8,12 @@ import click
 
 from speedrun.base import signals
 from speedrun.base import track as tracks
-from speedrun.base.children import say
+from speedrun.base.atomic_files import lock_folder, write_whole
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.progress import Progress, resumable
+from speedrun.base.subprocesses import say
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.cli import options as cli
 from speedrun.data import fetch, generated, overview, prepare
 from speedrun.data import tokenizer as tokenizers

@@ -13,7 +13,7 @@ from speedrun.cli.options import Amount, Answer, Attention, Count, Data, Integer
 from speedrun.commands import added
 
 if TYPE_CHECKING:
-    from speedrun.train.request import RunConfig
+    from speedrun.train.run_config import RunConfig
 
 
 class RunOptions(NamedTuple):
@@ -38,7 +38,7 @@ class RunOptions(NamedTuple):
 
     def request(self, out: Path, **more: Any) -> "RunConfig":
         """Return the request for such a run."""
-        from speedrun.train.request import RunConfig
+        from speedrun.train.run_config import RunConfig
 
         same = {name: value for name, value in self._asdict().items() if name not in ("out", "settings")}
         return RunConfig(**same, out=out, overrides=dict(self.settings), **more)
@@ -53,7 +53,9 @@ class Size(NamedTuple):
     """
 
     runs: Annotated[int | None, Integer(2)] = None
-    then: Annotated[int | None, Integer(3), "Total number, if the first look proves nothing."] = None
+    then: Annotated[
+        int | None, Integer(3), "Total number, if the first look, an interim analysis, proves nothing."
+    ] = None
     expect: Annotated[Amount | None, "--expect LOSS"] = None
 
 
@@ -96,12 +98,12 @@ def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: s
     if ctx.params["resume"] is not None:
         cli.only_with_resume(ctx, *allowed)
         return ctx.params["resume"]
-    from speedrun.base import children, track
+    from speedrun.base import subprocesses, track
     from speedrun.data import generated  # NumPy comes with it
 
     request = asked()
     config = request.config
     generated.ensure(track.load(config.track), config.data, partial(click.echo, err=True))
-    if code := children.run_module(module, request):
-        ctx.exit(children.shell_code(code))
+    if code := subprocesses.run_module(module, request):
+        ctx.exit(subprocesses.shell_code(code))
     return config.out

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import click
 
-from speedrun.base import children, signals
+from speedrun.base import signals, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import expected
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.commands import added
-from speedrun.record.about import Summary
+from speedrun.record.summary import Summary
 from speedrun.record.validate import Report, validate
 from speedrun.train import connect, keeper
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 if TYPE_CHECKING:
     from speedrun.train import single_run
@@ -126,7 +126,7 @@ def run(
     limits_s = deadlines_s(single.deadlines)
     resume = single.resume
     folder = resume or options.out or cli.new_folder(options.track)
-    ctx.with_resource(children.stoppable())
+    ctx.with_resource(subprocesses.stoppable())
     if single.check:
         return _checked(ctx, options.request(Path(gettempdir(), f"check-{os.getpid()}"), seed=single.seed))
     config = options.request(
@@ -140,9 +140,9 @@ def run(
         purpose="unranked" if single.unranked else "",
     )
     if dry.is_asked():
-        from speedrun.train.batch import Promise
+        from speedrun.train.batch import BatchRequest
 
-        return dry.answer(ctx, Promise(config, num_runs=1))
+        return dry.answer(ctx, BatchRequest(config, num_runs=1))
     from speedrun.train import single_run
 
     if resume is not None:
@@ -204,15 +204,15 @@ def batch(
 
     Exits with 0 if the batch proves its target and every check passes, else with 1.
     """
-    from speedrun.train.batch import Promise, run_batch  # NumPy comes with it
+    from speedrun.train.batch import BatchRequest, run_batch  # NumPy comes with it
 
-    def asked() -> Promise:
+    def asked() -> BatchRequest:
         folder = options.out or cli.new_folder(tracks.load(options.track).name)
-        return Promise(options.request(folder, purpose="unranked" if unranked else ""), *size)
+        return BatchRequest(options.request(folder, purpose="unranked" if unranked else ""), *size)
 
     if dry.is_asked():
         return dry.answer(ctx, asked())
-    ctx.with_resource(children.stoppable())
+    ctx.with_resource(subprocesses.stoppable())
     as_json, allowed = ctx.params["as_json"], ("data", "title", "ghost", "wandb", "on")
     say = partial(click.echo, err=as_json)
     if on and ghost:
@@ -233,7 +233,7 @@ def _answer(folder: Path, done: "Outcome") -> cli.Answer:
     lines = [card(done.rules, done.summary, report), f"record  {folder}"]
     for picture in done.plots:
         lines += [f"plot    {picture}", f"next    {shlex.join(['speedrun', 'stats', str(folder)])}"]
-    return cli.Answer(facts, lines, 0 if done.standing.passed and report.exit_code == 0 else 1)
+    return cli.Answer(facts, lines, 0 if done.status.passed and report.exit_code == 0 else 1)
 
 
 def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
@@ -246,14 +246,14 @@ def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
         head += (
             f", val {summary.val_loss_mean:.4f} in {summary.train_time_s_mean:.2f} s of training\n"
             f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
-            f"cold wall {summary.cold_wall_s_mean:.1f} s | {_standing(rules.rules, summary)}"
+            f"total wall {summary.cold_wall_s_mean:.1f} s | {_status(rules.rules, summary)}"
         )
     else:
         head += ", no run finished"
     return f"{head}\nchecks  {report.verdict}{''.join(told)}"
 
 
-def _standing(rules: tracks.Rules, summary: Summary) -> str:
+def _status(rules: tracks.Rules, summary: Summary) -> str:
     if not rules.ranked:
         return "shown; this track does not rank"
     if summary.test is None or summary.num_finished < rules.min_runs:
@@ -291,7 +291,7 @@ def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
         except BaseException as error:
             if (known := expected(error)) is None:
                 raise
-            children.say(f"warning: recipe {each} cannot be loaded: {known}")
+            subprocesses.say(f"warning: recipe {each} cannot be loaded: {known}")
             continue
         num_params = params.count(one.table(one.config))
         found[each] = {

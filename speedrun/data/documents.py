@@ -18,10 +18,10 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from speedrun.base.children import say
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
+from speedrun.base.subprocesses import say
 from speedrun.data import hub
-from speedrun.data.shards import Place, sha256
+from speedrun.data.shards import Position, sha256
 
 HUB = "hub:"  #: prefix of the names of datasets
 BLOCK_BYTES = 2**19  #: of text in a block: a larger one takes more memory, a smaller one more calls
@@ -31,7 +31,7 @@ BATCH_ROWS = 256  #: rows of parquet decoded at a time, of 3 kB each in FineWeb
 class Block(NamedTuple):
     """Consecutive documents."""
 
-    first: Place  #: of the first document
+    first: Position  #: of the first document
     texts: list[str]
     read_bytes: int  #: bytes of the source up to the end of this block
 
@@ -74,8 +74,8 @@ class Dataset:
         chosen = {"dataset": self._path, "config": self._config, "revision": self._revision}
         return {**{key: value for key, value in chosen.items() if value}, "column": self._column}
 
-    def blocks(self, start: Place) -> Iterator[Block]:
-        """Yield all blocks from `start` on; `Place.reader` is the state of `datasets` before the block."""
+    def blocks(self, start: Position) -> Iterator[Block]:
+        """Yield all blocks from `start` on; `Position.reader` is the state of `datasets` before the block."""
         import datasets
         from datasets.exceptions import DatasetsError
         from huggingface_hub.utils import httpx
@@ -92,7 +92,7 @@ class Dataset:
             tables: Any = rows.iter(BATCH_ROWS)
             for table in tables:
                 after = {"row": at["row"] + table.num_rows, "state": rows.state_dict()}
-                place = Place("train", at["row"], reader=at)
+                place = Position("train", at["row"], reader=at)
                 yield from _of_batches([table], self._column, place, start.row, self.name)
                 at = after
         except UnicodeDecodeError as error:
@@ -123,7 +123,7 @@ class Files:
         for label, path in found:
             if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
                 raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename it")
-        if any(form_of(path)[0] == ".parquet" or form_of(path)[1] for path in self._paths.values()):
+        if any(format_of(path)[0] == ".parquet" or format_of(path)[1] for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
         self.total_bytes = sum(self._bytes.values())
@@ -141,7 +141,7 @@ class Files:
             "column": self._column,
         }
 
-    def blocks(self, start: Place) -> Iterator[Block]:
+    def blocks(self, start: Position) -> Iterator[Block]:
         """Yield all blocks from `start` on."""
         labels = list(self._paths)
         first = labels.index(start.file) if start.file else 0
@@ -150,8 +150,8 @@ class Files:
             path = self._paths[label]
             row = start.row if label == start.file else 0
             with _one_line(path):
-                for block in _READERS[form_of(path)[0]](path, row, self._column):
-                    place = Place(label, block.first.row)
+                for block in _READERS[format_of(path)[0]](path, row, self._column):
+                    place = Position(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             read_bytes += self._bytes[label]
 
@@ -163,7 +163,7 @@ def _one_line(path: Path) -> AbstractContextManager[None]:
     return translate_read_errors(path, "need a readable file, its text in UTF-8; convert it or get it again")
 
 
-def form_of(path: Path) -> tuple[str, str]:
+def format_of(path: Path) -> tuple[str, str]:
     """Return the suffix of a file in small letters, and that of its compression, which may be empty."""
     name = path.name.lower()
     packed = next((suffix for suffix in _PACKED if name.endswith(suffix)), "")
@@ -171,7 +171,7 @@ def form_of(path: Path) -> tuple[str, str]:
 
 
 def _is_readable(path: Path) -> bool:
-    return "".join(form_of(path)) in READERS
+    return "".join(format_of(path)) in READERS
 
 
 def _files_of(path: Path) -> list[tuple[str, Path]]:
@@ -217,7 +217,7 @@ _PACKED = {".gz": "gzip", ".zst": "zstd"}  #: suffix of a compression -> its nam
 
 
 def _unpacked(file: IO[bytes], path: Path) -> IO[bytes]:
-    if not (packed := form_of(path)[1]):
+    if not (packed := format_of(path)[1]):
         return file
     import pyarrow
 
@@ -231,10 +231,10 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
             texts.append(_of_line(line, column, str(path), number))
             size += len(line)
             if size >= BLOCK_BYTES:
-                yield Block(Place("", row), texts, file.tell())
+                yield Block(Position("", row), texts, file.tell())
                 row, texts, size = number + 1, [], 0
         if texts:
-            yield Block(Place("", row), texts, file.tell())
+            yield Block(Position("", row), texts, file.tell())
 
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
@@ -243,7 +243,7 @@ def _text(path: Path, row: int, column: str) -> Iterator[Block]:
             text = _unpacked(file, path).read().decode("utf-8-sig")  # keeps CRLF
         if "\0" in text:
             raise DataError(f"{path}: has NUL characters, as UTF-16 and binary files do; convert it to UTF-8")
-        yield Block(Place("", 0), [text], path.stat().st_size)
+        yield Block(Position("", 0), [text], path.stat().st_size)
 
 
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
@@ -261,7 +261,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             groups = list(range(group, len(sizes)))
             batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False)
             per_row = path.stat().st_size / max(1, sum(sizes))
-            for block in _of_batches(batches, column, Place("", skipped), row, str(path)):
+            for block in _of_batches(batches, column, Position("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
     except (ArrowException, UnicodeDecodeError) as error:  # Arrow does not check names and texts
         reason = " ".join(str(error).split())
@@ -275,7 +275,7 @@ READERS = [".parquet", *(form + packed for form in (".jsonl", ".txt") for packed
 
 def texts(source: Source) -> Iterator[str]:
     """Yield all texts of a source."""
-    for block in source.blocks(Place("", 0)):
+    for block in source.blocks(Position("", 0)):
         yield from block.texts
 
 
@@ -290,7 +290,7 @@ def need(package: str) -> None:
         raise UsageError(f"package {package} is not installed; scripts/install.sh prep adds it")
 
 
-def _of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:
+def _of_batches(batches: Iterable[Any], column: str, at: Position, row: int, name: str) -> Iterator[Block]:
     """Yield blocks of Arrow's batches or tables from a row on; the first batch is at `at`."""
     for batch in batches:
         first, texts = max(row, at.row), []

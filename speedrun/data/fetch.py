@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from speedrun.base.atomic_files import give_name, lock_folder
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.track import Data, Hub, Track
-from speedrun.base.wholefile import give_name, lock_folder
 from speedrun.data import hub
 from speedrun.data.overview import read_whole
 from speedrun.data.shards import (

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from speedrun.base.atomic_files import lock_folder, write_whole
 from speedrun.base.console import memory
 from speedrun.base.errors import DataError, UsageError, translate_os_errors
 from speedrun.base.progress import Progress, over, working
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_folder, write_whole
 from speedrun.data import prepare, synthetic, tokenizer
 from speedrun.data.documents import open_source, valid
 from speedrun.data.shards import MANIFEST, Manifest, data_folder, read_manifest

@@ -25,7 +25,7 @@ from speedrun.base.console import quantity
 from speedrun.base.errors import DataError, UsageError, translate_os_errors
 from speedrun.data import shards
 from speedrun.data.documents import Source
-from speedrun.data.shards import MANIFEST, Manifest, Place, ShardEntry, write_manifest, write_shard
+from speedrun.data.shards import MANIFEST, Manifest, Position, ShardEntry, write_manifest, write_shard
 from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded, id_bytes_V
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
@@ -94,7 +94,7 @@ def prepare(
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
     settings, ids = _settings(source, chosen, cut), (chosen.vocab_size, chosen.document_token)
-    fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Place("", 0))
+    fresh = Manifest(source.name, settings, *ids, shards={}, complete=False, next=Position("", 0))
     manifest = _found(out, fresh)
     found = len(manifest.shards)
     if manifest.complete:
@@ -151,7 +151,7 @@ class _Writer:
     def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
         #: Places of the next token, and of the first one in the current shard.
-        self.next = self._first = manifest.next or Place("", 0)
+        self.next = self._first = manifest.next or Position("", 0)
         self._filled = 0
         self._buffer = np.empty(self.left(), np.uint16)
 
@@ -226,7 +226,7 @@ class _Writer:
         return self._manifest
 
 
-def _place(block: Encoded, at: int) -> Place:
+def _place(block: Encoded, at: int) -> Position:
     """Return the place of an index of a block, which may be its end."""
     if at == len(block.ids):
         row, token = len(block.starts), 0

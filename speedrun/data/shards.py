@@ -16,9 +16,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from speedrun.base.atomic_files import read_regular, write_whole
 from speedrun.base.errors import DataError, translate_read_errors
 from speedrun.base.track import Data, Track
-from speedrun.base.wholefile import read_regular, write_whole
 
 MAGIC = 20240520
 VERSION = 1
@@ -108,7 +108,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
 # --- the folder of a track -------------------------------------------------------------------------------
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The place of a token in a source of text."""
 
     file: str  #: empty: the start of the source
@@ -123,7 +123,7 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     tokens: int
     documents: int  #: number of document tokens
     sha256: str
-    first: Place | None = None  #: of its first token
+    first: Position | None = None  #: of its first token
     text_bytes: int | None = None  #: UTF-8 bytes of its tokens
     source_tokens: int | None = None  #: in manifests until November 2026
 
@@ -137,7 +137,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     document_token: int
     shards: dict[str, ShardEntry]  #: by file name
     complete: bool = True  #: False until all shards are made
-    next: Place | None = None  #: of the first token after the last shard
+    next: Position | None = None  #: of the first token after the last shard
     scored_tokens: int | None = None  #: number of targets at the start of the validation shard
     scored_bytes: int | None = None  #: their UTF-8 bytes
 

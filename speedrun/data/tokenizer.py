@@ -19,11 +19,11 @@ from urllib.request import urlopen
 
 import numpy as np
 
+from speedrun.base.atomic_files import read_regular, write_whole
 from speedrun.base.errors import DataError, UsageError, translate_read_errors, unknown
-from speedrun.base.wholefile import read_regular, write_whole
 from speedrun.data import vocabulary
 from speedrun.data.documents import Block, need
-from speedrun.data.shards import Place
+from speedrun.data.shards import Position
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -222,7 +222,7 @@ _BLOCKS_PER_WORKER = 3
 class Encoded(NamedTuple):
     """The ids of a block; a document token precedes each document."""
 
-    first: Place  #: of the first document
+    first: Position  #: of the first document
     ids: np.ndarray  #: uint16 [N]
     starts: np.ndarray  #: int64 [D]: positions of the document tokens
     read_bytes: int  #: bytes of the source up to the end of this block

@@ -12,7 +12,7 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import SpeedrunError
 from speedrun.islands import cluster
 from speedrun.islands.rounds import Answer, Lost, Order
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 _MOST_FAILED = 8  #: islands in a row that did not start
 

@@ -5,7 +5,7 @@ python -m speedrun.islands.child REQUEST.json EVENTS STACKS       as speedrun.tr
 
 from functools import partial
 
-from speedrun.base import children, runlog
+from speedrun.base import runlog, subprocesses
 from speedrun.islands import actors, cluster
 from speedrun.train import child, keeper
 
@@ -19,7 +19,7 @@ class Job(keeper.Job, frozen=True):
 
 def main() -> None:
     """Drive the islands that the command line names."""
-    with child.attended(Job) as (job, sent), children.stoppable():
+    with child.attended(Job) as (job, sent), subprocesses.stoppable():
         assert job.settings is not None
         with cluster.connected(job.address, job.settings.islands) as ray:
             with child.importing_jax():

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import click
 from msgspec.structs import replace
 
-from speedrun.base import children, runlog
+from speedrun.base import runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.console import memory
 from speedrun.base.errors import UsageError
@@ -42,7 +42,7 @@ class Fleet(NamedTuple):
     outer_lr: Annotated[float, cli.Number(0.0001, 100)] = 1.0
     outer_momentum: Annotated[float, cli.Number(0, 0.9999), "Nesterov momentum of the outer step."] = 0.0
     deadline: Annotated[cli.Count, "--deadline SECONDS", "Time for the answers of a round."] = 120
-    most_change: Annotated[float, cli.Number(0.0001)] = 1e30
+    max_change: Annotated[float, cli.Number(0.0001)] = 1e30
     meet_within: Annotated[cli.Count, "--meet-within SECONDS"] = 600
 
     def settings(self, track: str) -> runlog.Islands:
@@ -57,7 +57,7 @@ class Fleet(NamedTuple):
         if rules.rules.val_every % every:
             got = f"--every {every}, but {rules.id} validates every {rules.rules.val_every} steps"
             raise UsageError(f"{got}; need a divisor of that")
-        outer = self.outer_lr, self.outer_momentum, self.most_change
+        outer = self.outer_lr, self.outer_momentum, self.max_change
         return runlog.Islands(self.islands, every, quorum, float(self.deadline), *outer)
 
 
@@ -83,7 +83,7 @@ def run(
     Options:
         address: Ray to use; $RAY_AUTH_TOKEN has its token. Default: one of our own, on this machine.
     """
-    ctx.with_resource(children.stoppable())
+    ctx.with_resource(subprocesses.stoppable())
     from speedrun.islands import child, snapshot
     from speedrun.train import single_run
 
@@ -128,13 +128,13 @@ def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.An
     Exits with 0 if all weights and states are equal to the last bit, else with 1. Other machines may round differently.
     """
     found = load_result(record)
-    if not (settings := found.lead.of(runlog.Islands)):
+    if not (settings := found.reference_run.of(runlog.Islands)):
         raise UsageError(f"{record} has no islands; type: speedrun validate --replay {record}")
-    ctx.with_resource(children.stoppable())
+    ctx.with_resource(subprocesses.stoppable())
     from speedrun.islands.island import Island, weights_of
     from speedrun.islands.replay import in_turns, repeated
 
-    request = asked(found.lead, Path(f"{record}.replay"), data)
+    request = asked(found.reference_run, Path(f"{record}.replay"), data)
     island = Island("", replace(request, meshes=settings[0].islands))
     differ, num_works, again = list[str](), 0, in_turns(island, settings[0].every)
     for one in repeated(settings[0], rounds_of(found.runs), weights_of(island.fresh()), again):

@@ -19,8 +19,8 @@ from speedrun.record.reader import load
 from speedrun.science.step import TrainState
 from speedrun.train.attempt import Attempt, Progress
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.request import RunConfig
-from speedrun.train.warmup import Executables
+from speedrun.train.compile import Executables
+from speedrun.train.run_config import RunConfig
 
 _POLL_S = 0.2
 _MOST_FAILED = 10  #: rounds in a row that do not count

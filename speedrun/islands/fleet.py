@@ -100,7 +100,7 @@ class Fleet:
             why = f"stale: of version {work.version}, need {self.version}"
             if work.version == self.version:
                 order = waiting.get(work.island)
-                why = refusal(found, order, self.config_sha256, self.settings.most_change)
+                why = refusal(found, order, self.config_sha256, self.settings.max_change)
                 if order is not None and work.lease == order.lease.number:
                     del waiting[work.island]  # it may still answer if this was of an earlier order
             if why:

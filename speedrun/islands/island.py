@@ -14,7 +14,7 @@ from speedrun.science.step import TrainState
 from speedrun.train.checkpoint import state_hash
 from speedrun.train.preflight import Ready, prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 ROOTS = ("speedrun.islands.driver",)  #: its source belongs to the record
 
@@ -43,7 +43,7 @@ class Island:
         for number, shape in enumerate(lease.shapes, start=order.step):
             read = stream.batch(*shape)
             num_tokens += read.targets_BT.size
-            batch = [meshes.place(x_BT, self._program.mesh) for x_BT in read]
+            batch = [meshes.shard(x_BT, self._program.mesh) for x_BT in read]
             step = self._steps[self._program.shape_at(number)]
             self.state, metrics = step(self.state, *batch, self._program.schedule)
             losses.append(metrics.loss)

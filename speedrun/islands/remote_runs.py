@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from speedrun.base import provenance
+from speedrun.base.atomic_files import lock_record, make_folder, write_whole
 from speedrun.base.console import Printer
 from speedrun.base.errors import SpeedrunError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.islands import cluster
 from speedrun.record import layout
 from speedrun.record.logged_run import Run
 from speedrun.train import keeper
 from speedrun.train.batch import Say, Trainer
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 _LOOK_S = 2.0  #: between looks for new nodes
 

@@ -15,8 +15,8 @@ from speedrun.base.rounds import Work
 from speedrun.data.stream import START, Cursor
 from speedrun.islands.island import Island
 from speedrun.islands.rounds import Answer, Lease, Order, Weights, digest, stepped
+from speedrun.record.examination import Replayed
 from speedrun.record.examine.training import State, Trainer
-from speedrun.record.findings import Replayed
 from speedrun.science.step import TrainState
 from speedrun.train.checkpoint import state_hash
 from speedrun.train.preflight import shapes_of

@@ -90,7 +90,7 @@ class Engine(Protocol):
         ...
 
 
-def refusal(answer: Answer, order: Order | None, config_sha256: str, most_change: float) -> str:
+def refusal(answer: Answer, order: Order | None, config_sha256: str, max_change: float) -> str:
     """Return why an answer of this version is not taken, or nothing. `order` is the open one of its island."""
     work = answer.work
     if order is None:
@@ -111,8 +111,8 @@ def refusal(answer: Answer, order: Order | None, config_sha256: str, most_change
     change, size = _norm(answer.weights, order.weights), _norm(order.weights)
     if not np.isfinite(change) or not np.isfinite(work.losses).all():
         return "not finite"
-    if change > most_change * size:
-        return f"its weights moved by {change / size:.3g} of their norm, more than {most_change:g}"
+    if change > max_change * size:
+        return f"its weights moved by {change / size:.3g} of their norm, more than {max_change:g}"
     return ""
 
 

@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from speedrun.base import runlog
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.errors import CheckpointError, UsageError, translate_os_errors, translate_read_errors
-from speedrun.base.wholefile import write_whole
 from speedrun.data.stream import Cursor
 from speedrun.islands.rounds import Lease
 from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import load as read
-from speedrun.train.request import RunConfig
 from speedrun.train.resume_settings import finished, repair
+from speedrun.train.run_config import RunConfig
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -18,17 +18,17 @@ from speedrun.base import track as tracks
 from speedrun.base.console import duration, quantity
 from speedrun.base.track import Track
 from speedrun.data import overview
-from speedrun.lab import design
-from speedrun.lab.trials import Request
+from speedrun.lab import declare_experiment
+from speedrun.lab.experiments import Request
 from speedrun.plan import estimate as planning
 from speedrun.plan.estimate import Plan
-from speedrun.record.about import summarize
 from speedrun.record.batch import looks as looks_of
 from speedrun.record.reader import load
+from speedrun.record.summary import summarize
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe
-from speedrun.train.batch import Promise, Prospect, num_runs, prospect
-from speedrun.train.request import RunConfig
+from speedrun.train.batch import BatchRequest, Prospect, num_runs, prospect
+from speedrun.train.run_config import RunConfig
 
 #: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
 #: record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
@@ -98,7 +98,7 @@ def _line(row: Row) -> str:
 
 
 def budget(
-    asked: Promise | Request,
+    asked: BatchRequest | Request,
     kind: str | None = None,
     *,
     dollars: float | None,
@@ -148,14 +148,14 @@ def budget(
     )
 
 
-def _parts(asked: Promise | Request, rules: Track) -> tuple[list[tuple[Recipe, int]], Prospect | None]:
+def _parts(asked: BatchRequest | Request, rules: Track) -> tuple[list[tuple[Recipe, int]], Prospect | None]:
     """Return the recipes of a request with their numbers of runs, and what is expected of a batch."""
-    if isinstance(asked, Promise):
+    if isinstance(asked, BatchRequest):
         recipe = recipes.load(asked.config.recipe or rules.recipe).override(asked.config.overrides)
         mean = prospect(recipe, rules, asked.expected_loss)
         number = num_runs(asked, rules, mean)
         return [(recipe, number)], mean if number > 1 else None  # one run proves nothing
-    first, *others = (recipe for _, recipe, _ in design.arms(asked)[0])
+    first, *others = (recipe for _, recipe, _ in declare_experiment.arms(asked)[0])
     # The arm that is confirmed, and its reference, are priced as the first one.
     return [
         (first, asked.num_runs + 2 * asked.num_confirming),
@@ -208,9 +208,9 @@ def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) 
     found, same = [], _model(describe(recipe))
     for path in sorted((records / track.name).glob("*/source.txt")):
         record = load(path.parent)
-        if not record.finished or _model(record.lead.start.config.get("recipe")) != same:
+        if not record.finished or _model(record.reference_run.start.config.get("recipe")) != same:
             continue
-        summary, (num_devices, kind) = summarize(record), record.lead.hardware
+        summary, (num_devices, kind) = summarize(record), record.reference_run.hardware
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
         here = kind == "cpu" if plan is None else (kind, num_devices) == (plan.device, plan.num_devices)
         if here and train_s is not None and wall_s is not None and summary.num_tokens > 0:

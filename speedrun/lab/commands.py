@@ -7,16 +7,16 @@ from typing import Annotated, NamedTuple
 import click
 import msgspec
 
-from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
+from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 from speedrun.cli import requests
-from speedrun.lab import trials
+from speedrun.lab import experiments
 from speedrun.lab.effects import table
-from speedrun.lab.trials import Kind, Request
+from speedrun.lab.experiments import Kind, Request
 from speedrun.record import statistics
-from speedrun.record.batch import standing
+from speedrun.record.batch import batch_status
 from speedrun.record.reader import load_result
 from speedrun.record.statistics import Interval
 
@@ -51,7 +51,7 @@ def proof(folder: Path, parent: Path | None) -> Stats:
     blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
     if declared is None:
         test = statistics.mean_below([*losses, *blown_up], target, known_sigma=sigma)
-    elif (test := standing(declared, record.runs, target, sigma).test) is None:
+    elif (test := batch_status(declared, record.runs, target, sigma).test) is None:
         need = declared.looks[0].num_runs
         raise UsageError(
             f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume {folder}'"
@@ -156,7 +156,8 @@ class Variants(NamedTuple):
     "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
     "speedrun sweep --features all --runs 4",
     "speedrun sweep --features value-embeddings,cooldown --runs 2 --set stages.0.num_steps=140",
-    "speedrun sweep --track docs-cpu --ladder --runs 3 --set config.vocab_size=4096 --set config.head_size=4096",
+    "speedrun sweep --track docs-cpu --ladder --runs 3 "
+    "--set config.vocab_size=4096 --set config.padded_vocab_size=4096",
     "speedrun sweep --resume runs/2026-11-21-smoke-cpu-sweep-1",
 )
 def sweep(
@@ -181,13 +182,15 @@ def sweep(
     if dry.is_asked():
         return dry.answer(ctx, _request(variants, config))
     trained = cli.on_nodes(ctx, on, say)
-    folder = requests.begun(ctx, "speedrun.lab.design", lambda: _request(variants, config), "data", "on")
+    folder = requests.begun(
+        ctx, "speedrun.lab.declare_experiment", lambda: _request(variants, config), "data", "on"
+    )
     found = run_sweep(folder, config.data, say, trained)
     return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 
 
 def _request(asked: Variants, config: requests.RunOptions) -> Request:
-    settings = {key: trials.values(text) for key, text in config.settings.items()}
+    settings = {key: experiments.values(text) for key, text in config.settings.items()}
     fixed = {key: values[0] for key, values in settings.items() if len(values) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
     if (asked.features is not None) + asked.ladder + bool(free) > 1:
@@ -200,7 +203,7 @@ def _request(asked: Variants, config: requests.RunOptions) -> Request:
         if not free:
             raise UsageError("nothing to sweep; pass --features, --ladder or --set optimizer.muon_lr=0.1,0.2")
         kind = "sweep"
-        variants = trials.grid(free)
+        variants = experiments.grid(free)
     return Request(
         config=config._replace(settings=fixed).request(config.out or cli.new_folder(f"{config.track}-sweep")),
         kind=kind,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from speedrun.lab.trials import Arm, Experiment, Kind, Runs, Standing
+from speedrun.lab.experiments import Arm, Experiment, Kind, Runs, Status
 from speedrun.record.statistics import NEGLIGIBLE, RATE_FROM, Effect, Finding, Verdict, compared
 
 #: Significance level of the adjusted p.
@@ -20,7 +20,7 @@ LEVEL = 0.05
 class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag="speedrun.experiment-summary/2"):
     """`summary.json` of an experiment, derived from its runs."""
 
-    standing: Standing
+    status: Status
     experiment_sha256: str
     kind: Kind
     track: str
@@ -101,7 +101,7 @@ def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
         pair = (experiment.arm(best.arm), experiment.arm(best.against))
         confirmation = findings([pair], experiment.confirming, runs)[0]
     return Summary(
-        standing=experiment.standing,
+        status=experiment.status,
         experiment_sha256=sha256,
         kind=experiment.kind,
         track=experiment.track.id,
@@ -132,7 +132,7 @@ def table(found: Summary) -> list[str]:
     prices = {one.against: one.s_per_nat for one in found.findings if one.s_per_nat is not None}
     lines += [f"price   {s_per_nat:.1f} s a nat for {name!r}" for name, s_per_nat in prices.items()]
     lines += [f"price   {RATE_FROM}"] if prices else []
-    return [*lines, f"best    {_best(found)}", f"note    {found.standing}: {_NOTE}"]
+    return [*lines, f"best    {_best(found)}", f"note    {found.status}: {_NOTE}"]
 
 
 def count(number: int, noun: str) -> str:

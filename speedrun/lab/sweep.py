@@ -6,20 +6,20 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from speedrun.base import children, provenance
+from speedrun.base import provenance, subprocesses
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import lock_record, write_whole
 from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
-from speedrun.base.wholefile import lock_record, write_whole
 from speedrun.commands import pictures
-from speedrun.lab import effects, trials
+from speedrun.lab import effects, experiments
 from speedrun.lab.effects import count
-from speedrun.lab.trials import Runs, Trial
+from speedrun.lab.experiments import Runs, Trial
 from speedrun.record import layout
-from speedrun.record.about import assemble
 from speedrun.record.reader import encode
+from speedrun.record.summary import assemble
 from speedrun.train.batch import Say, Trainer, here
-from speedrun.train.request import RunConfig, source_roots
+from speedrun.train.run_config import RunConfig, source_roots
 
 
 def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None) -> effects.Summary:
@@ -27,12 +27,12 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
 
     Without `trained`, the runs follow each other on this machine.
     """
-    plan, plan_sha256 = trials.read(folder)
+    plan, plan_sha256 = experiments.read(folder)
     with lock_record(folder, layout.RUNNING):
         fresh = count(len(plan.confirming), "fresh seed")
         say(
             f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
-            f"the best | {plan.standing} | {folder}"
+            f"the best | {plan.status} | {folder}"
         )
         for reason in plan.left_out:
             say(f"left out  {reason}")
@@ -45,12 +45,12 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
                 )
         train = trained or here(lambda: Printer(sys.stderr))
         run_missing = partial(_run_missing, folder, data, say, train)
-        runs = run_missing([*trials.trials(plan.arms, plan.seeds)])
+        runs = run_missing([*experiments.trials(plan.arms, plan.seeds)])
         found = effects.summary(plan, plan_sha256, runs)
         if best := effects.winner(found.findings) if plan.confirming else None:
             say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
             pair = [plan.arm(best.against), plan.arm(best.arm)]
-            runs |= run_missing([*trials.trials(pair, plan.confirming)])
+            runs |= run_missing([*experiments.trials(pair, plan.confirming)])
             found = effects.summary(plan, plan_sha256, runs)
         write_whole(folder / "summary.json", encode(found))
         return found
@@ -58,8 +58,8 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
 
 def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, wanted: Sequence[Trial]) -> Runs:
     """Run the unfinished trials of an experiment; return all runs."""
-    plan, sha256 = trials.read(folder)
-    runs = trials.completed(folder, plan, wanted)
+    plan, sha256 = experiments.read(folder)
+    runs = experiments.completed(folder, plan, wanted)
     under_way: dict[Path, Trial] = {}
     rules = tracks.load(plan.track.id.rpartition("@")[0])
     same = {name: getattr(plan, name) for name in ("num_devices", "microbatches", "attention")}
@@ -72,20 +72,20 @@ def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, want
             walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
             eta = duration(fmean(walls_s) * left) if walls_s else "unknown before the first run ends"
             say(f"run {number} of {len(wanted)}  {arm.name}  seed {seed}  {left} left, eta {eta}")
-            out = trials.new_folder(folder, plan, arm, seed)
+            out = experiments.new_folder(folder, plan, arm, seed)
             under_way[out] = arm, seed
             chosen = {"recipe": arm.recipe, "overrides": arm.overrides, "data": data}
             yield RunConfig(rules.name, out, seed=seed, purpose="sweep", **same, **chosen)
 
     for config, code in train(rules, requests(), runs.values()):
         arm, seed = under_way.pop(config.out)
-        runs |= trials.completed(folder, plan, [(arm, seed)])
+        runs |= experiments.completed(folder, plan, [(arm, seed)])
         run = runs.get((arm.name, seed))
         if run is not None:
-            change = f"One run of the experiment with sha256 {sha256[:16]}: {plan.standing}."
+            change = f"One run of the experiment with sha256 {sha256[:16]}: {plan.status}."
             assemble(config.out, title=f"{arm.recipe}, {arm.name}", changes=[change])
             if run.finished:
                 pictures(config.out)
         if run is None or code not in (0, NonFiniteError.exit_code):
-            raise children.run_error(code, "sweep", folder, data)
+            raise subprocesses.run_error(code, "sweep", folder, data)
     return runs

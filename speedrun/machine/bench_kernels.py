@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
-from speedrun.base.mesh import DATA, place
-from speedrun.science.kernels import choose, cross_entropy, cross_entropy_gpu
-from speedrun.science.kernels.attention import sight
-from speedrun.train.health import best_s, is_simulated, matmul_gflops
+from speedrun.base.mesh import DATA, shard
+from speedrun.science.kernels import cross_entropy, cross_entropy_gpu, dispatch
+from speedrun.science.kernels.attention import first_key
+from speedrun.train.device_benchmark import best_s, is_simulated, matmul_gflops
 
 _TRIALS = 7
 
@@ -51,7 +51,7 @@ class FormTimings(msgspec.Struct, frozen=True):
 
 def compare(forms: dict[str, Callable[..., Any]], *args: Any) -> list[Timing]:
     """Time each compiled form, in turns, so that a slow moment affects all of them."""
-    programs = {name: jax.jit(form).lower(*args).compile() for name, form in forms.items()}
+    programs = {name: jax.jit(impl).lower(*args).compile() for name, impl in forms.items()}
     for program in programs.values():
         jax.block_until_ready(program(*args))
     ms: dict[str, list[float]] = {name: [] for name in forms}
@@ -85,7 +85,7 @@ def attention(
 ) -> FormTimings:
     """Time attention with its gradients in every form, on one sequence of equally long documents."""
     platform, compute_capability, dtype = _here()
-    call = choose.AttentionCall(
+    call = dispatch.AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
         dtype=dtype,
         platform=platform,
@@ -93,21 +93,23 @@ def attention(
         window_tokens=window_blocks * block_tokens,
     )
     doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
-    seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
+    seen = first_key(doc_BT, jnp.int32(window_blocks), block_tokens)
     do, *qkv = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
 
     def program(name: str) -> Callable[..., Any]:
-        form = choose.choose_attention(name, call).function
+        impl = dispatch.choose_attention(name, call).function
 
         def run(do: jax.Array, *qkv: jax.Array) -> Any:
-            o, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=_SCALE), *qkv)
+            o, pull = jax.vjp(lambda *qkv: impl(*qkv, seen, scale=_SCALE), *qkv)
             return o, pull(do)
 
         return run
 
-    left_out = {name: why for name, form in choose.ATTENTION.items() if (why := form.refusals(call))}
-    auto = choose.choose_attention("auto", call)
-    programs = {name: program(name) for name in choose.ATTENTION if name not in left_out}
+    left_out = {
+        name: why for name, impl in dispatch.ATTENTION.items() if (why := impl.unsupported_reasons(call))
+    }
+    auto = dispatch.choose_attention("auto", call)
+    programs = {name: program(name) for name in dispatch.ATTENTION if name not in left_out}
     return FormTimings(compare(programs, do, *qkv), left_out, auto.name, auto.reason)
 
 
@@ -125,18 +127,18 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     def products(x_ND: jax.Array, head_VD: jax.Array) -> Any:
         return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
 
-    def summed(form: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.value_and_grad(lambda *x: form(*x, targets, cap=_CAP).weighted, (0, 1))
+    def summed(impl: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda *x: impl(*x, targets, cap=_CAP).weighted, (0, 1))
 
     ours = {"for CPUs": cross_entropy.weighted_on_cpu}
     if platform == "gpu":
-        call = choose.HeadCall(len(x_ND), len(head_VD), dtype, platform, compute_capability, None, _CAP)
+        call = dispatch.HeadCall(len(x_ND), len(head_VD), dtype, platform, compute_capability, None, _CAP)
         eight = call._replace(fp8=cross_entropy_gpu.RECORD21)
         plain = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=eight.fp8)
-        best, best_of_8 = (choose.choose_head(one).function for one in (call, eight))
+        best, best_of_8 = (dispatch.choose_head(one).function for one in (call, eight))
         ours = {"bf16": best, "fp8": best_of_8, "fp8 by XLA": plain}
     ours["definition"] = cross_entropy.weighted_cross_entropy
-    forms = {name: summed(form) for name, form in ours.items()}
+    forms = {name: summed(impl) for name, impl in ours.items()}
     return compare({"three products": products, **forms}, x_ND, head_VD)
 
 
@@ -168,7 +170,7 @@ def measure(mesh: Mesh) -> dict[str, float]:
         "matmul": 1e9 * matmul_gflops(mesh),
         "memory": num_passes * 2 * x_NM.nbytes / best_s(lambda: copy(x_NM)),
         **(_collective_rates(mesh, x_NM) if mesh.size > 1 else {}),
-        "host to device": host_NM.nbytes / best_s(lambda: place(host_NM, mesh)),
+        "host to device": host_NM.nbytes / best_s(lambda: shard(host_NM, mesh)),
     }
 
 

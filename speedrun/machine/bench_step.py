@@ -16,9 +16,9 @@ from msgspec.structs import astuple
 
 from speedrun.base import accelerators
 from speedrun.base import mesh as meshes
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
-from speedrun.base.wholefile import write_whole
 from speedrun.data import synthetic
 from speedrun.data.shards import UINT16_IDS, Shard, open_shard
 from speedrun.data.stream import Batch, Prefetch, TokenStream
@@ -27,8 +27,8 @@ from speedrun.record.statistics import Interval, mean_interval
 from speedrun.science.params import Layout
 from speedrun.science.recipe import Recipe, settings
 from speedrun.science.step import TrainState
-from speedrun.train import footprint
-from speedrun.train.footprint import flops_per_token
+from speedrun.train import memory
+from speedrun.train.memory import flops_per_token
 from speedrun.train.program import Program, finite_step
 
 
@@ -74,7 +74,7 @@ def step(
     train_step = program.compiled(lowered)
     compile_s, arrivals_ms, losses = watch.seconds, [0.0], []
     peak_bytes = train_step.memory_analysis().peak_memory_in_bytes
-    footprint.require(program, peak_bytes)
+    memory.require(program, peak_bytes)
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
     state, pending = jax.block_until_ready(_state(program, first_step)), None
@@ -89,7 +89,7 @@ def step(
     with Prefetch(TokenStream(shards), shapes) if shards else imitated as batches:
         watch = Stopwatch()
         for _ in range(num_steps):
-            placed = (meshes.place(x_BT, program.mesh) for x_BT in next(batches))
+            placed = (meshes.shard(x_BT, program.mesh) for x_BT in next(batches))
             state, metrics = train_step(state, *placed, schedule)
             if pending is not None:
                 fetch(pending)
@@ -120,7 +120,7 @@ def _mfu(program: Program, tokens_per_s: float) -> float | None:
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
     """Return the lowered step at `first_step`, and its arguments: state, synthetic ids and schedule."""
-    batch = (meshes.place(x_BT, program.mesh) for x_BT in _imitated(program, first_step))
+    batch = (meshes.shard(x_BT, program.mesh) for x_BT in _imitated(program, first_step))
     args = _state(program, first_step), *batch, program.schedule
     return program.train_step_for(program.static_at(first_step)).lower(*args), args
 
@@ -166,13 +166,15 @@ class _RivalLine(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Runs in the order ours, rival, rival, ours, and the ratio of our step time to the rival's."""
+    """Runs in the order ours, baseline, baseline, ours, and the ratio of our step time to the baseline's."""
 
     ratio: Interval  #: over pairs of neighbours
     runs: list[Curve]
 
     def __str__(self) -> str:
-        return "step time, ours / rival: {:.3f}, 95 % interval {:.3f} to {:.3f}".format(*astuple(self.ratio))
+        return "step time, ours / baseline: {:.3f}, 95 % interval {:.3f} to {:.3f}".format(
+            *astuple(self.ratio)
+        )
 
 
 def write_start(recipe: Recipe, path: Path) -> None:
@@ -195,28 +197,28 @@ def compare(
             found = msgspec.json.decode(_output("ours", ours))
             runs.append(Curve("ours", found["ms"], found["losses"]))
         else:
-            runs.append(run_rival(theirs, num_steps))
+            runs.append(run_baseline(theirs, num_steps))
         say(f"{runs[-1].who}: {num_steps} steps, last loss {runs[-1].losses[-1]:.4f}")
     return compared(runs)
 
 
-def run_rival(argv: Sequence[str], num_steps: int) -> Curve:
+def run_baseline(argv: Sequence[str], num_steps: int) -> Curve:
     """Run the other program and read its steps.
 
     The program warms up, then trains from the given or its own initial state on the first batches of the shards
     (`*_train_*.bin`, in the order of `data.stream`), with the schedule of the whole record from the first step on. The
-    help of `bench rival` has its arguments and output. Other lines are ignored. It must stay in its process group.
+    help of `bench baseline` has its arguments and output. Other lines are ignored. It must stay in its process group.
     """
     lines = []
-    for text in _output("the rival", argv).splitlines():
+    for text in _output("the baseline", argv).splitlines():
         with suppress(msgspec.DecodeError):  # other output
             lines.append(msgspec.json.decode(text, type=_RivalLine))
     if len(lines) != num_steps:
         raise SpeedrunError(
-            f"the rival printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
+            f"the baseline printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
         )
     ms = 1e3 * np.diff([0.0, *(line.time_s for line in lines)])
-    return Curve("rival", ms.tolist(), [line.loss for line in lines])
+    return Curve("baseline", ms.tolist(), [line.loss for line in lines])
 
 
 def executable(folder: Path) -> Path:
@@ -224,15 +226,17 @@ def executable(folder: Path) -> Path:
     path = folder.absolute() / "run"
     if not path.is_file() or not path.stat().st_mode & 0o100:
         raise UsageError(
-            f"{path} is no executable file; need one that trains; see 'speedrun bench rival --help'"
+            f"{path} is no executable file; need one that trains; see 'speedrun bench baseline --help'"
         )
     return path
 
 
 def compared(runs: Sequence[Curve]) -> Comparison:
-    """Compare runs in the order ours, rival, rival, ours."""
-    ours_ms, rival_ms = ([median(one.ms) for one in runs if one.who == who] for who in ("ours", "rival"))
-    ratio = mean_interval([a / b for a, b in zip(ours_ms, rival_ms, strict=True)])
+    """Compare runs in the order ours, baseline, baseline, ours."""
+    ours_ms, baseline_ms = (
+        [median(one.ms) for one in runs if one.who == who] for who in ("ours", "baseline")
+    )
+    ratio = mean_interval([a / b for a, b in zip(ours_ms, baseline_ms, strict=True)])
     assert ratio is not None, "ABBA has two pairs"
     return Comparison(ratio, list(runs))
 

@@ -119,13 +119,13 @@ def checks(found: list[Gpu], *, usable: bool, timed: bool = True) -> Iterator[Ch
 
     from speedrun.base import mesh
     from speedrun.machine import bench_kernels
-    from speedrun.train import health
+    from speedrun.train import device_benchmark
 
     mesh.prepare("any" if usable else "cpu")
     over = mesh.make_mesh(len(jax.devices()))
     platform, _ = mesh.accelerator(over)
     machine = Machine(platform, jax.devices()[0].device_kind, over.size)
-    simulated = health.is_simulated(over)
+    simulated = device_benchmark.is_simulated(over)
     said = f"{machine.num_devices} x {machine.kind}{' (simulated)' if simulated else ''}"
     yield Check("devices", said, ok=True, facts=machine._asdict())
     seen = 0 if simulated else over.size

@@ -23,7 +23,7 @@ from speedrun.machine import check_devices
 from speedrun.machine.check_devices import Check
 from speedrun.record import git_history, prospect
 from speedrun.record.validate import Result
-from speedrun.train.request import source_roots
+from speedrun.train.run_config import source_roots
 
 SMOKE = "smoke-cpu"  #: runs anywhere
 _DEVICES = Path("/dev")  #: the kernel lists GPUs here, working or not

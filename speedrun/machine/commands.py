@@ -9,9 +9,9 @@ import click
 import msgspec
 
 from speedrun.base import track as tracks
-from speedrun.base.children import say
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
+from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 
 if TYPE_CHECKING:
@@ -147,15 +147,15 @@ def step(
     """
     program = asked.program()
     from speedrun.machine import bench_step as timing
-    from speedrun.train.footprint import fitted_here
+    from speedrun.train.memory import fitted_here
 
     shards = timing.folder_shards(data) if data else ()
     when = {"num_steps": steps, "first_step": asked.first_step}
     return _answer(timing.step(fitted_here(program), **when, shards=shards))
 
 
-@cli.command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=bench)
-def rival(
+@cli.command("speedrun bench baseline ../baseline --data DIR --recipe record21 --steps 60", of=bench)
+def baseline(
     folder: cli.Folder,
     *,
     data: Annotated[cli.Folder, "--data DIR", "Shards for both programs."],
@@ -212,7 +212,7 @@ def profile(
     """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives."""
     program = asked.program()
     from speedrun.machine import profile as profiles
-    from speedrun.train.footprint import fitted_here
+    from speedrun.train.memory import fitted_here
 
     found = profiles.profile(fitted_here(program), num_steps=steps, first_step=asked.first_step, folder=out)
     rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]

@@ -16,7 +16,7 @@ from speedrun.base.errors import SpeedrunError
 from speedrun.machine.bench_step import lowered_step
 from speedrun.plan import cost, fusion
 from speedrun.plan.cost import Line
-from speedrun.plan.shares import UNITS, Kind
+from speedrun.plan.efficiencies import UNITS, Kind
 from speedrun.plan.traced import step_jaxpr
 from speedrun.train.program import FOREIGN, Program, finite_step
 

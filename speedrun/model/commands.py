@@ -13,13 +13,13 @@ import click
 import msgspec
 
 from speedrun.base import signals
-from speedrun.base.children import say
+from speedrun.base.atomic_files import read_regular
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.base.progress import Progress
 from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving, stoppable
 from speedrun.base.serving import Answer as Answering
-from speedrun.base.wholefile import read_regular
+from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 
 _RUNS = Path("runs")

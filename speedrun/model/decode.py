@@ -19,7 +19,7 @@ from speedrun.base.errors import UsageError
 from speedrun.model.weights import Trained, Words
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import attention as definition
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 

@@ -21,8 +21,8 @@ import numpy as np
 from msgspec import Meta
 
 from speedrun.base import mesh as meshes
+from speedrun.base.atomic_files import read_regular
 from speedrun.base.errors import DataError, NonFiniteError, translate_read_errors
-from speedrun.base.wholefile import read_regular
 from speedrun.data.shards import Shard, open_shard, open_track
 from speedrun.data.stream import validation_batches
 from speedrun.model.decode import DecodingKernels
@@ -111,7 +111,7 @@ def scorer(
     def score(part: Slice, say: Callable[[int], None]) -> Score:
         nll_sum, num_hits, num_bytes, num_tokens = 0.0, 0, 0, 0
         for batch in validation_batches(part.shard, part.tokens, SHARDS, context, part.start):
-            placed_BT = (meshes.place_own(x, program.mesh) for x in batch)
+            placed_BT = (meshes.shard_own(x, program.mesh) for x in batch)
             found = step(trained.packed, *placed_BT, program.schedule, jnp.int32(trained.step))
             nll_BC, hits_BC = map(meshes.fetch, found)
             nll_sum += float(np.sum(nll_BC, dtype=np.float64))

@@ -14,18 +14,18 @@ import numpy as np
 from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import lock_record, make_folder
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.base.recipe_files import is_shipped
-from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.board.leaks import refuse_secrets
 from speedrun.data import vocabulary
 from speedrun.data.shards import data_folder, sha256
-from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, form_of, read_json
+from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, dtype_and_shape, read_json
 from speedrun.record import layout
 from speedrun.record import reader as records
-from speedrun.record.about import sources
 from speedrun.record.logged_run import loss_of
+from speedrun.record.summary import sources
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.train.program import Program
@@ -73,7 +73,7 @@ repeat its training data. Do not use it where somebody relies on its output.
 """
 
 
-class Facts(layout.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
+class ModelFacts(layout.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
     """Contents of `model.json`."""
 
     recipe: str
@@ -111,7 +111,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
     raw, spoken = save(named_arrays(trained)), tokenizer_file(trained)
     program, data = trained.program, trained.track.data
     table, recipe = program.layout.table, program.recipe
-    facts = Facts(
+    facts = ModelFacts(
         recipe=recipe.name,
         revision=recipe.revision,
         overrides=dict(recipe.overrides),
@@ -201,9 +201,9 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
         return {path.name: path.read_bytes()}
 
 
-def read(folder: Path) -> Facts:
+def read(folder: Path) -> ModelFacts:
     """Read `model.json`, and verify its digests; raise DataError if a file is missing or damaged."""
-    facts = read_json(folder / FACTS, Facts)
+    facts = read_json(folder / FACTS, ModelFacts)
     digests = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
     digests.pop("", None)
     for name, want in digests.items():
@@ -239,7 +239,10 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the parameters of a program by name; raise DataError unless the folder has exactly these."""
-    wanted = {name: (form_of(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
+    wanted = {
+        name: (dtype_and_shape(DTYPES[spec.dtype], spec.shape),)
+        for name, spec in program.layout.table.items()
+    }
     return Tensors(folder).read(wanted)
 
 

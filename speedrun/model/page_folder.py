@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import msgspec
 import safetensors.numpy
 
-from speedrun.base.canonical import replayed
+from speedrun.base.atomic_files import lock_record, make_folder
+from speedrun.base.bpe_pairs import replayed
 from speedrun.base.errors import DataError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_record, make_folder
 from speedrun.model.decode import DecodingKernels, lengths
 from speedrun.model.page_program import Constants, program
 from speedrun.model.weights import Trained

@@ -19,14 +19,14 @@ from typing import IO, Any
 import jax
 import msgspec
 
-from speedrun.base import children
+from speedrun.base import subprocesses
 from speedrun.base import track as tracks
-from speedrun.base.children import samples_of as path_of
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.base.output import reported
-from speedrun.base.wholefile import write_whole
+from speedrun.base.subprocesses import samples_of as path_of
 from speedrun.model import decode, weights
-from speedrun.train.request import RunConfig, decoded, folder_of, steps_in
+from speedrun.train.run_config import RunConfig, decoded, folder_of, steps_in
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0
@@ -65,7 +65,7 @@ def beside(config: RunConfig, every: int | None, prompts: tuple[str, ...]) -> Ab
     sent = [msgspec.json.encode(request, enc_hook=str).decode()]
     again = shlex.join(["speedrun", "sample", str(config.out)])
     remedy = f"to sample the last checkpoint: {again}"
-    return children.beside("samples", "speedrun.model.samples", sent, remedy, leave_s=_LEAVE_S)
+    return subprocesses.beside("samples", "speedrun.model.samples", sent, remedy, leave_s=_LEAVE_S)
 
 
 def follow(request: Request, until: IO[bytes]) -> list[int]:

@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from speedrun.base import accelerators, children, clock, runlog
+from speedrun.base import accelerators, clock, runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
+from speedrun.base.log_follower import Piece, Tail
 from speedrun.base.output import reported
 from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving
 from speedrun.base.signals import handled_by, stop
-from speedrun.base.tail import Piece, Tail
 from speedrun.board import ghost as ghosts
 
 _LEAVE_S = 3.0  #: from the end of the run until the process is killed
@@ -62,7 +62,7 @@ def find(folders: Sequence[Path]) -> dict[Path, File]:
         record = run.parent.parent if run.parent.name == "runs" else run
         known = _name(record.name), _key(record)
         found[path] = File(_key(path), "log", *known, _name(run.name))
-        samples = children.samples_of(record)
+        samples = subprocesses.samples_of(record)
         if os.path.exists(samples):
             found[samples] = File(_key(samples), "samples", *known, "")
     return found
@@ -203,7 +203,7 @@ def watched(record: Path, port: int, ghost: str | None) -> AbstractContextManage
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
     again = shlex.join(["speedrun", "watch", str(record), "--port", "0"])
     remedy, module = f"the run needs no page; for another: {again}", "speedrun.model.watch_server"
-    return children.beside("watch", module, words, remedy, leave_s=_LEAVE_S, is_heard=True)
+    return subprocesses.beside("watch", module, words, remedy, leave_s=_LEAVE_S, is_heard=True)
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:
@@ -219,5 +219,5 @@ def main(record: str, port: str, ghost: str | None = None) -> None:
 
 if __name__ == "__main__":
     with reported():
-        os.nice(children.NICENESS)
+        os.nice(subprocesses.NICENESS)
         main(*sys.argv[1:])

@@ -10,8 +10,8 @@ import msgspec
 
 from speedrun.base import processes
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import PARTIAL, give_name
 from speedrun.base.errors import UsageError
-from speedrun.base.wholefile import PARTIAL, give_name
 from speedrun.data import hub, stream
 from speedrun.model import exported, transformers_gpt2, weights
 from speedrun.model.weights import WEIGHTS, Trained
@@ -21,7 +21,7 @@ from speedrun.science.step import TrainState
 from speedrun.train import checkpoint
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, folder_of
+from speedrun.train.run_config import RunConfig, folder_of
 
 #: OpenAI's models by name. A folder of that name comes first.
 ON_THE_HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -142,7 +142,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
         return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
 
     state = jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)
-    facts = checkpoint.Facts(
+    facts = checkpoint.CheckpointFacts(
         step=0,
         run_id=" ".join(origin.values()),
         config_sha256=layout.config_sha256(ready.described),

@@ -18,9 +18,9 @@ import numpy as np
 from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import read_regular
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.base.track import Track
-from speedrun.base.wholefile import read_regular
 from speedrun.data import tokenizer, vocabulary
 from speedrun.data.shards import data_folder
 from speedrun.record import layout
@@ -29,8 +29,8 @@ from speedrun.science.params import SHARDS, Params
 from speedrun.science.recipe import describe, no_constants
 from speedrun.train import checkpoint
 from speedrun.train.program import Program
-from speedrun.train.request import folder_of, steps_in
 from speedrun.train.resume_settings import find_recipe, read_settings
+from speedrun.train.run_config import folder_of, steps_in
 
 WEIGHTS = "model.safetensors"
 #: Dtypes of trained parameters, with their names in a header.
@@ -167,7 +167,7 @@ def load(
     config_sha256 = layout.config_sha256({"recipe": describe(chosen), **kept.split})
     wanted = checkpoint.named({"params": program.state.params})
 
-    def read(at: int) -> tuple[checkpoint.Facts, dict[str, jax.Array]]:
+    def read(at: int) -> tuple[checkpoint.CheckpointFacts, dict[str, jax.Array]]:
         facts = checkpoint.read_facts(folder, at)
         if facts.config_sha256 != config_sha256:
             raise UsageError(
@@ -192,7 +192,7 @@ def load(
 # --- files of safetensors
 
 
-def form_of(dtype: str, shape: Iterable[int]) -> str:
+def dtype_and_shape(dtype: str, shape: Iterable[int]) -> str:
     """Return dtype and shape of a tensor in the notation of a header."""
     return f"{dtype}{[*shape]}"
 
@@ -214,7 +214,7 @@ class Tensors:
         with translate_read_errors(path, "need a whole file of safetensors; copy it again", SafetensorError):
             self._file = file = safe_open(path, framework="np")
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            self.forms = {name: form_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+            self.forms = {name: dtype_and_shape(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
 
     def read(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors by name; raise DataError unless they have exactly these names and forms, and are finite.

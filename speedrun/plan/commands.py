@@ -5,8 +5,8 @@ from typing import Annotated
 
 from speedrun.base import accelerators as kinds
 from speedrun.base import track as tracks
-from speedrun.base.children import say
 from speedrun.base.errors import UsageError
+from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.commands import added
@@ -40,11 +40,11 @@ def plan(
     if track is not None and tracks.load(track).rules.platform != "gpu" and devices:
         raise UsageError(f"--devices: {track} needs no GPU; leave it out, or leave out --track")
     if track is not None:
-        from speedrun.train.batch import Promise
+        from speedrun.train.batch import BatchRequest
 
         same = {"recipe": recipe, "num_devices": devices, "microbatches": microbatches}
         config = requests.RunOptions(track, settings=settings, **same).request(Path())
-        found = added("budget")(Promise(config, *size), kind, dollars=dollars, say=say)
+        found = added("budget")(BatchRequest(config, *size), kind, dollars=dollars, say=say)
         facts = {"error": found.error, "batch": found}
         return cli.Answer(facts, found.lines(), error=found.error)
     from speedrun import recipes

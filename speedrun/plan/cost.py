@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from speedrun.base.accelerators import Device
-from speedrun.plan.shares import KINDS, REACHES, START_S, UNITS, Kind, Unit, errors
+from speedrun.plan.efficiencies import KINDS, REACHES, START_S, UNITS, Kind, Unit, errors
 
 #: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]

@@ -18,8 +18,8 @@ from speedrun.plan.cost import Collective, Line, Work, gb, ms
 from speedrun.plan.traced import for_device, step_jaxpr
 from speedrun.science.params import count
 from speedrun.science.recipe import Recipe, Stage
-from speedrun.train import footprint
-from speedrun.train.footprint import flops_per_token
+from speedrun.train import memory
+from speedrun.train.memory import flops_per_token
 from speedrun.train.program import Program, StepShape
 
 #: Most steps that stand for those of one program.
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True):
     device: str
     num_devices: int
     microbatches: int
-    memory: Literal["ample", "scarce"]  #: scarce: activations are recomputed
+    remat: Literal["off", "on"]  #: on: activations are recomputed
     num_params: int
     flops_per_token: float
     state_bytes: int  #: parameters and optimiser, on one device
@@ -90,7 +90,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def lines(self) -> list[str]:
         """Return the plan as text."""
-        recomputed = " | memory is scarce: activations are recomputed" if self.memory == "scarce" else ""
+        recomputed = " | remat: activations are recomputed" if self.remat == "on" else ""
         return [
             f"plan   {self.recipe} on {self.num_devices} x {self.device} | {self.microbatches} microbatches | "
             f"by its trace{recomputed}",
@@ -130,22 +130,22 @@ def plan(
             if len(steps) > 1:
                 say(f"plan: traces step {step}, {len(counted) + 1} of {len(steps)}")
             jaxpr = step_jaxpr(program, step, device)
-            counted[step] = _Counted(*fusion.count(jaxpr), footprint.needed_bytes(program, jaxpr))
+            counted[step] = _Counted(*fusion.count(jaxpr), memory.needed_bytes(program, jaxpr))
         return counted
 
     counted, scored_bytes = traced(), validation_bytes(program, device)
     if max(scored_bytes, *(one.memory_bytes for one in counted.values())) > device.memory_bytes:
-        program = replace(program, memory="scarce")
+        program = replace(program, remat="on")
         counted = traced()
     return Plan(
         recipe=recipe.name,
         device=device.name,
         num_devices=num_devices,
         microbatches=microbatches,
-        memory=program.memory,
+        remat=program.remat,
         num_params=count(program.layout.table),
         flops_per_token=flops_per_token(program.layout.table),
-        state_bytes=footprint.state_bytes(program),
+        state_bytes=memory.state_bytes(program),
         memory_limit_bytes=device.memory_bytes,
         validation_bytes=scored_bytes,
         stages=tuple(
@@ -159,7 +159,7 @@ def validation_bytes(program: Program, device: Device) -> int:
     """Return the memory of the last validation on a device that need not be here."""
     own = for_device(program, device)
     score = own.traced_score(own.eval_shape_at(own.recipe.num_steps))
-    return footprint.needed_bytes(own, score.jaxpr.jaxpr)
+    return memory.needed_bytes(own, score.jaxpr.jaxpr)
 
 
 def _sampled(program: Program, stage: int) -> dict[int, float]:
@@ -191,7 +191,7 @@ def refusal(recipe: Recipe, plan: Plan) -> str | None:
         return None
     return (
         f"{recipe.name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "
-        f"{gb(plan.memory_limit_bytes)}; {footprint.TO_FIT}"
+        f"{gb(plan.memory_limit_bytes)}; {memory.TO_FIT}"
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, gemm, product
-from speedrun.plan.shares import KIND
-from speedrun.train.footprint import ALONE, COLLECTIVES, LOOPS, SUMS, UPDATES, Array, flat, inner
+from speedrun.plan.efficiencies import KIND
+from speedrun.train.memory import ALONE, COLLECTIVES, LOOPS, SUMS, UPDATES, Array, flat, inner
 
 #: Collectives that XLA calls as JAX does; the others sum.
 _BY_NAME = {"all_gather", "reduce_scatter", "all_to_all"}

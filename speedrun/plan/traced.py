@@ -16,11 +16,11 @@ from jax.extend.core import Jaxpr
 
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
-from speedrun.plan.shares import KIND, Kind
-from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, mlp, qk_norm_triton
-from speedrun.science.kernels.attention import Window, sight
-from speedrun.science.kernels.choose import Kernels
+from speedrun.plan.efficiencies import KIND, Kind
+from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, mlp, qk_norm_triton
+from speedrun.science.kernels.attention import Window, first_key
 from speedrun.science.kernels.cross_entropy import Losses, Targets, as_cap
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.kernels.qk_norm import Angles
 from speedrun.train.program import Program
 
@@ -70,7 +70,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
         """Count by queries, and by keys."""
         with jax.ensure_compile_time_eval():  # also while a step is traced
-            first_BT = sight(jnp.asarray(doc_BT), window_blocks, block_tokens)
+            first_BT = first_key(jnp.asarray(doc_BT), window_blocks, block_tokens)
             first_N, end_M = (np.asarray(x)[0] for x in attention_triton.bounds(first_BT, tiles))
         end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
         first_M = np.arange(len(end_M)) * tiles.keys // tiles.queries
@@ -82,7 +82,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
 
 
 class Stated(Kernels):
-    """Operations whose fast forms state their work."""
+    """Operations whose fast implementations state their work."""
 
     def attention(
         self,
@@ -97,8 +97,8 @@ class Stated(Kernels):
         window: Window = more["window"]
         (rows, num_tokens, heads, width), block_tokens = q_BTHK.shape, more["block_tokens"]
         here = (rows, num_tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
-        call = choose.AttentionCall(*here, window.most * block_tokens)
-        choice = choose.choose_attention(self.wanted_attention, call)
+        call = dispatch.AttentionCall(*here, window.most * block_tokens)
+        choice = dispatch.choose_attention(self.wanted_attention, call)
         if getattr(choice.function, "func", None) is not attention_triton.attention:
             return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
         blocks = window.blocks if isinstance(window.blocks, int) else window.most
@@ -107,8 +107,8 @@ class Stated(Kernels):
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Read and write each number once, where the kernel can run."""
-        call = choose.QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
-        if (choice := choose.qk_norm_form(call)).function is qk_norm_triton.qk_norm:
+        call = dispatch.QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
+        if (choice := dispatch.qk_norm_impl(call)).function is qk_norm_triton.qk_norm:
             return _normed(q_BTHK), _normed(k_BTHK)
         return choice.function(q_BTHK, k_BTHK, angles)
 
@@ -117,21 +117,21 @@ class Stated(Kernels):
     ) -> jax.Array:
         """Multiply and square in one kernel, where it can run."""
         here = x_D.dtype, self.platform, self.compute_capability
-        call = choose.MlpCall(x_D.size // x_D.shape[-1], x_D.shape[-1], len(up_FD), *here)
-        if (choice := choose.mlp_form(call)).function is not mlp.mlp:
+        call = dispatch.MlpCall(x_D.size // x_D.shape[-1], x_D.shape[-1], len(up_FD), *here)
+        if (choice := dispatch.mlp_impl(call)).function is not mlp.mlp:
             return _mlp(factors, x_D.reshape(-1, x_D.shape[-1]), up_FD, down_DF).reshape(x_D.shape)
         return choice.function(x_D, up_FD, down_DF, factors=factors)
 
     def weighted_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Any, fp8: Any
     ) -> Losses:
-        """Take the chosen form; Mosaic's passes state their work."""
+        """Take the chosen implementation; Mosaic's passes state their work."""
         here = x_ND.dtype, self.platform, self.compute_capability
-        call = choose.HeadCall(len(x_ND), len(head_VD), *here, fp8, as_cap(cap), self.head_tokens)
-        form: Any = choose.choose_head(call).function
-        if getattr(form, "keywords", {}).get("passes", cross_entropy_gpu.PASSES) != cross_entropy_gpu.PASSES:
-            form = partial(form, passes=cross_entropy_gpu.Passes(_sum_exp, _softmax_gradient))
-        return form(x_ND, head_VD, targets, cap=as_cap(cap))
+        call = dispatch.HeadCall(len(x_ND), len(head_VD), *here, fp8, as_cap(cap), self.head_tokens)
+        impl: Any = dispatch.choose_head(call).function
+        if getattr(impl, "keywords", {}).get("passes", cross_entropy_gpu.PASSES) != cross_entropy_gpu.PASSES:
+            impl = partial(impl, passes=cross_entropy_gpu.Passes(_sum_exp, _softmax_gradient))
+        return impl(x_ND, head_VD, targets, cap=as_cap(cap))
 
 
 def _sum_exp(z_NV: jax.Array, *_: Any) -> jax.Array:

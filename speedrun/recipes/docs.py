@@ -16,7 +16,7 @@ RECIPE = replace(
     name="docs",
     summary="record 21 at laptop size on Python's documentation",
     parent="smoke",
-    config=replace(smoke.RECIPE.config, vocab_size=4096, head_size=4096, block_tokens=32),
+    config=replace(smoke.RECIPE.config, vocab_size=4096, padded_vocab_size=4096, block_tokens=32),
     schedule=replace(smoke.RECIPE.schedule, final_window=8.0),
     stages=(Stage(num_steps=160, num_sequences=8, seq_len=512),),
     eval_seq_len=512,

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.base.errors import UsageError
-from speedrun.base.limits import Count, Momentum, Positive, Rate
+from speedrun.base.field_types import Count, Momentum, Positive, Rate
 from speedrun.base.mesh import DATA
 from speedrun.science import nn, variants
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.attention import Window, sight
-from speedrun.science.kernels.choose import Kernels
-from speedrun.science.optim.groups import by_group, in_float32, scale_by_input
+from speedrun.science.kernels.attention import Window, first_key
+from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.optim.muon_and_adam import by_group, in_float32, scale_by_input
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.params import Init, Layout, Params, ParamSpec, Table, constant, gaussian, zeros
 from speedrun.science.recipe import Batch, Expected, Forward, Loss, Recipe, Stage
@@ -54,7 +54,7 @@ def affine_table(name: str, shape: tuple[int, ...], axes: tuple[str, ...], init:
     """Declare weights [..., outputs, inputs], and biases that start at zero."""
     return {
         f"{name}.weight": ParamSpec(shape, axes, init, "matrix"),
-        f"{name}.bias": ParamSpec(shape[:-1], axes[:-1], zeros, "vector", place="vector"),
+        f"{name}.bias": ParamSpec(shape[:-1], axes[:-1], zeros, "vector", packing="vector"),
     }
 
 
@@ -62,7 +62,7 @@ def norm_table(name: str, cfg: Config) -> Table:
     """Declare the gain and bias of a LayerNorm."""
 
     def vector(value: float) -> ParamSpec:
-        return ParamSpec((cfg.model_dim,), ("model",), constant(value), "vector", place="vector")
+        return ParamSpec((cfg.model_dim,), ("model",), constant(value), "vector", packing="vector")
 
     return {f"{name}.gain": vector(1.0), f"{name}.bias": vector(0.0)}
 
@@ -113,7 +113,7 @@ def attend_in(
     doc_BT: jax.Array, window: Window, block_tokens: int, head_dim: int, kernels: Kernels
 ) -> Attend:
     """Return attention to the blocks of a window, inside documents."""
-    seen = sight(doc_BT, window.blocks, block_tokens)
+    seen = first_key(doc_BT, window.blocks, block_tokens)
 
     def attend(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
         qkv, scale = (q_BTHK, k_BTHK, v_BTHK), head_dim**-0.5

@@ -15,12 +15,12 @@ from functools import partial
 
 import jax
 
-from speedrun.base.limits import Count
+from speedrun.base.field_types import Count
 from speedrun.recipes import gpt2, muon
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.kernels.mlp import mlp as squared_relu_mlp
 from speedrun.science.optim.orthogonal import shape_factor
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, normal, zeros
@@ -31,12 +31,12 @@ from speedrun.science.recipe import Batch, Expected, Forward, Loss, Stage
 class Config(muon.Config):
     """Sizes."""
 
-    head_size: Count  #: rows of table and head: vocab_size rounded up; the extra rows are never targets
+    padded_vocab_size: Count  #: rows of table and head; those beyond vocab_size are never targets
     table_dtype: Dtype  #: of the stored token table and its moments
 
     def __post_init__(self) -> None:
-        if self.head_size < self.vocab_size:
-            raise ValueError(f"head_size is {self.head_size}; need at least vocab_size, {self.vocab_size}")
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size is {self.padded_vocab_size}; need {self.vocab_size} or more")
 
 
 def table(cfg: Config) -> Table:
@@ -44,7 +44,7 @@ def table(cfg: Config) -> Table:
     matrices = {name: spec for name, spec in muon.table(cfg).items() if spec.group == "matrix"}
     outputs = [name for name in matrices if name.endswith(("_out", "_down"))]
     matrices |= {name: replace(matrices[name], init=zeros) for name in outputs}
-    rows, axes = (cfg.head_size, cfg.model_dim), ("vocab", "model")
+    rows, axes = (cfg.padded_vocab_size, cfg.model_dim), ("vocab", "model")
     return {
         "embed": ParamSpec(rows, axes, normal, "embed", cfg.table_dtype),
         **matrices,
@@ -91,7 +91,9 @@ RECIPE = replace(
     summary="12 layers, 162M parameters, 2.4B tokens: the architecture of record 8",
     parent="muon",
     config=Config(
-        **asdict(replace(PARENT.config, num_heads=6, head_dim=128)), head_size=50304, table_dtype="float32"
+        **asdict(replace(PARENT.config, num_heads=6, head_dim=128)),
+        padded_vocab_size=50304,
+        table_dtype="float32",
     ),
     table=table,
     forward=forward,

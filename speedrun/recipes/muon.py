@@ -17,12 +17,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.base.limits import Count
+from speedrun.base.field_types import Count
 from speedrun.recipes import gpt2
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
-from speedrun.science.optim.groups import Adam, MuonAndAdam
+from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.optim.muon_and_adam import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.params import Member, Params, ParamSpec, Table, uniform_within_fan_in
 from speedrun.science.recipe import Expected, Stage

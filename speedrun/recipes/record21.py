@@ -10,7 +10,7 @@ Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, 
 from speedrun.science import variants
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models.record21_model import NO_TABLE, Config, forward, logits, loss, table
-from speedrun.science.optim.groups import Adam, MuonAndAdam
+from speedrun.science.optim.muon_and_adam import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.recipe import Expected, Recipe, Stage
 
@@ -21,12 +21,12 @@ RECIPE = Recipe(
     revision=1,
     config=Config(
         vocab_size=50257,
-        head_size=50304,
+        padded_vocab_size=50304,
         model_dim=768,
         num_heads=6,
         head_dim=128,
         mlp_dim=3072,
-        mixing=(
+        attention_kinds=(
             *("long", "short", "short", "short", "long", "short"),
             *("short", "none", "short", "short", "short", "long"),
         ),

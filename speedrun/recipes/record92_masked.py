@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from speedrun.base.canonical import IMPOSSIBLE_PAIRS
+from speedrun.base.bpe_pairs import IMPOSSIBLE_PAIRS
 from speedrun.recipes.record92 import RECIPE as RECORD92
 from speedrun.recipes.record92.parameters import Config
 from speedrun.science import masks
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Constants, Forward, Loss, Vocabulary
 

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from speedrun.base.limits import Count, Momentum
+from speedrun.base.field_types import Count, Momentum
 from speedrun.recipes import gpt2, modern, muon
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params, ParamSpec, Table, constant
 from speedrun.science.recipe import Batch, Expected, Forward, Loss, Stage
 
@@ -58,11 +58,11 @@ def block(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply a layer; return the residual stream and the values of the first layer."""
     keep, shortcut = p[f"{name}.lambdas"]
-    x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
+    x_BTD = nn.weighted_sum((keep, x_BTD), (shortcut, x0_BTD))
     q_BTHK, k_BTHK, v_BTHK = muon.heads(nn.rms_norm(x_BTD), p, name, cfg)
     first_BTHK = v_BTHK if first_BTHK is None else first_BTHK
     (share,) = p[f"{name}.value_lambda"]
-    v_BTHK = nn.blend((1 - share, v_BTHK), (share, first_BTHK))
+    v_BTHK = nn.weighted_sum((1 - share, v_BTHK), (share, first_BTHK))
     x_BTD += muon.project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, name)
     return x_BTD + modern.mlp(x_BTD, p, name), first_BTHK
 

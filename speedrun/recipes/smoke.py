@@ -8,7 +8,7 @@ Credits: the architecture is modded-nanogpt's record 21; the numbers were tuned 
 
 from speedrun.science import variants
 from speedrun.science.models import record21_model as record21
-from speedrun.science.optim.groups import Adam, MuonAndAdam
+from speedrun.science.optim.muon_and_adam import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.recipe import Expected, Recipe, Stage
 
@@ -19,12 +19,12 @@ RECIPE = Recipe(
     revision=1,
     config=record21.Config(
         vocab_size=256,
-        head_size=256,
+        padded_vocab_size=256,
         model_dim=128,
         num_heads=4,
         head_dim=32,
         mlp_dim=256,
-        mixing=("long", "short", "none", "long"),
+        attention_kinds=("long", "short", "none", "long"),
         value_tables=(0, record21.NO_TABLE, record21.NO_TABLE, 0),
         block_tokens=16,
         attention_scale=0.5,

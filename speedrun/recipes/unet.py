@@ -17,7 +17,7 @@ from speedrun.base.errors import UsageError
 from speedrun.recipes import gpt2, modern, muon, shortcuts
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params, ParamSpec, Table, constant
 from speedrun.science.recipe import Expected, Stage
 
@@ -38,7 +38,7 @@ def hidden(p: Params, tokens_BT: jax.Array, ctx: muon.Context, cfg: shortcuts.Co
         x_BTD, first_BTHK = shortcuts.block(x_BTD, x0_BTD, first_BTHK, p, f"block.{i}", ctx, cfg)
         saved.append(x_BTD)
     for i in range(half, cfg.num_layers):
-        x_BTD += nn.blend((p["skips"][i - half], saved.pop()))
+        x_BTD += nn.weighted_sum((p["skips"][i - half], saved.pop()))
         x_BTD, first_BTHK = shortcuts.block(x_BTD, x0_BTD, first_BTHK, p, f"block.{i}", ctx, cfg)
     return nn.rms_norm(x_BTD)
 

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from speedrun.recipes import gpt2, modern, muon, unet, windows
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params, ParamSpec, Table, constant, normal
 from speedrun.science.recipe import Expected, Stage
 
-Mixing = Literal["window", "none"]
+AttentionKind = Literal["window", "none"]
 
 #: Stands for "no value embedding" in `Config.value_tables`.
 NO_TABLE = -1
@@ -33,12 +33,12 @@ NO_TABLE = -1
 class Config(windows.Config):
     """Sizes, and tuples with one entry per layer."""
 
-    mixing: tuple[Mixing, ...]  #: attention of each layer, or none
+    attention_kinds: tuple[AttentionKind, ...]  #: attention of each layer, or none
     value_tables: tuple[int, ...]  #: value embedding of each layer; NO_TABLE for none
 
     def __post_init__(self) -> None:
         windows.Config.__post_init__(self)
-        for name, entries in (("mixing", self.mixing), ("value_tables", self.value_tables)):
+        for name, entries in (("attention_kinds", self.attention_kinds), ("value_tables", self.value_tables)):
             if len(entries) != self.num_layers:
                 raise ValueError(f"{name} has {len(entries)} entries; need num_layers, {self.num_layers}")
         tables = self.value_tables
@@ -66,8 +66,8 @@ def table(cfg: Config) -> Table:
         **{f"block.{i}.value_lambdas": lambdas for i in range(cfg.num_layers)},
     }
     gone = {f"block.{i}.value_lambda" for i in range(cfg.num_layers)}
-    for i, mixing in enumerate(cfg.mixing):
-        if mixing == "none":
+    for i, kind in enumerate(cfg.attention_kinds):
+        if kind == "none":
             gone |= {f"block.{i}.{part}" for part in ("qkv", "attn_out", "value_lambdas")}
     return {name: spec for name, spec in specs.items() if name not in gone}
 
@@ -76,11 +76,11 @@ def attention(
     h_BTD: jax.Array, values: dict[int, jax.Array], p: Params, i: int, ctx: muon.Context, cfg: Config
 ) -> jax.Array:
     """Apply attention of layer `i` to a blend of its own values and its value embedding."""
-    if cfg.mixing[i] == "none":
+    if cfg.attention_kinds[i] == "none":
         return jnp.zeros_like(h_BTD)
     q_BTHK, k_BTHK, v_BTHK = muon.heads(h_BTD, p, f"block.{i}", cfg)
     own, shared = p[f"block.{i}.value_lambdas"]
-    v_BTHK = nn.blend((own, v_BTHK), (shared, values[cfg.value_tables[i]]))
+    v_BTHK = nn.weighted_sum((own, v_BTHK), (shared, values[cfg.value_tables[i]]))
     return muon.project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, f"block.{i}")
 
 
@@ -102,9 +102,9 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     half, saved = cfg.num_layers // 2, []
     for i in range(cfg.num_layers):
         if i >= half:
-            x_BTD += nn.blend((p["skips"][i - half], saved.pop()))
+            x_BTD += nn.weighted_sum((p["skips"][i - half], saved.pop()))
         keep, shortcut = p[f"block.{i}.lambdas"]
-        x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
+        x_BTD = nn.weighted_sum((keep, x_BTD), (shortcut, x0_BTD))
         x_BTD += attention(nn.rms_norm(x_BTD), values, p, i, ctx, cfg)
         x_BTD += modern.mlp(x_BTD, p, f"block.{i}")
         if i < half:
@@ -121,7 +121,7 @@ RECIPE = replace(
     parent="windows",
     config=Config(
         **asdict(replace(PARENT.config, block_tokens=128)),
-        mixing=(
+        attention_kinds=(
             *("window", "window", "window", "window", "window", "window"),
             *("window", "none", "window", "window", "window", "window"),
         ),

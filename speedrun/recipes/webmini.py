@@ -18,7 +18,7 @@ RECIPE = replace(
     config=replace(
         smoke.RECIPE.config,
         vocab_size=50257,
-        head_size=50304,
+        padded_vocab_size=50304,
         mlp_dim=512,
         block_tokens=32,
         document_token=50256,

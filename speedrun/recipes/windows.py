@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 
-from speedrun.base.limits import Count, Natural
+from speedrun.base.field_types import Count, Natural
 from speedrun.recipes import gpt2, modern, shortcuts, unet
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.attention import Window
-from speedrun.science.kernels.choose import Kernels
-from speedrun.science.optim.groups import Adam
+from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.optim.muon_and_adam import Adam
 from speedrun.science.params import Params
 from speedrun.science.recipe import Expected, Stage
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from speedrun.base.errors import UsageError
-from speedrun.base.limits import Natural
+from speedrun.base.field_types import Natural
 from speedrun.base.runlog import Purpose
 from speedrun.record import statistics
 from speedrun.record.layout import Recipe, Strict
@@ -28,7 +28,7 @@ class Look(Strict, frozen=True):
     alpha: float
 
 
-class Declaration(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.batch/1"):
+class Preregistration(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.batch/1"):
     """`batch.json`: written before the first run. Every run logs its digest."""
 
     track: TrackRef
@@ -64,7 +64,7 @@ def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[L
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
 
 
-class Standing(NamedTuple):
+class BatchStatus(NamedTuple):
     """Progress of a batch."""
 
     losses: tuple[float, ...]  #: in the order of the seeds; infinite for a non-finite run
@@ -77,8 +77,10 @@ class Standing(NamedTuple):
         return self.test is not None and self.test.passed
 
 
-def standing(promise: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None) -> Standing:
-    """Return the progress of a batch. The seed of a run that broke off is run again."""
+def batch_status(
+    promise: Preregistration, runs: Sequence[Run], target: float, known_sigma: float | None
+) -> BatchStatus:
+    """Return the progress of a batch. The seed of a run that crashed is run again."""
     done = completed(runs)
     losses: list[float] = []
     test = None
@@ -88,10 +90,10 @@ def standing(promise: Declaration, runs: Sequence[Run], target: float, known_sig
         if math.inf in losses or 0 < len(losses) == look.num_runs:
             test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)
         if math.inf in losses or (test is not None and test.passed):
-            return Standing(tuple(losses), (), test)
+            return BatchStatus(tuple(losses), (), test)
         if len(losses) < look.num_runs:
-            return Standing(tuple(losses), tuple(seed for seed in seeds if seed not in done), test)
-    return Standing(tuple(losses), (), test)
+            return BatchStatus(tuple(losses), tuple(seed for seed in seeds if seed not in done), test)
+    return BatchStatus(tuple(losses), (), test)
 
 
 def completed(runs: Sequence[Run]) -> Mapping[int, float]:
@@ -100,6 +102,6 @@ def completed(runs: Sequence[Run]) -> Mapping[int, float]:
     return {run.start.seed: run.val_loss if run.finished else math.inf for run in reversed(ended)}
 
 
-def allowed_to_break_off(num_runs: int) -> int:
-    """Return how many runs may break off, since machines fail: one in ten, at least one."""
+def allowed_crashes(num_runs: int) -> int:
+    """Return how many runs may crash, since machines fail: one in ten, at least one."""
     return max(1, num_runs // 10)

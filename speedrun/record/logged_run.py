@@ -82,13 +82,13 @@ class Run:
         return min(rates), max(rates)
 
     @property
-    def broke_off(self) -> str:
-        """Where and why a run that did not finish broke off."""
+    def crashed(self) -> str:
+        """Where and why a run that did not finish crashed."""
         where = "before the clock"
         if self.of(runlog.ClockStart):
             where = f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
         errors = [f"{error.kind}: {error.message}" for error in self.of(runlog.Error)]
-        return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
+        return f"{self.folder} crashed {where}: {errors[-1] if errors else 'its log just ends'}"
 
     def of(self, kind: type[_Event]) -> list[_Event]:
         """Return all events of a kind, in order."""
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def final_hash(self) -> str:
-        """Hash of the last state; empty if the run broke off."""
+        """Hash of the last state; empty if the run crashed."""
         return next((end.final_hash for end in self.of(runlog.RunEnd)), "")
 
     @property
@@ -241,7 +241,7 @@ def _read_line(raw_line: bytes) -> runlog.Line:
 
 
 def _grammar_problem(run: Run) -> str | None:
-    """Return what is wrong with the order of events; runs that broke off need only a correct beginning."""
+    """Return what is wrong with the order of events; runs that crashed need only a correct beginning."""
     kinds = [type(line.event) for line in run.lines]
     if not kinds or kinds[0] is not runlog.RunStart or kinds.count(runlog.RunStart) != 1:
         return "the log must begin with its only run_start"

@@ -17,13 +17,13 @@ from typing import TypeVar
 import msgspec
 
 from speedrun.base import track
+from speedrun.base.atomic_files import LOCK, PARTIAL, read_regular
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import LOCK, PARTIAL, read_regular
 from speedrun.record import archive
-from speedrun.record.batch import Declaration
-from speedrun.record.findings import Findings
+from speedrun.record.batch import Preregistration
+from speedrun.record.examination import Findings
 from speedrun.record.layout import ABOUT, BATCH, LOG, RUNNING, SOURCE, Strict, sha256
 from speedrun.record.logged_run import FormatError, Run, check_moment, check_range, read_run
 from speedrun.record.reproduction import REPRODUCTION, Reproduction
@@ -74,7 +74,7 @@ class Record:
     malformed: tuple[str, ...]  #: one line for each file that cannot be decoded
     runs: tuple[Run, ...]  #: sorted by folder name
     about: About
-    declaration: Declaration | None  #: None without a batch
+    declaration: Preregistration | None  #: None without a batch
     reproduction: Reproduction | None
     track: Track | None  #: None if this version does not know it
     whole: bool  #: whether every run could be read
@@ -92,7 +92,7 @@ class Record:
         return fmean(run.val_loss for run in self.finished)
 
     @property
-    def lead(self) -> Run:
+    def reference_run(self) -> Run:
         """The run for facts in which all agree: the first finished one, or else the first."""
         return next(iter(self.finished), self.runs[0])
 
@@ -160,7 +160,7 @@ def load(root: Path) -> Record:
         refused=refused,
         runs=runs,
         about=file(ABOUT, About) or About(),
-        declaration=file(BATCH, Declaration),
+        declaration=file(BATCH, Preregistration),
         reproduction=file(REPRODUCTION, Reproduction),
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),

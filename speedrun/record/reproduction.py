@@ -219,7 +219,7 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     if any(not (run.val_loss and (run.train_time_s or 0) > 0) for run in done):
         return "a finished run has no loss, or no time"
     if any(run.outcome == "aborted" for run in found.runs):
-        return "holds a run that broke off"
+        return "holds a run that crashed"
     if any(run.train_time_s <= 0 for run in record):
         return "a run of the record took no time, so there is nothing to compare with"
     return None

@@ -1,12 +1,12 @@
-"""Repairs the logs of runs whose keeper was killed, too, so that they stay visible as runs that broke off."""
+"""Repairs the logs of runs whose keeper was killed, too, so that they stay visible as runs that crashed."""
 
 from pathlib import Path
 
 from msgspec import DecodeError
 
 from speedrun.base import runlog
+from speedrun.base.atomic_files import lock_record, read_regular, write_whole
 from speedrun.base.errors import UsageError, translate_os_errors
-from speedrun.base.wholefile import lock_record, read_regular, write_whole
 from speedrun.record.layout import LOG
 from speedrun.record.reader import discard_partials
 

@@ -40,7 +40,7 @@ class Inputs:
         return Window(blocks, most)
 
 
-class Plan(NamedTuple):
+class InputPlan(NamedTuple):
     """The inputs of all steps and the last validation."""
 
     rows: tuple[dict[str, Any], ...]  #: by step: NumPy values are traced, Python values are compiled in

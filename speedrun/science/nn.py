@@ -45,10 +45,10 @@ def project(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
 
 def scaled(w: jax.Array, by: jax.Array) -> jax.Array:
     """Return by * w. Without the barrier, XLA scales all layers at once, after all gathers."""
-    return blend((jax.lax.optimization_barrier(by), w))
+    return weighted_sum((jax.lax.optimization_barrier(by), w))
 
 
-def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
+def weighted_sum(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return the sum of weight * x over the terms, computed in float32, in the dtype of the first `x`.
 
     Weights are learned scalars and stay float32: bfloat16 would change them by up to 0.4 %.

@@ -30,13 +30,13 @@ from speedrun.base.mesh import DATA
 
 Params = dict[str, jax.Array]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
-Place = Literal["bank", "rows", "vector"]
+Packing = Literal["bank", "rows", "vector"]
 Dtype = Literal["float32", "bfloat16"]
 
 #: Banks and tables are padded to a multiple of this: packed arrays are the same on 1, 2, 4 and 8 devices.
 SHARDS = 8
 #: How a group's parameters are packed by default; other groups by "rows".
-PLACES: dict[str, Place] = {"matrix": "bank", "scalar": "vector"}
+PACKINGS: dict[str, Packing] = {"matrix": "bank", "scalar": "vector"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ParamSpec:
     init: Init
     group: str  #: selects the optimiser; tables of group "head" multiply every token, others are looked up
     dtype: Dtype = "float32"  #: of the stored parameter and its moments
-    place: Place | None = None  #: how it is packed; None: by `PLACES`
+    packing: Packing | None = None  #: how it is packed; None: by `PACKINGS`
     like: str | None = None  #: a parameter with the same initial values
     #: tokens_BT -> ids_BN of rows that they read, spread evenly; models get these, [B, N, D], not the table, and
     #: optimisers get gradients as `science.rows.Rows`
@@ -70,9 +70,9 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
-    def packed(self) -> Place:
+    def packed(self) -> Packing:
         """How the parameter is packed."""
-        return self.place or PLACES.get(self.group, "rows")
+        return self.packing or PACKINGS.get(self.group, "rows")
 
 
 Table = dict[str, ParamSpec]
@@ -111,10 +111,10 @@ def constant(*values: float) -> Init:
 
 
 class Member(NamedTuple):
-    """Matrix number `place` of parameter `name`, declared as [rows, cols]."""
+    """Matrix number `number` of parameter `name`, declared as [rows, cols]."""
 
     name: str
-    place: int
+    number: int
     rows: int
     cols: int
 
@@ -200,7 +200,7 @@ class Layout:
         """Pack named parameters or gradients, of tables that are read also a device's shard or `Rows`."""
         packed: Params = {}
         for name, bank in self.banks.items():
-            wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.place]) for m in bank]
+            wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.number]) for m in bank]
             packed[name] = _pad_rows(jnp.stack(wide))
         for name in self.tables:
             is_whole = len(params[name]) == self.table[name].shape[0]  # shards are shorter, or padded

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import optax
 
-from speedrun.base import limits
+from speedrun.base import field_types
 from speedrun.base.errors import UsageError, unknown
-from speedrun.base.limits import Count, Natural, Positive, Steps
+from speedrun.base.field_types import Count, Natural, Positive, Steps
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Dtype, Layout, Params, Table
 from speedrun.science.variants import SIZES, WIDTH, Rules, Size
 
@@ -145,7 +145,7 @@ class Recipe(Generic[ConfigT, OptimizerT, ScheduleT]):
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
             raise ValueError(f"stages is {self.stages}; need at least one Stage")
-        limits.check(self)
+        field_types.check(self)
 
     @property
     def num_steps(self) -> int:

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.base.mesh import DATA
 from speedrun.science import rows
-from speedrun.science.inputs import Arrays, Inputs, Plan, Static
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.inputs import Arrays, InputPlan, Inputs, Static
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Batch, Loss, Recipe
 
@@ -79,9 +79,9 @@ class Step:
         return self.recipe.optimizer.transform(Layout(self.recipe.table(self.recipe.config)))
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> InputPlan:
         """The inputs of all steps, and the constants."""
-        return Plan.of(self.recipe.inputs_at, self.recipe.num_steps, self.constants())
+        return InputPlan.of(self.recipe.inputs_at, self.recipe.num_steps, self.constants())
 
     @cached_property
     def specs(self) -> TrainState:
@@ -121,7 +121,7 @@ class Step:
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
         updates: Any
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
-        new = jax.tree.map(rows.moved, state.params, updates)
+        new = jax.tree.map(rows.apply_update, state.params, updates)
         flags = {"gradient": self.layout.flags(grads), "update": self.layout.flags(updates)}
         # Do not sum over devices: no computation is left to overlap the sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in jax.tree.leaves(flags))
@@ -130,7 +130,7 @@ class Step:
 
     def loss_and_grads(self, packed: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
         """Return the loss of this device's sequences and its packed shard of the mean gradient over all devices."""
-        loss, grads = self._accumulate(self.whole(packed), batch, inputs)
+        loss, grads = self._accumulate(self.all_gather(packed), batch, inputs)
         return loss, self._scatter_mean(self.layout.pack(grads))
 
     def _accumulate(self, params: Params, batch: Batch, inputs: Inputs) -> tuple[Loss, Params]:
@@ -138,7 +138,7 @@ class Step:
         num_local = self.microbatches // self.mesh.size
 
         def grad(params: Params, batch: Batch) -> tuple[Params, Any, Loss]:
-            sent, arrived, ids = rows.traffic(self.layout, params, batch.tokens_BT)
+            sent, arrived, ids = rows.exchange_rows(self.layout, params, batch.tokens_BT)
             given = batch, inputs, self.recipe.config, self.kernels, self.recipe.forward
 
             def objective(sent: Params) -> tuple[jax.Array, Loss]:
@@ -166,10 +166,10 @@ class Step:
         grads = {name: x / num_local for name, x in total.items()}
         return Loss(jnp.mean(losses.objective), jnp.mean(losses.nll), carry), grads | few
 
-    def whole(self, packed: Params) -> Params:
+    def all_gather(self, packed: Params) -> Params:
         """Return whole parameters in the compute dtype, scalars in float32, and own shards of tables that are read."""
 
-        def whole(name: str, x: jax.Array) -> jax.Array:
+        def all_gather(name: str, x: jax.Array) -> jax.Array:
             # Otherwise JAX would sum whole gradients over nodes before the scatter.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name in self.layout.vectors:
@@ -177,7 +177,7 @@ class Step:
             x = x.astype(self.recipe.compute_dtype)
             return x if name in self.layout.reads else jax.lax.all_gather(x, DATA, tiled=True)
 
-        return self.layout.unpack({name: whole(name, x) for name, x in packed.items()})
+        return self.layout.unpack({name: all_gather(name, x) for name, x in packed.items()})
 
     def _scatter_mean(self, grads: Params) -> Params:
         """Return this device's shard of the mean gradients: summed in their dtype, divided in float32."""

@@ -79,10 +79,10 @@ SIZED: Rules = {
     "config.head_dim": scaled(head=1),
     "config.attention_scale": scaled(head=-0.5),
     "config.block_tokens": scaled(window=1),
-    **dict.fromkeys(("config.num_layers", "config.mixing", "config.value_tables"), deeper),
+    **dict.fromkeys(("config.num_layers", "config.attention_kinds", "config.value_tables"), deeper),
     "config.head_fp8": at_smoke(None),
     "config.document_token": at_smoke(0),
-    **dict.fromkeys(("config.vocab_size", "config.head_size", "config.max_positions"), at_smoke(256)),
+    **dict.fromkeys(("config.vocab_size", "config.padded_vocab_size", "config.max_positions"), at_smoke(256)),
     "*dtype": at_smoke("float32"),
     "optimizer.matrix_lr": scaled(width=-1),
     "schedule.*_steps": fewer,
@@ -114,10 +114,12 @@ FEATURES: Mapping[str, Rules] = {
     # Token embeddings, mixed into the values of some layers; layers may share a table.
     "value-embeddings": {"config.value_tables": lambda old, *_: (-1,) * len(old)},
     "shared-values": {"config.value_tables": _unshared},
-    "short-windows": {"config.mixing": lambda old, *_: _exchanged(old, "short", "long")},
+    "short-windows": {"config.attention_kinds": lambda old, *_: _exchanged(old, "short", "long")},
     # Layers without attention get the shortest window.
     "skipped-attention": {
-        "config.mixing": lambda old, *_: _exchanged(old, "none", max({*old} - {"none"}, default="none"))
+        "config.attention_kinds": lambda old, *_: _exchanged(
+            old, "none", max({*old} - {"none"}, default="none")
+        )
     },
     "windows": {"schedule.final_window": _whole_window},
     # Attention is sharper than 1 / sqrt(head_dim).

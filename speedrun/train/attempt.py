@@ -21,7 +21,7 @@ class Progress(NamedTuple):
 
 @dataclass
 class Attempt:
-    """A run may break off anywhere, so each number is set as soon as it is known."""
+    """A run may crash anywhere, so each number is set as soon as it is known."""
 
     run_id: str
     ready: Ready

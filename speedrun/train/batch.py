@@ -10,21 +10,21 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
-from speedrun.base import children
+from speedrun.base import subprocesses
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import lock_record
 from speedrun.base.console import Printer
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.base.track import Track
-from speedrun.base.wholefile import lock_record
 from speedrun.commands import added, pictures
 from speedrun.record import layout, statistics
-from speedrun.record.about import Summary, assemble
-from speedrun.record.batch import Declaration, Standing, standing
+from speedrun.record.batch import BatchStatus, Preregistration, batch_status
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load, read_declared
 from speedrun.record.salvage import salvage
+from speedrun.record.summary import Summary, assemble
 from speedrun.train import keeper
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe  # it imports JAX
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]  #: takes lines of progress
 
 
-class Promise(layout.Strict, frozen=True, tag=True):
+class BatchRequest(layout.Strict, frozen=True, tag=True):
     """A batch to declare."""
 
     config: RunConfig  #: its seed is ignored
@@ -83,19 +83,19 @@ def prospect(recipe: "Recipe", rules: Track, loss: float | None = None) -> Prosp
     return Prospect(rules, known.loss, sd, f"{runs}: {known.source}")
 
 
-def num_runs(promise: Promise, rules: Track, found: Prospect | None) -> int:
+def num_runs(request: BatchRequest, rules: Track, found: Prospect | None) -> int:
     """Return the number of runs to declare: as promised, else that which proves the target 9 times of 10.
 
     Raises:
         UsageError: nobody knows what to expect; no number suffices.
     """
-    if promise.num_runs is not None:
-        return promise.num_runs
+    if request.num_runs is not None:
+        return request.num_runs
     if found is None:
         what = "noise of" if rules.target.sigma is None else "mean loss of this recipe on"
         expect = ", or --expect LOSS" if rules.target.sigma else ""
         raise UsageError(f"the {what} {rules.id} is not known; pass --runs N{expect}")
-    needed = found.runs_needed(1 if promise.then is None else 2)
+    needed = found.runs_needed(1 if request.then is None else 2)
     if needed is None:
         cannot = f"{statistics.MOST_RUNS:,} runs would not prove it below {rules.target.loss}"
         raise UsageError(f"expected is a mean of {found}: {cannot}; need a lower mean, or --runs N")
@@ -114,7 +114,7 @@ def here(printer: Callable[[], Printer]) -> Trainer:
             with printer() as shown:
                 code, error = keeper.trained(keeper.Job(config), shown)
             if error:
-                children.say(f"error: {error}")
+                subprocesses.say(f"error: {error}")
             yield config, code
 
     return trained
@@ -124,7 +124,7 @@ class Outcome(NamedTuple):
     """A complete batch."""
 
     rules: Track
-    standing: Standing
+    status: BatchStatus
     summary: Summary
     plots: list[Path]
 
@@ -145,28 +145,26 @@ def run_batch(
     one after the other on this machine.
     """
     path = folder / layout.BATCH
-    declared, sha256 = read_declared(path, Declaration, "speedrun batch --runs N")
+    declared, sha256 = read_declared(path, Preregistration, "speedrun batch --runs N")
     recipe, rules = declared.recipe, tracks.load(declared.track.id.rpartition("@")[0])
-    rival, told = added("ghost")(ghost, rules.id) if ghost else None, set[str]()
+    curve, told = added("ghost")(ghost, rules.id) if ghost else None, set[str]()
 
     def assembled() -> Summary:
         return assemble(folder, title=title, default_title=f"{recipe.name} on {rules.id}")
 
-    def standing_now() -> Standing:
+    def status_now() -> BatchStatus:
         """Salvage killed runs, and write the record."""
         for run_id in {*salvage(folder)} - told:
             told.add(run_id)
-            sys.stderr.write(
-                f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
-            )
+            sys.stderr.write(f"warning: {run_id} was killed; its log is kept as that of a run that crashed\n")
         if list(folder.glob("runs/*")):
             assembled()
-        now = standing(declared, load(folder).runs, rules.target.loss, rules.target.sigma)
+        now = batch_status(declared, load(folder).runs, rules.target.loss, rules.target.sigma)
         say(progress(declared, now))
         return now
 
     with lock_record(folder, layout.RUNNING):
-        now = standing_now()
+        now = status_now()
         same = {
             **{
                 name: getattr(declared, name)
@@ -175,20 +173,20 @@ def run_batch(
             **{"track": rules.name, "recipe": recipe.name, "overrides": recipe.overrides},
             **{"out": folder, "data": data, "batch_sha256": sha256},
         }
-        train = trained or here(lambda: Printer(sys.stderr if to_stderr else sys.stdout, rival))
+        train = trained or here(lambda: Printer(sys.stderr if to_stderr else sys.stdout, curve))
         while now.missing:
             configs = [RunConfig(seed=seed, **same) for seed in now.missing]
             for config, code in train(rules, configs, load(folder).runs):
-                now = standing_now()
+                now = status_now()
                 if config.seed in now.missing or code not in (0, NonFiniteError.exit_code):
-                    raise children.run_error(code, "batch", folder, data)
+                    raise subprocesses.run_error(code, "batch", folder, data)
                 if not now.missing:  # decided by a loss that is not finite
                     break
         summary = assembled()
         return Outcome(rules, now, summary, pictures(folder) if summary.num_finished else [])
 
 
-def progress(declared: Declaration, now: Standing) -> str:
+def progress(declared: Preregistration, now: BatchStatus) -> str:
     """Return a line with the number of runs, their mean, and the test at the last look."""
     num_wanted = len(now.losses) + len(now.missing)
     counts = (look.num_runs for look in declared.looks)

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import msgspec
 
 from speedrun.base import faults, processes
+from speedrun.base.atomic_files import give_name, lock_folder, require_regular, write_whole
 from speedrun.base.errors import CheckpointError, translate_os_errors, translate_read_errors
 from speedrun.base.mesh import fetch
-from speedrun.base.wholefile import give_name, lock_folder, require_regular, write_whole
 from speedrun.data import stream
 from speedrun.science.step import TrainState
 from speedrun.train.program import Program
-from speedrun.train.request import RUN, read_sealed, seal, steps_in
+from speedrun.train.run_config import RUN, read_sealed, seal, steps_in
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str  #: 64 bits of `fingerprint`
 
 
-class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of a run, and a description of its arrays."""
 
     step: int  #: steps that are done
@@ -78,13 +78,13 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def form(x: Any) -> str:
+def spec(x: Any) -> str:
     """Return dtype and shape of an array, or the type of anything else."""
     return f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else type(x).__name__
 
 
 def differences(
-    got: dict[str, Any], need: dict[str, Any], shown: Callable[[Any], str] = form
+    got: dict[str, Any], need: dict[str, Any], shown: Callable[[Any], str] = spec
 ) -> Iterator[str]:
     """Yield a message for each array that differs as `shown`: in dtype or shape."""
     for name in {**need, **got}:
@@ -108,16 +108,16 @@ def newest_whole(
     raise CheckpointError(f"{folder}: no whole checkpoint;{reasons} need one; {others}")
 
 
-def read_facts(folder: Path, step: int) -> Facts:
+def read_facts(folder: Path, step: int) -> CheckpointFacts:
     """Read the facts of a checkpoint; raise `Damaged`, or CheckpointError if another cause prevents it."""
     with raise_damaged(where := folder / str(step)):
-        facts = read_sealed(where / "facts" / "metadata", Facts)
+        facts = read_sealed(where / "facts" / "metadata", CheckpointFacts)
         if facts.step != step:
             raise ValueError(f"it holds step {facts.step}")
     return facts
 
 
-def read_arrays(folder: Path, facts: Facts, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+def read_arrays(folder: Path, facts: CheckpointFacts, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     """Return arrays of a checkpoint by flat name, placed as `wanted`: all of a state, or of its parameters.
 
     Raise CheckpointError unless they have the form of `wanted`, and `Damaged` if a digest differs.
@@ -198,7 +198,7 @@ class Checkpoints:
             if processes.is_first():
                 shutil.rmtree(scratch)
 
-    def save(self, state: TrainState, facts: Facts) -> None:
+    def save(self, state: TrainState, facts: CheckpointFacts) -> None:
         """Copy the state and write it in the background; raise CheckpointError if this or the previous write failed."""
         ocp = self._ocp
         sealed = ocp.args.JsonSave(seal(msgspec.json.encode(facts)))
@@ -211,14 +211,14 @@ class Checkpoints:
 
     def restore(
         self, program: Program, config_sha256: str, say: Callable[[str], None]
-    ) -> tuple[TrainState, Facts]:
+    ) -> tuple[TrainState, CheckpointFacts]:
         """Restore the newest whole checkpoint. Rename newer ones, which are damaged, and `say` so.
 
         Raise CheckpointError if there is none, it belongs to another run, or a read fails for another reason.
         """
         wanted = named(program.state)
 
-        def read(step: int) -> tuple[dict[str, jax.Array], Facts]:
+        def read(step: int) -> tuple[dict[str, jax.Array], CheckpointFacts]:
             facts = read_facts(self._folder, step)
             arrays = read_arrays(self._folder, facts, wanted)
             if facts.config_sha256 == config_sha256:

@@ -20,7 +20,7 @@ from speedrun.base.output import leave, reported
 from speedrun.commands import added
 from speedrun.train import connect
 from speedrun.train.keeper import Job
-from speedrun.train.request import decoded
+from speedrun.train.run_config import decoded
 
 _T = TypeVar("_T")
 

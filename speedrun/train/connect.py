@@ -23,7 +23,7 @@ from speedrun.base.output import expected, leave, unfailing
 
 HEARTBEAT_S = 100  #: without a heartbeat, until a process is lost
 MEET_S = 300  #: for all processes to connect
-_LEAVE_S = 10  #: for all processes to reach the end of a run that broke off
+_LEAVE_S = 10  #: for all processes to reach the end of a run that crashed
 
 #: Name, a variable that only this cluster sets, and those with the number of processes and the index of this one.
 _CLUSTERS = (

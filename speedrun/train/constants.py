@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from speedrun.base.canonical import IMPOSSIBLE_PAIRS, impossible_pairs
+from speedrun.base.bpe_pairs import IMPOSSIBLE_PAIRS, impossible_pairs
 from speedrun.base.errors import UsageError
 from speedrun.science.inputs import Arrays
 from speedrun.science.recipe import Recipe, Vocabulary

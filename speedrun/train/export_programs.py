@@ -14,10 +14,10 @@ import numpy as np
 from jax import export
 
 from speedrun.base import messages, processes, runlog
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Stopwatch
 from speedrun.base.mesh import setting
 from speedrun.base.track import Track
-from speedrun.base.wholefile import write_whole
 from speedrun.record import archive, layout
 from speedrun.record.archive import Archive, Lowered
 from speedrun.science.inputs import Static

@@ -18,7 +18,7 @@ from speedrun.data import generated, stream
 from speedrun.science.step import TrainState
 from speedrun.train.preflight import Ready, prepare
 from speedrun.train.program import StepShape, evaluate, finite, finite_step
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 _STEPS = 12  #: of the first stage; of each other one, the first step
 
@@ -86,9 +86,9 @@ def train(ready: Ready, say: Callable[[str], None]) -> FirstSteps:
     for step in steps:
         stage, run = recipe.stages[recipe.stage_of(step)], step_of(program.shape_at(step))
         batch = tokens.batch(stage.num_sequences, stage.seq_len, stage.document_tokens)
-        watch, ids = Stopwatch(), [meshes.place(x_BT, program.mesh) for x_BT in batch]
+        watch, ids = Stopwatch(), [meshes.shard(x_BT, program.mesh) for x_BT in batch]
         state, metrics = run(at(step), *ids, program.schedule)
-        metrics = metrics._replace(bad=meshes.whole(metrics.bad))
+        metrics = metrics._replace(bad=meshes.replicated(metrics.bad))
         losses.append(finite_step(program, metrics, f"step {step}"))
         seconds.append(watch.seconds)
     step_s = median(seconds[1:] or seconds)

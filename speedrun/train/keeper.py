@@ -18,17 +18,17 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from speedrun.base import children, messages, runlog
+from speedrun.base import messages, runlog, subprocesses
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Phase, Phases
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError
 from speedrun.base.exit_codes import meaning
-from speedrun.base.wholefile import write_whole
 from speedrun.data import generated
 from speedrun.record import layout
 from speedrun.train.connect import HEARTBEAT_S, MEET_S, Group
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 #: Limits for one stay in a phase, such as one step. The end has none.
 DEADLINES_S: dict[Phase, float] = {
@@ -75,7 +75,7 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
     with open(reads, "rb", 0) as events, open(os.memfd_create("stacks"), "rb") as stacks:
         passed = writes, stacks.fileno()
         pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), PIPE), "errors": "backslashreplace"}
-        with children.started(module, job, *map(str, passed), pass_fds=passed, **pipes) as child:
+        with subprocesses.started(module, job, *map(str, passed), pass_fds=passed, **pipes) as child:
             os.close(writes)
             readers = [
                 Thread(target=_read, args=(child.stdout, shown.put), daemon=True),
@@ -87,9 +87,9 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
                 thread.start()
             assert child.stdin is not None
             with child.stdin:  # its end would end the child
-                code = children.wait_for(child)
+                code = subprocesses.wait_for(child)
             done.set()
-            children.kill(child)  # its own children, which may hold pipes
+            subprocesses.kill(child)  # its own children, which may hold pipes
             for thread in readers:
                 thread.join(_LAST_WORDS_S)
     kept.close(code)
@@ -133,13 +133,13 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
         if not done.is_set() and kept.hangs():
             child.send_signal(signal.SIGUSR1)  # it writes its stacks
             done.wait(_LINGER_S)
-            children.kill(child)
+            subprocesses.kill(child)
             text = os.pread(stacks.fileno(), 1 << 20, 0)
             with suppress(OSError, SpeedrunError):  # log and exit code matter more
                 kept.stacks.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(kept.stacks, text)
             for line in text.decode(errors="replace").splitlines():
-                children.say(line)
+                subprocesses.say(line)
 
 
 class LastWords:
@@ -151,17 +151,17 @@ class LastWords:
     def __call__(self, line: str) -> None:
         """Take a line."""
         if self._is_held:
-            children.say(self._last)
+            subprocesses.say(self._last)
         self._last, self._is_held = line, line.startswith("error: ")
         if not self._is_held:
-            children.say(line)
+            subprocesses.say(line)
 
     def error(self, code: int, group: Group | None) -> str:
         """Return the error of a child that ended so; nothing if one of a group has told it, or leaves it to another."""
         if self._is_held and code:
             return self._last.removeprefix("error: ")
         if self._is_held:
-            children.say(self._last)
+            subprocesses.say(self._last)
         if not code or (group and code > 0 and (group.index or ": error: " in self._last)):
             return ""
         crashed = code == SpeedrunError.exit_code

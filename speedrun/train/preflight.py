@@ -13,16 +13,16 @@ from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import processes, provenance, runlog
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import is_occupied
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import recipe_folders
-from speedrun.base.wholefile import is_occupied
 from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.train import contract, footprint
+from speedrun.train import memory, recipe_checks
 from speedrun.train.program import Program
-from speedrun.train.request import Resumable, RunConfig, source_roots
+from speedrun.train.run_config import Resumable, RunConfig, source_roots
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ready:
     @property
     def described(self) -> dict[str, Any]:
         """Return the resolved recipe and its split over devices, as JSON."""
-        names = ("num_devices", "replicas", "microbatches", "attention", "memory")
+        names = ("num_devices", "replicas", "microbatches", "attention", "remat")
         return {"recipe": describe(self.recipe), **{name: getattr(self.program, name) for name in names}}
 
     @property
@@ -121,9 +121,9 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
     known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
     _check_ids(recipe, track)
     microbatches = config.microbatches or max(SHARDS, num_devices)
-    program = contract.checked(Program(recipe, mesh, microbatches, config.attention, known))
-    contract.check_fixed(recipe, program.step.plan.rows, track)
-    program = footprint.fitted_here(program)
+    program = recipe_checks.checked(Program(recipe, mesh, microbatches, config.attention, known))
+    recipe_checks.check_fixed(recipe, program.step.plan.rows, track)
+    program = memory.fitted_here(program)
     found = shards.open_track(folder, track.data)
     shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
     num_shards = stream.require_steps(found.train, shapes, track.data.document_token)

@@ -28,7 +28,7 @@ from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
 from speedrun.science import rows
 from speedrun.science.inputs import Inputs, Static
-from speedrun.science.kernels.choose import HEAD_TOKENS, Choice, Kernels
+from speedrun.science.kernels.dispatch import HEAD_TOKENS, Choice, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, StepMetrics, TrainState
@@ -41,7 +41,7 @@ FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 _CALLS = re.compile(
     r'\bcustom_call @(?:"([^"]*)"|([^\s"(]+))|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv|rng)\b'
 )
-#: Operations whose results are stored for the backward pass if memory is scarce.
+#: Operations whose results are stored for the backward pass with remat.
 STORED = ("dot_general", "pallas_call", "custom_vjp_call")
 #: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
@@ -65,9 +65,9 @@ class Program:
     recipe: Recipe
     mesh: Mesh
     microbatches: int = SHARDS  #: of one step, over all devices; do not change the result
-    attention: str = "auto"  #: a form of `kernels.choose`
+    attention: str = "auto"  #: a form of `kernels.dispatch`
     vocabulary: Vocabulary | None = None  #: for constants; None: unknown, as in a plan
-    memory: Literal["ample", "scarce"] = "ample"  #: if scarce, activations are recomputed
+    remat: Literal["off", "on"] = "off"  #: on: activations are recomputed
     portable: bool = False  #: only forms that any machine can run
 
     def __post_init__(self) -> None:
@@ -115,9 +115,9 @@ class Program:
         """The chosen forms of the operations."""
         here = ("cpu", "") if self.portable else meshes.accelerator(self.mesh)
         kernels = Kernels(*here, "auto" if self.portable else self.attention)
-        if self.memory == "scarce":
+        if self.remat == "on":
             kernels = replace(kernels, head_tokens=HEAD_TOKENS // 4)
-            why = f"memory is scarce; logits of {kernels.head_tokens:,} tokens at one time"
+            why = f"remat; logits of {kernels.head_tokens:,} tokens at one time"
             kernels.choices["activations"] = Choice("recomputed", recomputed, why)
         return kernels
 
@@ -143,7 +143,7 @@ class Program:
     def step(self) -> Step:
         """The training step of the recipe."""
         recipe = self.recipe
-        if self.memory == "scarce":
+        if self.remat == "on":
             recipe = replace(recipe, forward=recomputed(recipe.forward))
         return Step(recipe, self.mesh, self.microbatches, self.kernels, self.constants.arrays)
 
@@ -222,11 +222,11 @@ class Program:
             packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params, at: jax.Array
         ) -> jax.Array:
             """Score sequences one by one, so that memory does not depend on their number."""
-            params, inputs = self.step.whole(packed), self.step.plan.at(at, schedule, static)
+            params, inputs = self.step.all_gather(packed), self.step.plan.at(at, schedule, static)
 
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
                 tokens_T, targets_T = sequence_T
-                sent, arrived, _ = rows.traffic(self.layout, params, tokens_T[None])
+                sent, arrived, _ = rows.exchange_rows(self.layout, params, tokens_T[None])
                 (x_TD,) = self.forward(arrived(sent), tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
                 return measure(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
@@ -291,7 +291,7 @@ def evaluate(
     watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
     for batch in validation_batches(shard, num_tokens, *shape):
-        tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
+        tokens_BT, targets_BT = (meshes.shard_own(x, program.mesh) for x in batch)
         nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
         total += float(np.sum(nll_BC, dtype=np.float64))
         sequences += [float(f"{x:.9g}") for x in nll_BC.sum(axis=1, dtype=np.float64) / shape[1]]
@@ -305,7 +305,7 @@ def evaluate(
 def finite_step(program: Program, metrics: StepMetrics, where: str) -> float:
     """Fetch the loss of a step; raise NonFiniteError unless gradients and updates are finite, too.
 
-    All processes must call it. `metrics.bad` must be replicated (`mesh.whole`).
+    All processes must call it. `metrics.bad` must be replicated (`mesh.replicated`).
     """
     loss, bad = jax.device_get((metrics.loss, metrics.bad))
     flags = meshes.fetch(metrics.nonfinite).items() if np.any(bad) else ()

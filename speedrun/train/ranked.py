@@ -4,7 +4,7 @@ from functools import partial
 
 from speedrun.base import runlog
 from speedrun.record import prospect
-from speedrun.train import health, recorded, warmup
+from speedrun.train import compile, device_benchmark, recorded
 from speedrun.train.preflight import Ready
 
 
@@ -14,13 +14,13 @@ def approve(ready: Ready, first: recorded.Opening, num_runs: int | None = None) 
     `num_runs` is that of the batch to declare. A run that is resumed or single says itself that it is not ranked.
     """
     config, rules = ready.config, ready.track.rules
-    health_s = health.throttled_s(ready.program.mesh)
+    health_s = device_benchmark.throttled_s(ready.program.mesh)
     due = [
         runlog.ShardRange(one.path.name, "", one.num_tokens, 0, 1)
         for one in ready.shards.train[: ready.num_shards]
     ]
     end = prospect.end(ready.data_read(due), None if health_s is None else 0.0)
-    events = *first, warmup.plan(ready, temp_bytes=0), end
+    events = *first, compile.plan(ready, temp_bytes=0), end
     found = prospect.problems(ready.track, ready.source, events, num_runs)
     warnings = prospect.require(ready.track, found, config.purpose)
     if rules.ranked and not (num_runs or config.batch_sha256 or config.purpose):

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from speedrun.base import faults, messages, processes, provenance, runlog, signals
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import lock_record, make_folder, write_whole
 from speedrun.base.clock import Phases, now
 from speedrun.base.errors import NonFiniteError, translate_os_errors
 from speedrun.base.output import expected, reported, text_of
-from speedrun.base.wholefile import lock_record, make_folder, write_whole
 from speedrun.record import layout
-from speedrun.train import checkpoint, health
+from speedrun.train import checkpoint, device_benchmark
 from speedrun.train.attempt import Attempt
 from speedrun.train.preflight import Ready, prepare
-from speedrun.train.request import RunConfig, decoded, folder_of
 from speedrun.train.run import Maker, Mesh, run
+from speedrun.train.run_config import RunConfig, decoded, folder_of
 
 Opening = tuple[runlog.RunStart, runlog.Preflight, runlog.DataReady]
 
@@ -36,14 +36,14 @@ def train(
     """Train once; write `source.txt` and `runs/<run id>/` into the record; return the last event of the log.
 
     If `prepare` or `approve` refuses, no folder is made; `approve` gets the first events of the log, and returns
-    warnings for it. If the run breaks off, its log says why. `steps` makes the steps of the run; `roots` are the
+    warnings for it. If the run crashes, its log says why. `steps` makes the steps of the run; `roots` are the
     modules with its source; `phases` takes those of the run.
     """
     phases = phases or Phases()
     phases.enter("start")
-    ready = processes.agreed(lambda: prepare(config, roots), lambda ready: ready.facts)
+    ready = processes.all_processes_agree(lambda: prepare(config, roots), lambda ready: ready.facts)
     first = opening(ready)
-    warnings = processes.agreed(lambda: approve(ready, first), lambda _: {})
+    warnings = processes.all_processes_agree(lambda: approve(ready, first), lambda _: {})
     locked = lock_record(config.out) if processes.is_first() else nullcontext()
     kept = nullcontext()
     if config.checkpoint_every:
@@ -66,7 +66,7 @@ def _logged(this: Attempt, told: Sequence[runlog.AnyEvent], steps: Maker) -> run
             run(this, steps)
         outcome = "finished"
     except BaseException as error:
-        # A run that broke off stays visible, whatever the cause.
+        # A run that crashed stays visible, whatever the cause.
         known = expected(error) or error
         outcome = "non-finite" if isinstance(known, NonFiniteError) else "aborted"
         this.log.emit(runlog.Error(type(known).__name__, text_of(known) or "stopped from outside"))
@@ -119,7 +119,7 @@ def opening(ready: Ready) -> Opening:
         num_replicas=ready.program.replicas,
         software=provenance.software(),
         environment=provenance.environment(),
-        matmul_gflops=health.matmul_gflops(mesh),
+        matmul_gflops=device_benchmark.matmul_gflops(mesh),
         **provenance.code(),
     )
     data = runlog.DataReady(

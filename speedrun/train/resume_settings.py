@@ -11,7 +11,7 @@ from speedrun.record import layout
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
-from speedrun.train.request import RUN, Resumable, RunConfig, folder_of, read_sealed
+from speedrun.train.run_config import RUN, Resumable, RunConfig, folder_of, read_sealed
 
 
 def asked(run: Run, out: Path, data: Path | None = None) -> RunConfig:
@@ -37,7 +37,7 @@ def finished(out: Path) -> RunConfig | None:
 
 
 def repair(out: Path) -> None:
-    """Mark a run that was killed as one that broke off; refuse a record that cannot be read."""
+    """Mark a run that was killed as one that crashed; refuse a record that cannot be read."""
     salvage(out)
     for problem in load(out).malformed:
         raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")
@@ -46,7 +46,7 @@ def repair(out: Path) -> None:
 def resumed(out: Path, *, is_first: bool = True) -> RunConfig:
     """Return the settings of the run in a folder; `resume` is unset if it finished and only its record is missing.
 
-    The first process marks a run that was killed as one that broke off.
+    The first process marks a run that was killed as one that crashed.
     """
     if (out / layout.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")

@@ -17,12 +17,12 @@ from speedrun.base.errors import SpeedrunError, Terminated
 from speedrun.data import stream
 from speedrun.record import layout
 from speedrun.science.step import StepMetrics, TrainState
-from speedrun.train import health
+from speedrun.train import device_benchmark
 from speedrun.train.attempt import Attempt, Progress
-from speedrun.train.checkpoint import Facts, described, state_hash
+from speedrun.train.checkpoint import CheckpointFacts, described, state_hash
+from speedrun.train.compile import Executables, compilations, compile_all, initial, restored, warm_up
 from speedrun.train.export_programs import export_to_record
 from speedrun.train.program import evaluate, finite, finite_step
-from speedrun.train.warmup import Executables, compilations, compile_all, initial, restored, warm_up
 
 
 class Pending(NamedTuple):
@@ -76,7 +76,7 @@ def run(this: Attempt, steps: Maker) -> None:
         state = warm_up(this, programs, state)
         stopping.check()
         state, at = train.begin(programs, *restored(this, state), held)
-        throttled_s = health.throttled_s(ready.program.mesh)
+        throttled_s = device_benchmark.throttled_s(ready.program.mesh)
         with under_clock(this, stopping, lambda: save(this, state, at, wait=True)):
             clock.start(sync)
             log.emit(runlog.ClockStart())
@@ -104,8 +104,8 @@ def run(this: Attempt, steps: Maker) -> None:
 
             this.phases.enter("end")
             # Before the result, so that little can fail after it.
-            this.throttled_s = health.throttled_s(ready.program.mesh, since_s=throttled_s)
-            this.read = processes.agreed(
+            this.throttled_s = device_benchmark.throttled_s(ready.program.mesh, since_s=throttled_s)
+            this.read = processes.all_processes_agree(
                 lambda: ready.data_read(this.ranges), lambda read: {s.name: s.sha256 for s in read.shards}
             )
             save(this, state, at)
@@ -114,7 +114,7 @@ def run(this: Attempt, steps: Maker) -> None:
             save(this, state, at, wait=True)
     with processes.handled_by(signals.ignore):  # do not lose the result
         this.final_hash = hash_of_all(state)
-        this.matmul_gflops = health.matmul_gflops_again(ready.program.mesh, log)
+        this.matmul_gflops = device_benchmark.matmul_gflops_again(ready.program.mesh, log)
 
 
 class Mesh:
@@ -145,11 +145,11 @@ class Mesh:
         if not this.first_batch_sha256:  # with the rows of other processes
             whole = batch if processes.count() == 1 else this.ready.stream(at.cursor).batch(*planned.batch)
             this.first_batch_sha256 = layout.sha256(whole.tokens_BT.astype("<u2").tobytes())
-        tokens_BT, targets_BT = (meshes.place(x, this.ready.program.mesh) for x in batch)
+        tokens_BT, targets_BT = (meshes.shard(x, this.ready.program.mesh) for x in batch)
         train_step, schedule = self._programs.steps[planned.shape], this.ready.program.schedule
         state, metrics = train_step(state, tokens_BT, targets_BT, schedule)
         # Gather the flags now: queued after the next step, the gather would wait for it.
-        metrics = metrics._replace(bad=meshes.whole(metrics.bad))
+        metrics = metrics._replace(bad=meshes.replicated(metrics.bad))
         after = Progress(at.step + 1, at.tokens_seen + planned.num_tokens, batches.cursor)
         return state, after, Pending(metrics, after)
 
@@ -208,7 +208,7 @@ def save(this: Attempt, state: TrainState, at: Progress, *, wait: bool = False) 
             train_time_s, watch = this.clock.seconds, Stopwatch()
             digest = layout.config_sha256(this.ready.described)
             done = at.cursor, at.tokens_seen, train_time_s
-            this.kept.save(state, Facts(at.step, this.run_id, digest, *done, described(state)))
+            this.kept.save(state, CheckpointFacts(at.step, this.run_id, digest, *done, described(state)))
             this.log.emit(runlog.Checkpoint(at.step, state_hash(state), watch.seconds))
         if wait:
             this.kept.settle()
@@ -224,7 +224,7 @@ def log_stage_change(programs: Executables, step: int, log: messages.Log) -> Non
 
 def hash_of_all(state: TrainState) -> str:
     """Return the hash of the final state, the same in all processes."""
-    return processes.agreed(
+    return processes.all_processes_agree(
         lambda: state_hash(state),
         lambda found: {"the final state": f"of hash {found}"},
         otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",

@@ -1,4 +1,4 @@
-"""Trains one run, or resumes it, and writes its record, also if the run breaks off."""
+"""Trains one run, or resumes it, and writes its record, also if the run crashes."""
 
 import os
 import shlex
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, TextIO
 
 from msgspec.structs import replace
 
-from speedrun.base import children
+from speedrun.base import subprocesses
 from speedrun.base import track as tracks
-from speedrun.base.children import samples_of
 from speedrun.base.console import Printer
 from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
+from speedrun.base.subprocesses import samples_of
 from speedrun.commands import added, pictures
 from speedrun.data import overview, shards
-from speedrun.record.about import Summary, assemble
 from speedrun.record.layout import LOG, SOURCE
+from speedrun.record.summary import Summary, assemble
 from speedrun.record.validate import Report, validate
 from speedrun.train import keeper
 from speedrun.train.keeper import Job
-from speedrun.train.request import RunConfig, folder_of, steps_in
 from speedrun.train.resume_settings import resumed
+from speedrun.train.run_config import RunConfig, folder_of, steps_in
 
 _say = partial(print, file=sys.stderr, flush=True)
 
@@ -113,9 +113,9 @@ def trained(
             printer = beside.enter_context(Printer(extras.stream or sys.stdout, ghost))
             code, error = keeper.trained(replace(job, config=config), printer, module=module)
             if error:
-                raise SpeedrunError(error, children.shell_code(code))
+                raise SpeedrunError(error, subprocesses.shell_code(code))
             if code:
-                raise SystemExit(children.shell_code(code))
+                raise SystemExit(subprocesses.shell_code(code))
     except BaseException as error:
         if is_ours and job.is_first:
             fails_again = getattr(error, "exit_code", 0) in (NonFiniteError.exit_code, UsageError.exit_code)
@@ -136,7 +136,7 @@ def _assemble_broken(config: RunConfig, *, resumes: bool) -> None:
         return
     try:
         assemble(config.out, default_title=_title(config))
-        _say(f"record  {config.out} says where the run broke off")
+        _say(f"record  {config.out} says where the run crashed")
         if resumes and steps_in(folder_of(config.out)):
             _say(f"resume  speedrun run --resume {shlex.quote(str(config.out))}")
     except SpeedrunError as error:  # the error that broke the run matters more

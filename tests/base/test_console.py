@@ -30,7 +30,7 @@ def test_a_run_reads_from_top_to_bottom_with_its_numbers(lines):
         "100.0 ms/step",
         "1.00 ktok/s",
         "val 3.2500  (clock stopped",
-        "result  finished | val 3.2500 | train 1.00 s | cold wall 9.2 s",
+        "result  finished | val 3.2500 | train 1.00 s | total wall 9.2 s",
         "wall 9.2 s = start 5.1, compile 0.5, warm-up 0.2, step 1.0, evaluation 2.4",
         "data wait 1.0%",
     ):
@@ -76,7 +76,7 @@ def test_the_wall_of_a_resumed_run_has_its_own_training_only():
     log = forgeries.went_on(moments(Spec()))
     (start,) = (moment.event for moment in log if isinstance(moment.event, runlog.Resume))
     parts = re.search(
-        r"train (\S+) s \| cold wall (\S+) s \(compile (\S+), warm-up (\S+), val (\S+), other (\S+)\)",
+        r"train (\S+) s \| total wall (\S+) s \(compile (\S+), warm-up (\S+), val (\S+), other (\S+)\)",
         render(chain(log)),
     )
     assert parts

@@ -17,8 +17,8 @@ from small_run import SMALL
 from typed import as_words
 
 from speedrun.base import track
+from speedrun.base.atomic_files import LOCK, PARTIAL, lock_folder, make_folder, write_whole
 from speedrun.base.errors import DataError, SpeedrunError, StorageError, UsageError
-from speedrun.base.wholefile import LOCK, PARTIAL, lock_folder, make_folder, write_whole
 from speedrun.commands import is_here
 
 HERE = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import pytest
 from typed import git, program
 
 from speedrun.base import provenance
-from speedrun.train import health
+from speedrun.train import device_benchmark
 
 
 @pytest.fixture
@@ -97,12 +97,12 @@ def test_throttling_is_what_the_driver_counts(tmp_path, monkeypatch, said, secon
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     device = SimpleNamespace(platform="gpu")
     mesh: Any = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
-    assert health.throttled_s(mesh) == seconds
-    later_s = health.throttled_s(mesh, since_s=seconds)
+    assert device_benchmark.throttled_s(mesh) == seconds
+    later_s = device_benchmark.throttled_s(mesh, since_s=seconds)
     assert later_s == (None if seconds is None else 0.0)
     device.platform = "cpu"
-    assert health.throttled_s(mesh) is None
+    assert device_benchmark.throttled_s(mesh) is None
     device.platform = "gpu"
     tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert health.throttled_s(mesh) is None
+    assert device_benchmark.throttled_s(mesh) is None

@@ -60,7 +60,7 @@ def test_a_gpu_run_is_examined_on_a_cpu(packed, name):
     assert all(np.array_equal(one, other) for one, other in same)
     shape = here.shape_at(0)
     ids_BT = np.random.default_rng(0).integers(0, 256, (shape.num_sequences, shape.seq_len)).astype(np.int32)
-    batch = [meshes.place(x, mesh) for x in (ids_BT, np.roll(ids_BT, -1, axis=1))]
+    batch = [meshes.shard(x, mesh) for x in (ids_BT, np.roll(ids_BT, -1, axis=1))]
     constants = meshes.replicate(found.constants, mesh)
     outs = *outs, NamedSharding(mesh, PartitionSpec())
     *leaves, _ = found.compiled(found.lowered.steps[0], outs=outs)(*leaves, *constants, *batch)

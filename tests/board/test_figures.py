@@ -6,7 +6,7 @@ from test_leaderboard import CONTEXT as RESULT
 
 from speedrun import recipes
 from speedrun.base.errors import UsageError
-from speedrun.board.standings import Context, read_context
+from speedrun.board.leaderboard import BoardContext, read_context
 from speedrun.plan import estimate as planning
 
 CONTEXT = pictures.read_figures()
@@ -26,7 +26,7 @@ CONTEXT = pictures.read_figures()
     ],
 )
 def test_a_malformed_file_is_refused_and_none_states_nothing(tmp_path, text):
-    assert read_context(tmp_path) == Context()
+    assert read_context(tmp_path) == BoardContext()
     (tmp_path / "context.toml").write_text(text)
     with pytest.raises(UsageError, match="correct it"):
         read_context(tmp_path)

@@ -33,20 +33,20 @@ def numbers(text: str) -> tuple[float, float]:
 
 
 def test_a_run_is_level_with_the_mean_of_its_own_record(folder):
-    rival = ghost.read(forge(folder / "record"), "forged@1")
+    other = ghost.read(forge(folder / "record"), "forged@1")
     for line in chain(moments(Spec(seed=1))):
         if isinstance(line.event, Step):
-            assert numbers(rival(line.event)) == (0.0, pytest.approx(-0.005, abs=6e-4))
+            assert numbers(other(line.event)) == (0.0, pytest.approx(-0.005, abs=6e-4))
 
 
 @pytest.mark.parametrize("batch_tokens", [50, 100, 200, 125])
 def test_another_batch_size_is_compared_at_equal_tokens(folder, batch_tokens):
     """Losses that fall linearly with tokens, as in the record; 0.2 nats and 1 s above it."""
-    rival = ghost.read(forge(folder / "record", seeds=(1, 2), step_s=(0.5,) * 10), "forged@1")
+    other = ghost.read(forge(folder / "record", seeds=(1, 2), step_s=(0.5,) * 10), "forged@1")
     for tokens in range(batch_tokens, 1001, batch_tokens):
         # The record's step n says 5.015 - n / 10 for a hundred tokens: that is the mean of these.
         seen = [5.015 - 0.1 * (token // 100) for token in range(tokens - batch_tokens, tokens)]
-        shown = rival(step(tokens, 1 + tokens * 0.005, 0.2 + sum(seen) / batch_tokens, batch_tokens))
+        shown = other(step(tokens, 1 + tokens * 0.005, 0.2 + sum(seen) / batch_tokens, batch_tokens))
         behind_s, behind = numbers(shown)
         assert behind_s == 1.0
         # Inside a larger batch nobody knows which token cost what.
@@ -54,19 +54,19 @@ def test_another_batch_size_is_compared_at_equal_tokens(folder, batch_tokens):
 
 
 def test_a_resumed_run_is_compared_from_its_start_to_the_records_end(folder):
-    rival = ghost.read(forge(folder / "record"), "forged@1")
-    assert numbers(rival(step(700, 0.9, 4.415)))[0] == pytest.approx(0.2)
-    assert numbers(rival(step(800, 1.0, 4.315))) == (0.2, 0.0)
-    assert rival(step(1000, 1.0, 4.0)) != "ghost done"
-    assert rival(step(1100, 1.1, 4.0)) == "ghost done"
-    rival = ghost.read(folder / "record", "forged@1")
-    assert numbers(rival(step(720, 0.9, 4.315, batch_tokens=20)))[1] == 0.0
+    other = ghost.read(forge(folder / "record"), "forged@1")
+    assert numbers(other(step(700, 0.9, 4.415)))[0] == pytest.approx(0.2)
+    assert numbers(other(step(800, 1.0, 4.315))) == (0.2, 0.0)
+    assert other(step(1000, 1.0, 4.0)) != "ghost done"
+    assert other(step(1100, 1.1, 4.0)) == "ghost done"
+    other = ghost.read(folder / "record", "forged@1")
+    assert numbers(other(step(720, 0.9, 4.315, batch_tokens=20)))[1] == 0.0
 
 
 def test_the_ghost_is_on_the_step_lines_and_in_no_log(folder):
     lines, stream = chain(moments(Spec())), io.StringIO()
-    rival = ghost.read(forge(folder / "record"), "forged@1")
-    with Printer(stream, rival) as live:
+    other = ghost.read(forge(folder / "record"), "forged@1")
+    with Printer(stream, other) as live:
         assert not stream.getvalue(), "what refuses the run comes first"
         for line in lines:
             live(line)
@@ -83,9 +83,9 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
     forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
     assert invoke("leaderboard", "build").exit_code == 0
-    rival = ghost.chosen("best", "forged@1")
-    assert rival is not None
-    assert rival.record == Path("records/forged/fast")
+    other = ghost.chosen("best", "forged@1")
+    assert other is not None
+    assert other.record == Path("records/forged/fast")
     assert ghost.best(Path("records"), "forged@2") is None
     assert ghost.best(folder, "forged@1") is None, "there is no board"
     chosen = ghost.chosen("records/forged/slow", "forged@1")

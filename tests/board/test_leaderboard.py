@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, edit_track, forge, shard
 from typed import invoke
 
-from speedrun.board import standings as board
-from speedrun.board import standings as board_pages
-from speedrun.record.about import assemble
+from speedrun.board import leaderboard as board
+from speedrun.board import leaderboard as board_pages
 from speedrun.record.examine.reproduce import Repetition
 from speedrun.record.examine.rerun import Rerun
+from speedrun.record.summary import assemble
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = """
@@ -52,7 +52,7 @@ def records(forged, monkeypatch) -> Path:
 
 def test_only_qualified_batches_are_ranked_and_only_by_time(records):
     found = board.read(records)
-    assert [(row.path, row.standing, row.rank) for row in found.rows] == [
+    assert [(row.path, row.status, row.rank) for row in found.rows] == [
         ("forged/fast", "qualified", 1),
         ("forged/slow", "qualified", 2),
         ("forged/single", "provisional", None),
@@ -124,7 +124,7 @@ def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
     assert "Expected `float` <= 1000000000.0 - at `$.event.cold_wall_s`" in built.stderr
     assert built.stderr.splitlines()[-1].startswith("error: 1 records cannot be judged")
     built_rows = json.loads((records / "leaderboard.json").read_text())["rows"]
-    rows = {row["path"]: row["standing"] for row in built_rows}
+    rows = {row["path"]: row["status"] for row in built_rows}
     assert rows["forged/fast"] == "qualified"
     assert rows["forged/slow"] == "refused"
     assert "forged/single" not in rows

@@ -9,7 +9,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
 from speedrun.board import plots
 from speedrun.board.plots import KINDS, plot
-from speedrun.record.about import assemble
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 
 

@@ -12,7 +12,7 @@ import pytest
 from small_run import SMALL, runs_of
 from typed import as_words, invoke
 
-from speedrun.base import children
+from speedrun.base import subprocesses
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import Terminated
 from speedrun.board import exports
@@ -110,7 +110,7 @@ def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, monkeypatch, fails):
     told = fake(stall="time.sleep(600)")
-    monkeypatch.setattr(*((children, "_HASTE_S") if fails else (exports, "_LEAVE_S")), 1.0)
+    monkeypatch.setattr(*((subprocesses, "_HASTE_S") if fails else (exports, "_LEAVE_S")), 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "site"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "site"))
     fresh, watch = record.with_name("fresh"), Stopwatch()

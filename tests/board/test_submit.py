@@ -21,7 +21,7 @@ from typed import invoke, program
 
 from speedrun.base.console import clean
 from speedrun.board import leaks, submission
-from speedrun.record.about import assemble
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 
 TOKEN = "hf_" + "aZ" * 17

@@ -19,7 +19,7 @@ from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import train
 from speedrun.cli.options import command as cli_command
 from speedrun.commands import COMMANDS
-from speedrun.science.kernels.choose import ATTENTION
+from speedrun.science.kernels.dispatch import ATTENTION
 
 RECORD = "records/smoke-cpu/2026-11-25-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")

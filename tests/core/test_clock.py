@@ -15,12 +15,12 @@ from small_run import SMALL, events, log_of
 from speedrun.base import clock, processes, runlog
 from speedrun.base.clock import Phases
 from speedrun.data.stream import Prefetch
-from speedrun.record.about import assemble
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
-from speedrun.train import health
+from speedrun.train import device_benchmark
+from speedrun.train.compile import lost_s
 from speedrun.train.recorded import train
-from speedrun.train.request import RunConfig
-from speedrun.train.warmup import lost_s
+from speedrun.train.run_config import RunConfig
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
 
@@ -125,12 +125,12 @@ def test_before_the_clock_starts_pauses_and_stops_devices_are_done_and_nothing_i
     assert after == ["barrier", "ClockResume", "barrier", "ClockStop"]
 
 
-@given(st.lists(st.floats(0.001, 9), min_size=health._TRIALS, max_size=health._TRIALS))
+@given(st.lists(st.floats(0.001, 9), min_size=device_benchmark._TRIALS, max_size=device_benchmark._TRIALS))
 def test_a_benchmark_is_its_fastest_trial(times_s):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(health, "Stopwatch", lambda: SimpleNamespace(seconds=times_s[next(count)]))
+        patch.setattr(device_benchmark, "Stopwatch", lambda: SimpleNamespace(seconds=times_s[next(count)]))
         count = iter(range(len(times_s)))
-        assert health.best_s(lambda: jnp.zeros(())) == min(times_s)
+        assert device_benchmark.best_s(lambda: jnp.zeros(())) == min(times_s)
 
 
 def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):

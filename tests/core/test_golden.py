@@ -31,7 +31,7 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
         "head_dim": config["head_dim"],
         "mlp_dim": 4 * config["model_dim"],
         "vocab_size": config["vocab_size"],
-        "head_size": config["vocab_size"],
+        "padded_vocab_size": config["vocab_size"],
         "document_token": config["document_token"],
         "table_dtype": "float32",
         "head_fp8": None,
@@ -68,7 +68,7 @@ class Run:
         length = self.file.config["seq_len"]
         ids = self.golden["tokens"][step * length : (step + 1) * length + 1].astype(np.int32)
         rows = np.tile(ids, (self.program.num_devices, 1))
-        return [mesh.place(x, self.program.mesh) for x in (rows[:, :-1], rows[:, 1:])]
+        return [mesh.shard(x, self.program.mesh) for x in (rows[:, :-1], rows[:, 1:])]
 
 
 def train(run: Run, num_steps: int) -> TrainState:

@@ -229,7 +229,7 @@ class Run:
         """Return the next state, the objective of each token, and the plain loss; `changed` inputs are compiled in."""
         program, own = self.program, self.program.shape_at(step)
         shape = own._replace(static=tuple((name, changed.get(name, x)) for name, x in own.static))
-        batch = [mesh.place(np.repeat(x, self.copies, axis=0), program.mesh) for x in self.golden.rows(step)]
+        batch = [mesh.shard(np.repeat(x, self.copies, axis=0), program.mesh) for x in self.golden.rows(step)]
         if shape not in self.compiled:
             lowered = program.train_step_for(shape.static).lower(state, *batch, program.schedule)
             self.compiled[shape] = lowered.compile(compiler_options=self.options)
@@ -248,7 +248,7 @@ class Run:
         size, passes = config["val_tokens_per_pass"], config["val_passes"]
         ids = self.golden.arrays["val_stream"].astype(np.int32)
         rows = [np.arange(size + 1) + size * (i % passes) for i in range(8 * -(-passes // 8))]
-        batch = [mesh.place(ids[rows][:, cut], program.mesh) for cut in (slice(0, -1), slice(1, None))]
+        batch = [mesh.shard(ids[rows][:, cut], program.mesh) for cut in (slice(0, -1), slice(1, None))]
         shape = program.eval_shape_at(step)
         score = program.eval_step_for(shape.static)
         nll_B = jax.device_get(score(state.params, *batch, program.schedule, jnp.int32(step))).sum(axis=1)

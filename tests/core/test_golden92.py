@@ -29,11 +29,11 @@ from speedrun.recipes.record92.anvil import anvil
 from speedrun.recipes.record92.row_adam import RowPeriod, row_adam
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Targets
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
-from speedrun.science.rows import Rows, moved
+from speedrun.science.rows import Rows, apply_update
 from speedrun.train.program import Program
 
 SLOTS = {0: "paired", 2: "paired", 5: "paired", 1: "short", 8: "short", 3: "long", 10: "long"}
@@ -297,7 +297,7 @@ def test_golden92_row_adam_agrees(unit):
     given = json.loads(str(unit["row_adam/constants"]))
     settings = row_periods(given)
     transform = row_adam(
-        ["table"], settings, given["lr"], eps=given["eps"], decay=given["decay"], when="event"
+        ["table"], settings, given["lr"], eps=given["eps"], decay=given["decay"], when="update_tables"
     )
     params: Params = {"table": jnp.asarray(unit["row_adam/w0"])}
     state: Any = transform.init(params)
@@ -306,11 +306,11 @@ def test_golden92_row_adam_agrees(unit):
         event = 1 if unit[f"row_adam/step{i}"] < given["period4_start"] else 2
         # A cycle's gradient comes in parts, the first of them without an update.
         for part, now in ((0.25, 0), (0.75, event)):
-            inputs = Inputs({"event": now, "lr_scale": jnp.float32(1)}, {})
+            inputs = Inputs({"update_tables": now, "lr_scale": jnp.float32(1)}, {})
             moves: Any
             grad = Rows(jnp.asarray(rows), jnp.asarray(part * grads))
             moves, state = transform.update({"table": grad}, state, params, inputs=inputs)
-            params = {"table": moved(params["table"], moves["table"])}
+            params = {"table": apply_update(params["table"], moves["table"])}
         np.testing.assert_allclose(params["table"], unit[f"row_adam/w{i + 1}"], rtol=2e-6, atol=2e-7)
     # The file's rows decay when they are read, ours at every event.
     last, betas = unit["row_adam/last_event"], [settings[0].beta2] * 2 + [settings[1].beta2]
@@ -354,13 +354,13 @@ def test_golden92_schedules_agree(golden):
     rotary: dict[str, Any] = {}
     for step, (got, want) in enumerate(zip(rows, golden.schedule, strict=False)):
         assert (got["short_keys"], got["long_keys"]) == (want["short"] + 1, want["long"] + 1)
-        assert (got["adam"], bool(got["event"]), bool(got["tied"])) == (
+        assert (got["adam"], bool(got["update_tables"]), bool(got["tied"])) == (
             want["adam"],
             want["event"],
             want["tied"],
         )
         assert (got["targets"], got["columns"]) == (len(want["mtp"]), want["count"])
-        assert got["ships"] == (step == recipe.num_steps - 1)
+        assert got["use_averages"] == (step == recipe.num_steps - 1)
         close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7, err_msg=f"step {step}")
         names = {"lr_scale": "lr", "momentum": "beta", "prefix_weight": "prefix"}
         for ours, theirs in (names | {x: x for x in ("fast_beta", "fast_weight")}).items():
@@ -372,7 +372,7 @@ def test_golden92_schedules_agree(golden):
         close(got["long_rotary"], rotary["wide"])
     assert_ticks_agree(rows[:-1], golden.ticks)
     assert rows[-1]["long_keys"] == golden.config["final_long"] * golden.config["block_size"] + 1
-    assert not any(rows[-1][name] for name in ("adam", "event", "ships"))
+    assert not any(rows[-1][name] for name in ("adam", "update_tables", "use_averages"))
 
 
 def test_golden92_the_schedule_of_the_real_run_agrees(unit):
@@ -389,7 +389,7 @@ def test_golden92_the_schedule_of_the_real_run_agrees(unit):
         np.testing.assert_allclose(got, want[theirs], rtol=1e-6, atol=1e-7, err_msg=ours)
     for ours, theirs in (("short_keys", "short"), ("long_keys", "long")):
         np.testing.assert_array_equal([row[ours] // 128 for row in rows], want[theirs])
-    np.testing.assert_array_equal([bool(row["event"]) for row in rows], want["event"])
+    np.testing.assert_array_equal([bool(row["update_tables"]) for row in rows], want["event"])
     np.testing.assert_array_equal([stage.seq_len for stage in stages], want["tokens"])
     np.testing.assert_array_equal([stage.document_tokens for stage in stages], want["max_doc"])
     assert_ticks_agree(rows, json.loads(str(want["ticks"])))
@@ -579,7 +579,7 @@ def energies(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
     vectors: dict[str, np.ndarray] = {}
     for name, members in run.program.layout.banks.items():
         for member, second in zip(members, jax.device_get(banks[name]), strict=False):
-            vectors[f"{member.name}.{member.place}"] = second.ravel()
+            vectors[f"{member.name}.{member.number}"] = second.ravel()
     config, found = run.golden.config, {}
     found["qk_bank"] = [vectors[f"block.{i}.qk.{k}"] for i in SLOTS for k in range(config["num_heads"])]
     found["vo_bank"] = [vectors[f"block.{i}.vo.{k}"] for i in SLOTS for k in (0, 1)]

@@ -15,11 +15,11 @@ from small_run import SMALL, log_of, runs_of
 from speedrun.base import messages, runlog
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError
-from speedrun.record.about import assemble
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
 from speedrun.train.connect import Group
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 
 @pytest.fixture

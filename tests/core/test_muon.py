@@ -12,7 +12,7 @@ from driven import OPTIMIZER, RATES, Driven, draw
 from speedrun.recipes.muon import longer_side_root
 from speedrun.recipes.record89.normuon_and_adam import POLAR_EXPRESS, normalize, polar_express
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.groups import Adam
+from speedrun.science.optim.muon_and_adam import Adam
 from speedrun.science.optim.orthogonal import orthogonalize, scale_by_muon, shape_factor
 from speedrun.science.params import Member
 

@@ -28,15 +28,15 @@ from speedrun.base.mesh import make_mesh
 from speedrun.data import stream
 from speedrun.record.archive import pack
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS, tolerance
+from speedrun.record.examination import Examination, Findings, Replayed, Stretch
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.causality import Known, Text, apart, changed, places
 from speedrun.record.examine.examiner import _error, _Examiner, examine
 from speedrun.record.examine.replay import Options, chosen, drawn, examined, stretches
 from speedrun.record.examine.stablehlo import Programs
-from speedrun.record.findings import Examination, Findings, Replayed, Stretch
 from speedrun.record.reader import load, read_programs
 from speedrun.record.validate import ask, validate
-from speedrun.train.request import RunConfig, folder_of
+from speedrun.train.run_config import RunConfig, folder_of
 
 NONCE = "00c0ffee"
 
@@ -80,7 +80,7 @@ def honest(run) -> Findings:
         leak=0.0,
         leak_at=-1,
         changes=100,
-        company=0.0,
+        neighbours=0.0,
         constant_bytes=3_400,
         shuffled_loss=run.val_loss + 3.0,
         other_loss=run.val_loss + 0.01,
@@ -124,7 +124,7 @@ LIES = [
     ("V601", {"own": False, "final_hash": "0" * 16, "val_loss": math.nan}),
     ("V601", {"own": False, "final_hash": "0" * 16, "val_loss": 4.9}),
     ("V602", {"columns": 255}),
-    *((id, {name: nats}) for id, name in (("V602", "rows"), ("V603", "leak"), ("V604", "company"))
+    *((id, {name: nats}) for id, name in (("V602", "rows"), ("V603", "leak"), ("V604", "neighbours"))
       for nats in (0.01, 9.5e-4, 1e-7, math.nan)),
     ("V605", {"stretches": (replayed(4, (4.61, 4.3)),)}),
     ("V605", {"stretches": (replayed(8, (math.nan,)),)}),
@@ -454,10 +454,10 @@ def test_what_may_not_be_known_is_found_even_if_it_gains_nothing():
         return hidden(ids_BT, np.cumsum((ids_BT == SEPARATOR)[:, ::-1], axis=1)[:, ::-1])
 
     assert known_by(examiner(ahead, logits)).later > 0
-    assert known_by(examiner(neighbours, logits)).company > 1
+    assert known_by(examiner(neighbours, logits)).neighbours > 1
 
 
-@pytest.mark.parametrize("kind", ["company", "rows"])
+@pytest.mark.parametrize("kind", ["neighbours", "rows"])
 def test_a_coarse_number_about_all_is_found(monkeypatch, kind):
     """That many separators are in a batch, or a chunk, stays if half of it is replaced by text of the same kind."""
     monkeypatch.setattr(sys.modules[__name__], "BATCH", ROWS)
@@ -467,7 +467,7 @@ def test_a_coarse_number_about_all_is_found(monkeypatch, kind):
         return 5 if np.mean(ids == SEPARATOR) > 0.03 else -1
 
     programs = {
-        "company": (lambda ids_BT: hidden(ids_BT, told(ids_BT)), logits),
+        "neighbours": (lambda ids_BT: hidden(ids_BT, told(ids_BT)), logits),
         "rows": (hidden, lambda x_ND: logits(x_ND * [1, 1, 1, 0] + [0, 0, 0, told(x_ND[:, 0])])),
     }
     assert getattr(known_by(examiner(*programs[kind])), kind) > 1
@@ -486,7 +486,7 @@ def test_all_calls_look_like_those_of_scoring():
     assert {x.shape for x in seen["ids"]} == {(BATCH, LENGTH)}
     assert {x.shape for x in seen["rows"]} == {(CHUNK, 4)}
     whole = [all(row.tobytes() in scored for row in ids_BT) for ids_BT in seen["ids"]]
-    assert np.mean(whole) == 0.4  # batch, two of other ends, other company, random company
+    assert np.mean(whole) == 0.4  # batch, two of other ends, other neighbours, random neighbours
     kept = [sum(row.tobytes() in scored for row in ids_BT) for ids_BT in seen["ids"]]
     assert kept.count(1) == len(kept) / 5
     distinct = [len(np.unique(x_KD, axis=0)) / CHUNK for x_KD in seen["rows"]]
@@ -651,7 +651,7 @@ def test_an_honest_run_is_what_it_says(trained, tmp_path):
     found = examine(examination(trained, tmp_path))
     assert found.final_hash == run.end.final_hash
     assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
-    assert (found.leak, found.rows < 1e-5, found.company < 1e-5) == (0.0, True, True)
+    assert (found.leak, found.rows < 1e-5, found.neighbours < 1e-5) == (0.0, True, True)
     losses = [event.loss for event in run.of(runlog.Step)]
     first, last = found.stretches
     assert (first.losses, last.losses) == (tuple(losses[:2]), tuple(losses[9:12]))
@@ -670,7 +670,7 @@ def test_a_run_of_another_platform_is_examined_by_its_final_state(trained, tmp_p
     assert found.own
     assert not found.stretches
     assert len({at for at, _ in found.sample}) == 16
-    assert not {found.leak, found.rows, found.company} - {0.0}
+    assert not {found.leak, found.rows, found.neighbours} - {0.0}
     (run,) = load(trained.out).runs
     told = run.vals[-1].sequences
     assert found.val_loss == pytest.approx(np.mean([told[at] for at, _ in found.sample]), abs=1e-5)

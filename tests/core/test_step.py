@@ -40,7 +40,7 @@ def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
 def placed(program: Program, seed: int = 0) -> list[jax.Array]:
     """Return tokens and targets of that batch on the devices."""
     ids = batch(program.recipe, seed)
-    return [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
+    return [mesh.shard(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
 
 
 def first_step(program: Program) -> Any:
@@ -169,7 +169,7 @@ def descend(program: Program, tokens_B: np.ndarray, num_steps: int) -> tuple[dic
     """Return what some steps add to each parameter, and the state."""
     state, ids_BT = program.init(jax.random.key(0)), np.stack([tokens_B, tokens_B], axis=1).astype(np.int32)
     for _ in range(num_steps):
-        ids = mesh.place(ids_BT, program.mesh)
+        ids = mesh.shard(ids_BT, program.mesh)
         state, metrics = first_step(program)(state, ids, ids, program.schedule)
         assert float(metrics.loss) == tokens_B.mean()
     return {name: np.float64(x) - 1 for name, x in on_host(program, state).items()}, state
@@ -280,26 +280,26 @@ def test_the_hash_sees_every_bit_every_place_and_every_leaf():
     assert len({*map(state_hash, changed)}) == 5  # the last is the state itself
 
 
-def test_scarce_memory_changes_no_gradient_and_computes_activations_twice_and_no_product(
+def test_remat_changes_no_gradient_and_computes_activations_twice_and_no_product(
     on_eight, gradients_on_eight
 ):
     """To rounding: the same numbers are computed, some of them twice."""
-    loss, grads = gradients(dataclasses.replace(on_eight[0], memory="scarce"), on_eight[1])
+    loss, grads = gradients(dataclasses.replace(on_eight[0], remat="on"), on_eight[1])
     assert loss == gradients_on_eight[0]
     for name, grad in gradients_on_eight[1].items():
         np.testing.assert_allclose(grads[name], grad, atol=1e-6 * np.abs(grad).max(), err_msg=name)
     program, state, _ = on_eight
     args = state, *placed(program), program.schedule
-    ample, scarce = (
-        first_step(dataclasses.replace(program, memory=memory)).lower(*args).as_text()
-        for memory in ("ample", "scarce")
+    kept, computed = (
+        first_step(dataclasses.replace(program, remat=remat)).lower(*args).as_text()
+        for remat in ("off", "on")
     )
-    assert scarce.count("stablehlo.maximum") > ample.count("stablehlo.maximum")
-    assert scarce.count("stablehlo.dot_general") == ample.count("stablehlo.dot_general")
+    assert computed.count("stablehlo.maximum") > kept.count("stablehlo.maximum")
+    assert computed.count("stablehlo.dot_general") == kept.count("stablehlo.dot_general")
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_scarce_memory_runs_no_kernel_twice(is_nested):
+def test_remat_runs_no_kernel_twice(is_nested):
     """Nested: the rule for gradients calls the operation again, as that of products in 8 bits does."""
 
     def double(x_ref: Any, o_ref: Any) -> None:

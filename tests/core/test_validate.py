@@ -28,13 +28,13 @@ from speedrun.base.errors import UsageError
 from speedrun.record import git_history as history_module
 from speedrun.record import prospect
 from speedrun.record import reader as record_module
-from speedrun.record.about import HEAD_END, assemble, summarize
 from speedrun.record.checks import CHECKS, v4_environment
 from speedrun.record.checks.v3_batches import _nowhere_else, unfollowed
 from speedrun.record.checks.v3_claims import CURVES
 from speedrun.record.checks.v5_source import _inputs, leaves
 from speedrun.record.logged_run import FormatError, Run
 from speedrun.record.reader import About, decode, encode, load
+from speedrun.record.summary import HEAD_END, assemble, summarize
 from speedrun.record.validate import Report, find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS
 
@@ -59,7 +59,7 @@ HONEST = {
     "as many parameters as the track permits": forgeries.capped(1_000_000),
     "as it is": forge,
     "an optimiser that differs where the model is fixed":
-        fixed(edit_source=forgeries.with_file("speedrun/science/optim/groups.py", "Adam = abs\n")),
+        fixed(edit_source=forgeries.with_file("speedrun/science/optim/muon_and_adam.py", "Adam = abs\n")),
     "ranges that touch do not overlap": forgeries.made(shards=TOUCHING),
     # Ten steps of 100 tokens; the cursor lies between the tokens seen, and those seen or skipped.
     "tokens that are cut off from documents are not counted":
@@ -230,14 +230,14 @@ def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     assemble(folder)
     assert found(folder) == {}
     readme = (folder / "README.md").read_text()
-    assert "\n- tiny-2-00b2 broke off after 5 of 10 steps: OSError: no &#124; space\n" in readme
+    assert "\n- tiny-2-00b2 crashed after 5 of 10 steps: OSError: no &#124; space\n" in readme
 
 
 def test_a_record_in_which_no_run_finished_holds_no_result(folder):
     record_forge.alone(folder, forgeries.BROKE[0])
     assert "validation loss" not in (folder / "README.md").read_text()
-    assert summarize(load(folder)).broke_off == (
-        "tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",
+    assert summarize(load(folder)).crashed == (
+        "tiny-2-00b2 crashed after 5 of 10 steps: OSError: no | space",
     )
     results = {result.check.id: result.status for result in validate(folder).results}
     assert (results["V301"], results["V202"]) == ("failed", "skipped"), "a clock without an end is not judged"
@@ -245,7 +245,7 @@ def test_a_record_in_which_no_run_finished_holds_no_result(folder):
 
 def test_a_run_killed_before_its_clock_is_told_as_that(folder):
     record_forge.alone(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)]))
-    assert found(folder)["V301"][1] == "tiny-1-00a1 broke off before the clock: its log just ends"
+    assert found(folder)["V301"][1] == "tiny-1-00a1 crashed before the clock: its log just ends"
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ def test_the_command_answers_each_record_by_itself(folder):
 def test_what_may_not_be_read_is_told_and_the_rest_is_judged(folder, monkeypatch):
     forge(folder)
 
-    def read(path: Path, most_bytes: int) -> bytes:
+    def read(path: Path, max_bytes: int) -> bytes:
         if path.name == "about.json":
             raise PermissionError(13, "Permission denied", str(path))
         return path.read_bytes()

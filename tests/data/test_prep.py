@@ -21,15 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typed import invoke
 
-from speedrun.base import track, wholefile
+from speedrun.base import atomic_files, track
+from speedrun.base.atomic_files import LOCK, lock_folder
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, UsageError
-from speedrun.base.wholefile import LOCK, lock_folder
 from speedrun.data import documents, overview, shards, tokenizer
 from speedrun.data.documents import Dataset, open_source
 from speedrun.data.overview import verify
 from speedrun.data.prepare import Cut, prepare
-from speedrun.data.shards import Place
+from speedrun.data.shards import Position
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -103,7 +103,9 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     rows, cut = write_rows(folder / "rows.jsonl", texts), Cut("x", shard_tokens, limit, 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "BLOCK_BYTES", block_bytes)
-        patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
+        patch.setattr(
+            atomic_files, "_sync", lambda _: None
+        )  # slow for hundreds of files, and not tested here
         for life in lives:
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", report=kill_after(life))
@@ -133,9 +135,9 @@ def test_files_and_folders_are_sorted_by_name(tmp_path):
     (tmp_path / "c" / "z.txt").write_bytes(b"\xef\xbb\xbffive\r\nlines\n")
     source = open_source([str(tmp_path)])
     assert list(documents.texts(source)) == ["one", "two", "three", "four", "five\r\nlines\n"]
-    places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
-    assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
-    assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
+    places = [block.first for block in source.blocks(Position("b.jsonl", 1))]
+    assert places == [Position("b.jsonl", 1), Position("c/z.txt", 0)]
+    assert [b.read_bytes for b in source.blocks(Position("", 0))][-1] == source.total_bytes
 
 
 def test_each_file_of_a_folder_is_read_or_named(tmp_path, capsys):
@@ -316,7 +318,7 @@ def test_blocks_are_read_on_demand():
     def blocks():
         for row in range(1_000):
             read.append(row)
-            yield documents.Block(Place("x", row), ["abc"], row)
+            yield documents.Block(Position("x", row), ["abc"], row)
 
     encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))

@@ -26,17 +26,17 @@ from speedrun.islands.fleet import Fleet
 from speedrun.islands.island import ROOTS, Island, config_sha256, weights_of
 from speedrun.islands.replay import in_turns, repeated
 from speedrun.islands.rounds import Answer, Lease, Leases, Lost, Order, digest, stepped
-from speedrun.record.about import assemble
 from speedrun.record.checks.v6_examination import REPLAY_CHECKS
+from speedrun.record.examination import Examination
 from speedrun.record.examine.examiner import _Examiner
 from speedrun.record.examine.training import Trainer
-from speedrun.record.findings import Examination
 from speedrun.record.logged_run import rounds_of
+from speedrun.record.summary import assemble
 from speedrun.record.validate import find_check, validate
 from speedrun.train.preflight import prepare, shapes_of
 from speedrun.train.recorded import train
-from speedrun.train.request import RunConfig
 from speedrun.train.resume_settings import asked
+from speedrun.train.run_config import RunConfig
 
 RNG = np.random.default_rng(0)
 FLEET = runlog.Islands(islands=2, every=2, quorum=1, deadline_s=600.0)
@@ -96,7 +96,7 @@ from dataclasses import dataclass, replace
 import optax
 
 from speedrun.recipes.smoke import RECIPE as SMOKE
-from speedrun.science.optim.groups import by_group
+from speedrun.science.optim.muon_and_adam import by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_answer_is_refused_and_its_tokens_are_given_again(kind):
     changed, why = WRONG[kind]
-    fleet, engine = scripted("a", "b", most_change=10.0)
+    fleet, engine = scripted("a", "b", max_change=10.0)
     wrong = lambda: answer_to(engine.orders["a"], "a", **changed)  # noqa: E731
     found = played(fleet, engine, wrong, lambda: answer_to(engine.orders["b"], "b"))
     assert refused(found) == [("a", why)]
@@ -336,7 +336,7 @@ def test_the_mean_does_not_depend_on_who_answers_first_and_bytes_are_those_of_or
     far = {"a": 1e17, "b": -1e17, "c": 1.0}
 
     def digest_of(*order: str) -> str:
-        fleet, engine = scripted("a", "b", "c", most_change=1e30)
+        fleet, engine = scripted("a", "b", "c", max_change=1e30)
         made = {name: {key: np.full_like(x, far[name]) for key, x in WEIGHTS.items()} for name in order}
         given = [
             lambda one=one: answer_to(engine.orders[one], one, made[one], digest=digest(made[one]))
@@ -734,7 +734,7 @@ def told(id: str, *rounds: runlog.Round, **changed: Any) -> list[str]:
     run_.of = lambda kind: logged.get(kind, [])
     numbers = dict(zip(("most", "every", "quorum"), given["rules"], strict=False))
     rules = SimpleNamespace(id="forged@1", meshes=numbers)
-    record: Any = SimpleNamespace(runs=[run_], finished=[run_], lead=run_, rules=rules)
+    record: Any = SimpleNamespace(runs=[run_], finished=[run_], reference_run=run_, rules=rules)
     return [*find_check(id).find(record)]
 
 

@@ -18,7 +18,7 @@ import pytest
 from small_run import runs_of
 from test_islands import SMALLER
 
-from speedrun.base import children, runlog
+from speedrun.base import runlog, subprocesses
 from speedrun.record.validate import validate
 
 ray = pytest.importorskip("ray", reason="needs Ray: scripts/test.sh --compile installs it")
@@ -131,7 +131,7 @@ def test_an_island_leaves_on_request_after_its_answer(tmp_path):
 def test_a_driver_that_is_killed_goes_on(point, tmp_path):
     out = tmp_path / "out"
     code, *_ = said(run(out, "--islands", "2", steps=25, SPEEDRUN_FAULTS=f"{point}@3=kill"))
-    assert code == children.shell_code(-signal.SIGKILL)
+    assert code == subprocesses.shell_code(-signal.SIGKILL)
     assert len(rounds(out)) == 2
     code, _, stderr = said(speedrun("islands", "run", "--resume", str(out)))
     assert code == 1, stderr

@@ -15,7 +15,7 @@ from speedrun.base.errors import SpeedrunError
 from speedrun.islands import remote_runs
 from speedrun.islands.remote_runs import Home, Nodes
 from speedrun.record import layout
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 SMOKE = track.load("smoke-cpu")
 FACTS = {"device": "cpu", "processors": "2", "jax": "1"}
@@ -31,7 +31,7 @@ class Ray:
 
     facts: dict[str, dict[str, str]]  #: of each node
     lost: set[str] = field(default_factory=set[str])  #: nodes that die with their first run
-    codes: dict[int, int] = field(default_factory=dict[int, int])  #: exit codes of seeds that break off
+    codes: dict[int, int] = field(default_factory=dict[int, int])  #: exit codes of seeds that crash
     jobs: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list[Any])
     most_at_once: int = 0
 

@@ -20,8 +20,8 @@ from speedrun.lab import budget as budgets
 from speedrun.lab.commands import sweep
 from speedrun.plan import estimate as planning
 from speedrun.record.reader import load
-from speedrun.train.batch import Promise, Prospect, num_runs, prospect
-from speedrun.train.request import RunConfig
+from speedrun.train.batch import BatchRequest, Prospect, num_runs, prospect
+from speedrun.train.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "records"
@@ -47,7 +47,7 @@ def _nothing_here(tmp_path, monkeypatch) -> None:
 def priced(
     goal: str, runs: int | None = 2, *, records: Path = RECORDS, dollars: float | None = None, **config: Any
 ) -> Any:
-    promise = Promise(RunConfig(track=goal, out=Path(), **config), runs)
+    promise = BatchRequest(RunConfig(track=goal, out=Path(), **config), runs)
     return budgets.budget(promise, "h100", dollars=dollars, records=records)
 
 
@@ -139,7 +139,7 @@ def test_a_recipe_states_a_loss_of_itself_on_its_tokens_alone(goal, recipe, chan
 
 def test_who_knows_no_loss_must_say_a_number():
     rules = track.load("main-8xh100")
-    promise = Promise(RunConfig(track=rules.name, out=Path()), None)
+    promise = BatchRequest(RunConfig(track=rules.name, out=Path()), None)
     with pytest.raises(UsageError, match="is not known; pass --runs N, or --expect LOSS"):
         num_runs(promise, rules, None)
     with pytest.raises(UsageError, match="1,000 runs would not prove it"):
@@ -160,7 +160,7 @@ SHARED = "--track capped-8xh100 --recipe windows --devices 4 --attention banded 
 def test_what_is_priced_is_what_would_be_declared(command, monkeypatch):
     """Whatever the options: the price is a function of the request, which is the same with --dry-run."""
     requests: list[Any] = []
-    monkeypatch.setattr("speedrun.base.children.run_module", lambda _, one: requests.append(one) or 9)
+    monkeypatch.setattr("speedrun.base.subprocesses.run_module", lambda _, one: requests.append(one) or 9)
     monkeypatch.setattr("speedrun.train.single_run.run", lambda job, *_: requests.append(job.config))
     monkeypatch.setattr("speedrun.lab.budget.budget", lambda one, *_, **__: requests.append(one) or 1 / 0)
     words = f"{SHARED} --set stages.0.num_steps=900 {TYPED[command]}".split()

@@ -21,11 +21,11 @@ from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
 from speedrun import recipes
-from speedrun.base import children, provenance, track
+from speedrun.base import provenance, subprocesses, track
 from speedrun.base.errors import SpeedrunError, UsageError
-from speedrun.lab import design, effects, trials
+from speedrun.lab import declare_experiment, effects, experiments
 from speedrun.lab import sweep as running
-from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
+from speedrun.lab.experiments import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
 from speedrun.record.batch import TrackRef
 from speedrun.record.logged_run import Run, read_run
@@ -34,7 +34,7 @@ from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe, describe
 from speedrun.train import keeper
 from speedrun.train.recorded import train
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 HAD = [
     (name, feature)
@@ -65,8 +65,8 @@ def test_what_is_off_is_what_the_name_says():
     unshared = without("shared-values").config.value_tables
     assert [table == -1 for table in unshared] == [table == -1 for table in record21.value_tables]
     assert len(set(unshared) - {-1}) == sum(table != -1 for table in unshared)
-    assert without("short-windows").config.mixing.count("none") == 1
-    assert set(without("skipped-attention").config.mixing) == {"long", "short"}
+    assert without("short-windows").config.attention_kinds.count("none") == 1
+    assert set(without("skipped-attention").config.attention_kinds) == {"long", "short"}
     warm = without("momentum-warm-up")
     assert warm.inputs_at(0)["momentum"] == warm.inputs_at(1000)["momentum"] == np.float32(0.95)
     for name in ("smoke", "record21"):
@@ -97,7 +97,7 @@ def test_what_is_off_in_record_92_is_what_the_name_says():
             assert whole.inputs_at(step)[name] == pytest.approx(last[name], rel=1e-5), (step, name)
     often = without("rare-updates", "record92")
     lengths = [often.stages[often.stage_of(step)].seq_len for step in range(often.num_steps)]
-    assert [often.inputs_at(step)["event"] for step in range(4)] == [0, 1, 0, 1]
+    assert [often.inputs_at(step)["update_tables"] for step in range(4)] == [0, 1, 0, 1]
     need = max((one + two) / two for one, two in zip(lengths[::2], lengths[1::2], strict=True))
     assert need <= often.optimizer.rows[0].batches
     prefixes = [phase.prefix_weights for phase in full.schedule.phases]
@@ -122,11 +122,11 @@ def designed(tmp_path, monkeypatch):
             source_sha256=digest(config.recipe),
         )
 
-    monkeypatch.setattr(design, "prepare", prepare)
+    monkeypatch.setattr(declare_experiment, "prepare", prepare)
 
     def make(kind, recipe: str = "smoke", overrides: dict[str, str] | None = None, **rest) -> Experiment:
         config = RunConfig("smoke-cpu", tmp_path / "new", recipe=recipe, overrides=overrides or {})
-        return design.design(Request(config, kind, num_runs=2, num_confirming=3, **rest))
+        return declare_experiment.design(Request(config, kind, num_runs=2, num_confirming=3, **rest))
 
     return make
 
@@ -138,8 +138,8 @@ def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed
     assert [(arm.name, arm.against) for arm in found.arms] == [(BASELINE, None), *off]
     assert found.arms[1].overrides == {"stages.0.num_steps": "9", "schedule.final_lr_scale": "1.0"}
     assert found.left_out == ("bfloat16-muon: smoke does not have it",)
-    assert found.standing == "research, not ranked"
-    assert trials.read(tmp_path / "new")[0] == found
+    assert found.status == "research, not ranked"
+    assert experiments.read(tmp_path / "new")[0] == found
 
 
 def test_a_feature_that_cannot_be_turned_off_is_left_out_unless_it_is_named(designed):
@@ -185,23 +185,23 @@ def arms(*names: str) -> tuple[Arm, ...]:
 
 
 def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
-    chosen, confirming = trials.seeds_for(arms("a", "b"), 5, 7)
+    chosen, confirming = experiments.seeds_for(arms("a", "b"), 5, 7)
     assert (len(chosen), len(confirming), len({*chosen, *confirming})) == (5, 7, 12)
     assert all(0 <= seed < 2**31 for seed in (*chosen, *confirming))
-    assert trials.seeds_for(arms("a", "b"), 5, 7) == (chosen, confirming)
-    for other in (trials.seeds_for(arms("a", "c"), 5, 7), trials.seeds_for(arms("a", "b"), 6, 7)):
+    assert experiments.seeds_for(arms("a", "b"), 5, 7) == (chosen, confirming)
+    for other in (experiments.seeds_for(arms("a", "c"), 5, 7), experiments.seeds_for(arms("a", "b"), 6, 7)):
         assert not {*chosen, *confirming} & {*other[0], *other[1]}
 
 
 def test_a_sweep_is_every_combination_of_values():
-    assert trials.values("(0, -1),(1, 2)") == ("(0, -1)", "(1, 2)")
-    assert trials.values("float32, bfloat16") == ("float32", "bfloat16")
+    assert experiments.values("(0, -1),(1, 2)") == ("(0, -1)", "(1, 2)")
+    assert experiments.values("float32, bfloat16") == ("float32", "bfloat16")
     with pytest.raises(UsageError, match="an empty value"):
-        trials.values("1,,2")
+        experiments.values("1,,2")
     every = [{"a": a, "b": b} for a in "12" for b in "xyz"]
-    assert trials.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
+    assert experiments.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == every
     with pytest.raises(UsageError, match="at most 200"):
-        trials.grid({name: tuple("1234567") for name in "abc"})
+        experiments.grid({name: tuple("1234567") for name in "abc"})
 
 
 def test_holm_is_the_closure_of_bonferroni():
@@ -231,7 +231,9 @@ def run(forged):
     return make
 
 
-def found_of(names: Sequence[str], seeds: Sequence[int], runs: trials.Runs) -> dict[str, effects.Finding]:
+def found_of(
+    names: Sequence[str], seeds: Sequence[int], runs: experiments.Runs
+) -> dict[str, effects.Finding]:
     base, *others = arms(*names)
     found = effects.findings([(arm, base) for arm in others], seeds, runs)
     return {one.arm: one for one in found}
@@ -307,9 +309,9 @@ def performed(forged, monkeypatch):
     drawn: list[Path] = []
 
     def plan(num_confirming: int = 2) -> Experiment:
-        seeds, confirming = trials.seeds_for(ARMS, 2, num_confirming)
+        seeds, confirming = experiments.seeds_for(ARMS, 2, num_confirming)
         made = Experiment(
-            standing="research, not ranked",
+            status="research, not ranked",
             kind="features",
             track=TrackRef("forged@1", track.sha256("forged")),
             num_devices=8,
@@ -326,7 +328,7 @@ def performed(forged, monkeypatch):
         return made
 
     def designed(module: str, request: Request) -> int:
-        assert module == "speedrun.lab.design"
+        assert module == "speedrun.lab.declare_experiment"
         plan(request.num_confirming)
         return 0
 
@@ -349,7 +351,7 @@ def performed(forged, monkeypatch):
         write_run(out, spec)
         return code, ""
 
-    monkeypatch.setattr(children, "run_module", designed)
+    monkeypatch.setattr(subprocesses, "run_module", designed)
     monkeypatch.setattr(keeper, "trained", trained)
     monkeypatch.setattr(running, "pictures", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
@@ -363,7 +365,7 @@ def ablate(performed, *args: str):
 def test_an_ablation_runs_confirms_and_tells(performed):
     result = ablate(performed)
     assert result.exit_code == 0, result.exception or result.output
-    plan, _ = trials.read(performed.folder)
+    plan, _ = experiments.read(performed.folder)
     seeds = [seed for seed in plan.seeds for _ in range(3)]
     seeds += [seed for seed in plan.confirming for _ in range(2)]
     assert [seed for _, seed in performed.asked] == seeds
@@ -375,7 +377,7 @@ def test_an_ablation_runs_confirms_and_tells(performed):
     assert "no brake: confirmed by 2 fresh seeds" in result.stdout
     assert len(performed.drawn) == 10
     written = msgspec.json.decode((performed.folder / "summary.json").read_bytes(), type=effects.Summary)
-    assert (written.standing, written.num_runs) == ("research, not ranked", 10)
+    assert (written.status, written.num_runs) == ("research, not ranked", 10)
     assert {found.seeds for found in written.findings} == {plan.seeds}
     assert written.confirmation is not None
     assert written.confirmation.seeds == plan.confirming, "what was chosen by does not confirm"
@@ -393,7 +395,7 @@ def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
     assert again.exit_code == 0, again.exception or again.output
     assert performed.asked[3] == performed.asked[2]
     assert len(performed.asked) == 3 + 3 + 1 + 4
-    assert len(list(performed.folder.glob("*/*-*"))) == 11, "what broke off stays"
+    assert len(list(performed.folder.glob("*/*-*"))) == 11, "what crashed stays"
     assert json.loads(again.stdout)["summary"]["winner"] == "no brake"
     once_more = invoke("sweep", "--resume", str(performed.folder), "--json")
     assert json.loads(once_more.stdout) == json.loads(again.stdout)
@@ -428,8 +430,10 @@ def test_what_was_designed_is_found_unchanged(smoke_data, tmp_path):
     """Nothing is patched: the design and the sweep must see the same source."""
     config = RunConfig("smoke-cpu", tmp_path / "sweep", overrides=SMALL, data=smoke_data)
     variants = ({"optimizer.muon_lr": "0.02"}, {"optimizer.muon_lr": "0.04"})
-    design.design(Request(config=config, kind="sweep", num_runs=2, num_confirming=0, variants=variants))
-    plan, _ = trials.read(tmp_path / "sweep")
+    declare_experiment.design(
+        Request(config=config, kind="sweep", num_runs=2, num_confirming=0, variants=variants)
+    )
+    plan, _ = experiments.read(tmp_path / "sweep")
     modules = ["speedrun.recipes.smoke", "speedrun.train.recorded"]  # in the order of all records
     source = provenance.closure(modules, [track.TRACKS_DIR / "smoke-cpu.toml"])
     assert {arm.source_sha256 for arm in plan.arms} == {layout.sha256(source.encode())}
@@ -453,7 +457,9 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
 
 
 #: With the smoke recipe's own layers.
-FEW = {key: value for key, value in SMALL.items() if key != "config.mixing"} | {"stages.0.num_steps": "4"}
+FEW = {key: value for key, value in SMALL.items() if key != "config.attention_kinds"} | {
+    "stages.0.num_steps": "4"
+}
 
 
 @pytest.mark.compile

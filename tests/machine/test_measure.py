@@ -90,8 +90,8 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
     late = measure(checkout, '[[ $1 != plan ]] || sleep 600; echo "{}"', "--parts", "plan", "--minutes", "0")
     assert late.lines == ["time is up before plan; the same command continues there"]
     typed(checkout)
-    (checkout / "rival").mkdir()
-    rest = measure(checkout, "echo '{}'", "--rival", str(checkout / "rival"))
+    (checkout / "baseline").mkdir()
+    rest = measure(checkout, "echo '{}'", "--baseline", str(checkout / "baseline"))
     names, asked = [line.split()[1] for line in rest.lines], typed(checkout)
     assert (rest.code, len({*names})) == (0, len(names))
     assert not {"doctor", "head"} & {*names}
@@ -108,8 +108,8 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
 
 
 def test_the_parts_of_a_rehearsal_are_commands(checkout):
-    (checkout / "rival").mkdir()
-    done = measure(checkout, "echo '{}'", "--rehearse", "--rival", str(checkout / "rival"))
+    (checkout / "baseline").mkdir()
+    done = measure(checkout, "echo '{}'", "--rehearse", "--baseline", str(checkout / "baseline"))
     asked = typed(checkout)
     assert len({line.split()[1] for line in done.lines}) == len(asked) > 20
     for line in asked:
@@ -122,7 +122,7 @@ def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(checkout):
     assert "JAX cannot use this GPU (CUDA_ERROR_SYSTEM_NOT_READY)" in done.errors
 
 
-RIVAL = """#!/bin/sh
+BASELINE = """#!/bin/sh
 echo warming up
 i=0; while [ $i -lt $4 ]; do echo "{\\"step\\": $i, \\"time_s\\": 0.$((i + 1)), \\"loss\\": 5.0}"; i=$((i + 1)); done
 """
@@ -134,7 +134,7 @@ def stranger(folder: Path, text: str) -> list[str]:
 
 
 def test_a_rival_is_read_line_by_line(tmp_path):
-    curve = bench_step.run_rival(stranger(tmp_path, RIVAL), 4)
+    curve = bench_step.run_baseline(stranger(tmp_path, BASELINE), 4)
     assert curve.ms == pytest.approx([100.0] * 4)
     assert curve.losses == [5.0] * 4
     ours = bench_step.Curve("ours", [90.0, 80.0, 80.0, 500.0], [5.0] * 4)
@@ -143,7 +143,7 @@ def test_a_rival_is_read_line_by_line(tmp_path):
     assert (found.ratio.mean, found.ratio.half_width) == pytest.approx((1.025, 12.706 * 0.175), rel=1e-3)
     for text in ("#!/bin/sh\necho torch: no kernel image >&2; exit 3\n", "#!/bin/sh\necho hello\n"):
         with pytest.raises(SpeedrunError, match=r"no kernel image|printed 0 steps"):
-            bench_step.run_rival(stranger(tmp_path, text), 4)
+            bench_step.run_baseline(stranger(tmp_path, text), 4)
     (tmp_path / "run").unlink()
     with pytest.raises(UsageError, match="no executable"):
         bench_step.executable(tmp_path)
@@ -166,18 +166,18 @@ REFUSED = r"(step|rank)-triton-w\d+"  #: by a CPU
 def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     """Three minutes, and one to fetch the wheels where there is a network."""
     python, script = gpu_image(), str(SCRIPT)
-    wheels, out, folder = tmp_path / "wheels", tmp_path / "out", tmp_path / "rival"
+    wheels, out, folder = tmp_path / "wheels", tmp_path / "out", tmp_path / "baseline"
     packed = subprocess.run([script, "--wheels", str(wheels)], capture_output=True, text=True)
     if packed.returncode:
         pytest.skip(f"no wheels: {packed.stderr.strip()}")
     assert sum(path.stat().st_size for path in wheels.iterdir()) <= 60 * 2**20
-    stranger(folder, RIVAL)
+    stranger(folder, BASELINE)
     env = {**os.environ, "SPEEDRUN_PYTHON": python, "HOME": str(tmp_path)}
     env = {name: value for name, value in env.items() if not name.startswith(("JAX_", "XLA_"))}
-    words = ["--from", str(wheels), "--rehearse", "--out", str(out), "--rival", str(folder)]
+    words = ["--from", str(wheels), "--rehearse", "--out", str(out), "--baseline", str(folder)]
     done = subprocess.run(["unshare", "-n", script, *words], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = dict(line.split()[1::-1] for line in (out / "summary.txt").read_text().splitlines())
-    assert {"rival", "plan"} <= ended.keys()
+    assert {"baseline", "plan"} <= ended.keys()
     for name, status in ended.items():
         assert status == ("refused" if re.fullmatch(REFUSED, name) else "ok"), done.stdout

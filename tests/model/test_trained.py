@@ -25,13 +25,13 @@ from speedrun.model import eval_tasks, exported, samples, weights
 from speedrun.model.decode import Decoder, Draw, Text, drawn
 from speedrun.model.weight_sources import start_from
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.train import checkpoint, single_run
 from speedrun.train.keeper import Job
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig, folder_of, seal
+from speedrun.train.run_config import RunConfig, folder_of, seal
 from speedrun.train.single_run import Extras
 
 TEXTS = ["the cat sat on the mat. the dog ate the cat."] * 50
@@ -202,7 +202,7 @@ def of_text(tiny, tmp_path_factory) -> weights.Trained:
     """A model with random weights and a small tokenizer on docs-cpu."""
     folder = tmp_path_factory.mktemp("text")
     tokenizer.train_bpe(iter(TEXTS), 280, folder / "tokenizer.json")
-    config = dataclasses.replace(tiny.config, vocab_size=4096, head_size=4096)
+    config = dataclasses.replace(tiny.config, vocab_size=4096, padded_vocab_size=4096)
     recipe = dataclasses.replace(tiny, config=config)
     program, docs = Program(recipe, mesh.make_mesh(1)), track.load("docs-cpu")
     packed = program.layout.pack(moved(recipe)[0])

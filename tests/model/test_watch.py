@@ -18,9 +18,9 @@ from browsers import chromium, tab
 from small_run import FIRST, SMALL
 from typed import as_words, free_port, invoke
 
-from speedrun.base import children, runlog
+from speedrun.base import runlog, subprocesses
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.serving import HOST
-from speedrun.base.wholefile import write_whole
 from speedrun.board import ghost
 from speedrun.model import watch_server
 from speedrun.model.watch_server import Feed, rules
@@ -110,7 +110,7 @@ def test_runs_that_come_later_are_found(tmp_path):
 def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path):
     """Each new sample rewrites the file."""
     log_in(tmp_path / "run", RAW)
-    path, lines, page = children.samples_of(tmp_path / "run"), [], Feed([tmp_path / "run"])
+    path, lines, page = subprocesses.samples_of(tmp_path / "run"), [], Feed([tmp_path / "run"])
     list(page.news())
     got: list[str] = []
     for step in (10, 40, 30, 20):
@@ -156,7 +156,7 @@ def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path):
 
 def test_only_samples_of_a_regular_file_are_shown(tmp_path):
     log_in(tmp_path / "run", RAW)
-    path = children.samples_of(tmp_path / "run")
+    path = subprocesses.samples_of(tmp_path / "run")
     path.write_text("root:x:0:0\n" + sample(1))
     page = Feed([tmp_path / "run"])
     assert lines_of(parsed(page.news()))[len(LINES) :] == [None, sample(1).rstrip()]
@@ -210,7 +210,7 @@ def test_the_feed_ends_with_the_server(tmp_path):
 
 def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch):
     said, warnings = threading.Event(), []
-    monkeypatch.setattr(children, "say", lambda line: (warnings.append(line), said.set()))
+    monkeypatch.setattr(subprocesses, "say", lambda line: (warnings.append(line), said.set()))
     with watch_server.watching([tmp_path], 0, None) as url:
         port = int(url.rstrip("/").rpartition(":")[2])
         with watch_server.watched(tmp_path / "run", port, None):
@@ -337,12 +337,12 @@ def test_hostile_text_stays_text(page, tmp_path):
     raw = "\n".join([json.dumps(start), *LINES[1:40], *bad, ""]).encode()
     log_in(tmp_path / "run", raw, HOSTILE.replace("/", ""))
     said = json.dumps({"step": 3, "prompt": HOSTILE, "text": HOSTILE})
-    children.samples_of(tmp_path / "run").write_text(f"{said}\n")
+    subprocesses.samples_of(tmp_path / "run").write_text(f"{said}\n")
     with shown(page, tmp_path / "run"):
         says(page, "8 invalid lines", "#unread")
         for where in ("#title", "#events", "#texts"):
             says(page, HOSTILE, where)
-        says(page, "broke off", "#status")
+        says(page, "crashed", "#status")
     assert page.evaluate("[document.images.length, window.struck ?? null]") == [0, None]
 
 
@@ -352,7 +352,7 @@ def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path):
     for folder, name in zip(folders, ("first", "second"), strict=True):
         log_in(folder, RAW)
         lines = [sample(1000, f"newest of the {name}"), *map(sample, range(1, 90))]
-        children.samples_of(folder).write_text("".join(lines))
+        subprocesses.samples_of(folder).write_text("".join(lines))
     with shown(page, *folders):
         says(page, "newest of the first", "#texts")
         page.locator("input[name=focus]").nth(1).check()

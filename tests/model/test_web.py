@@ -17,15 +17,15 @@ from browsers import chromium, tab
 from test_trained import laptop, moved
 
 from speedrun.base import track
+from speedrun.base.atomic_files import make_folder
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.serving import CONTENT_TYPES, Reply, serving
-from speedrun.base.wholefile import make_folder
 from speedrun.data import tokenizer, vocabulary
 from speedrun.model import commands, page_folder
 from speedrun.model.decode import Decoder, Draw
 from speedrun.model.page_program import ELEMENTWISE, Constants, program
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 

@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from speedrun import recipes
 from speedrun.base import accelerators, mesh
 from speedrun.data.synthetic import MEAN, MEDIAN, document_lengths
-from speedrun.plan import cost, estimate, fusion, shares, traced
+from speedrun.plan import cost, efficiencies, estimate, fusion, traced
 from speedrun.plan.cost import Work
-from speedrun.plan.shares import REACHES
+from speedrun.plan.efficiencies import REACHES
 from speedrun.science.kernels import attention_triton
-from speedrun.science.kernels.attention import sight, visible
+from speedrun.science.kernels.attention import first_key, visible
 from speedrun.train.program import Program
 
 H100 = accelerators.load("h100")
@@ -27,7 +27,9 @@ H100 = accelerators.load("h100")
 
 def test_rates_are_frozen():
     """They were fitted once. A faster plan needs less work, not better rates; docs/LOG.md says how."""
-    rates = json.dumps([shares.REACHES, shares.ERRORS, shares.START_S], sort_keys=True).encode()
+    rates = json.dumps(
+        [efficiencies.REACHES, efficiencies.ERRORS, efficiencies.START_S], sort_keys=True
+    ).encode()
     assert hashlib.sha256(rates).hexdigest()[:16] == "10eba980d4685be8"
 
 
@@ -40,7 +42,7 @@ def test_rates_are_frozen():
         (Work("head passes", instructions=REACHES["instructions"] * 132 * 128 * 1.98e9), "instructions", 1.0),
         (Work("elementwise", num_bytes=REACHES["memory"] * 3.352e12), "memory", 1.0),
         (Work("GEMM bf16", 1e6, num_bytes=2 * REACHES["memory"] * 3.352e12), "memory", 2.0),
-        (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * shares.START_S),
+        (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * efficiencies.START_S),
     ],
 )
 def test_a_kernel_takes_the_time_of_its_tightest_bound(work, bound, seconds):
@@ -130,7 +132,7 @@ def test_a_kernel_is_priced_by_what_its_call_states_not_by_its_name():
 
     (unknown,), (own,) = (
         counted(run, (2, 8)),
-        counted(partial(run, metadata={shares.KIND: "head passes"}), (2, 8)),
+        counted(partial(run, metadata={efficiencies.KIND: "head passes"}), (2, 8)),
     )
     assert (unknown.kind, unknown.flops, unknown.num_bytes, own.kind) == (
         "GEMM f32",
@@ -148,7 +150,7 @@ def test_a_stack_of_products_fills_as_many_multiprocessors_as_it_has_tiles(numbe
     flops = 2.0 * number * side**3
     assert (work.kind, work.flops) == ("GEMM f32", flops)
     rate = share * REACHES["f32"] * cost.flops_rate(H100, "f32")
-    assert cost.seconds(work, H100)[0] == pytest.approx(shares.START_S + flops / rate)
+    assert cost.seconds(work, H100)[0] == pytest.approx(efficiencies.START_S + flops / rate)
 
 
 def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
@@ -180,7 +182,7 @@ def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_block
     num_tokens, block_tokens = 2048, 128
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
-    seen_TS = np.asarray(visible(sight(doc_BT, window_blocks, block_tokens)))[0]
+    seen_TS = np.asarray(visible(first_key(doc_BT, window_blocks, block_tokens)))[0]
 
     def pairs(tiles: attention_triton.Tiles) -> int:
         shape = num_tokens // tiles.queries, tiles.queries, num_tokens // tiles.keys, tiles.keys

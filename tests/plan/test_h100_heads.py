@@ -52,8 +52,8 @@ def test_its_traffic_is_within_the_budget_whatever_the_number_of_targets(
     assert got.custom_calls == calls, got
     assert got.traffic_bytes < gigabytes * 1e9, got
     logits = f"[{num_tokens // num_chunks},{VOCAB_SIZE}]"
-    most_bytes = 4.1 * num_tokens * VOCAB_SIZE / num_chunks + 0.3e9
-    assert got.memory.temp_size_in_bytes < most_bytes, "logits and their gradient, in bf16"
+    max_bytes = 4.1 * num_tokens * VOCAB_SIZE / num_chunks + 0.3e9
+    assert got.memory.temp_size_in_bytes < max_bytes, "logits and their gradient, in bf16"
     large = {name.partition("[")[0] for name in got.arrays if logits in name}
     assert large == {"bf16", *(["f8e5m2"] if fp8 else [])}, "the gradient: wide range, few bits"
 

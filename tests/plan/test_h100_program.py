@@ -25,7 +25,7 @@ RECORD = recipes.load("record21")
 DEVICES = 8
 LAYERS_WITH_ATTENTION = 11
 TOKENS = 49_152  #: of a device and step
-LOGITS = TOKENS * RECORD.config.head_size
+LOGITS = TOKENS * RECORD.config.padded_vocab_size
 
 #: Bytes of the gathers that no kernel overlaps: the first layer's bank. Since JAX 0.11 XLA schedules the kernels that
 #: need no parameter after it; JAX 0.10 runs those meanwhile. JAX 0.12 waits for the table of tokens as well, 0.07 ms

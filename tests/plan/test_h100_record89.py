@@ -17,7 +17,7 @@ from test_h100_program import check_traffic, flops, names, parsed
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.science.kernels.attention import Window
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Layout
 from speedrun.train.program import Program
 

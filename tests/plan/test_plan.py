@@ -12,11 +12,11 @@ from typed import invoke
 
 from speedrun import recipes
 from speedrun.base import accelerators
-from speedrun.plan import cost, shares
+from speedrun.plan import cost, efficiencies
 from speedrun.plan import estimate as planning
 from speedrun.plan.cost import Work
 from speedrun.science.params import SHARDS
-from speedrun.train import footprint
+from speedrun.train import memory
 from speedrun.train.program import Program
 
 planned = partial(invoke, "plan")
@@ -36,10 +36,10 @@ def test_kernels_are_those_of_one_device():
 def test_24_gb_are_enough_for_record_21():
     """Also for the three quarters that JAX takes, unless told otherwise."""
     recipe, card = recipes.load("record21"), accelerators.load("4090")
-    assert planning.plan(recipe, "l40s", 1, 8).memory == "ample"
+    assert planning.plan(recipe, "l40s", 1, 8).remat == "off"
     plan = planning.plan(recipe, "4090", 1, 8)
-    assert plan.memory == "scarce"
-    program = Program(recipe, deviceless.target_mesh("4090", 1), memory=plan.memory)
+    assert plan.remat == "on"
+    program = Program(recipe, deviceless.target_mesh("4090", 1), remat=plan.remat)
     needed = deviceless.compiled_step(program, 0).memory_analysis().peak_memory_in_bytes
     assert needed < 0.75 * card.memory_bytes
     assert needed < plan.memory_bytes < 1.15 * needed, (
@@ -66,7 +66,7 @@ def test_the_compiled_program_is_the_one_that_runs(tiny, h100):
     """Its donated bytes are the whole state, and it gathers and scatters each packed array once, as the plan says."""
     program = Program(tiny, h100(8))
     found = anatomy.dissect(deviceless.compiled_step(program, 0))
-    assert found.memory.alias_size_in_bytes == footprint.state_bytes(program)
+    assert found.memory.alias_size_in_bytes == memory.state_bytes(program)
     packed = jax.eval_shape(program.layout.init, jax.random.key(0))
     whole_bytes = 4 * sum(leaf.size for name, leaf in packed.items() if program.layout.specs[name])
     assert found.sent_bytes("all-gather") == found.sent_bytes("reduce-scatter") == whole_bytes
@@ -102,7 +102,7 @@ def test_a_device_waits_for_what_nothing_hides(num_bytes):
     """The first collective and the last; others while computation lasts. A start and six or three steps of a ring."""
     h100, ms = accelerators.load("h100"), Work("elementwise", num_bytes=1e9)
     sent = [cost.Collective("all-gather", num_bytes, 1), cost.Collective("all-reduce", num_bytes, 1)]
-    rate = shares.REACHES["links"] * h100.link_rate
+    rate = efficiencies.REACHES["links"] * h100.link_rate
     each_s = [8.4e-6 + n * (3 * 3.4e-6 + 0.75 * num_bytes / rate) for n in (1, 2)]
     computed, waited = planning._lines(planning._Counted([ms], sent, 0), 4, h100)
     assert waited.seconds == pytest.approx(sum(each_s))

@@ -19,14 +19,14 @@ from speedrun import recipes
 from speedrun.base import mesh, recipe_files
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
-from speedrun.science.inputs import Plan
+from speedrun.science.inputs import InputPlan
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Recipe, Stage
 from speedrun.train.program import Program
 
 SMOKE = recipes.load("smoke")
 SIZES = {key: value for key, value in SMALL.items() if key.startswith("config")}
-SIZES |= {"config.mixing": "('long', 'none')", "config.value_tables": "(0, -1)"}
+SIZES |= {"config.attention_kinds": "('long', 'none')", "config.value_tables": "(0, -1)"}
 ONE, TWO = (tuple(Stage(n, b, seq_len=32) for n, b in shapes) for shapes in (((9, 8),), ((6, 8), (3, 16))))
 
 
@@ -100,7 +100,7 @@ def test_each_token_gets_its_best_experts(fork):
 def loads(program: Program, params: Params, batch: list[jax.Array]) -> np.ndarray:
     """The part of all slots that each expert has, by layer: the gradient of its bias, and the mean."""
     recipe = program.recipe
-    inputs = Plan.of(recipe.inputs_at, recipe.num_steps, {}).at(0, program.schedule, ())
+    inputs = InputPlan.of(recipe.inputs_at, recipe.num_steps, {}).at(0, program.schedule, ())
     tokens_BT, targets_BT = batch
     given = Batch(tokens_BT, targets_BT, {}, jnp.arange(len(tokens_BT)))
 

@@ -11,7 +11,7 @@ import pytest
 
 from speedrun.base import mesh as meshes
 from speedrun.base import track
-from speedrun.base.canonical import IMPOSSIBLE_PAIRS, impossible_pairs
+from speedrun.base.bpe_pairs import IMPOSSIBLE_PAIRS, impossible_pairs
 from speedrun.base.errors import UsageError
 from speedrun.record import archive
 from speedrun.record.examine.stablehlo import Programs

@@ -15,12 +15,12 @@ from speedrun.base import mesh, provenance, track
 from speedrun.base.errors import UsageError
 from speedrun.record.checks.v5_source import FREE, FREE_FOLDERS, leaves
 from speedrun.record.source import is_science, read, split_source
-from speedrun.science.inputs import Inputs, Plan
+from speedrun.science.inputs import InputPlan, Inputs
 from speedrun.science.recipe import Batch, Recipe, describe
-from speedrun.train import contract
+from speedrun.train import recipe_checks
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 FIXING = [name for name in track.files() if track.load(name).fixed is not None]
@@ -31,7 +31,7 @@ SMOKE = recipes.load("smoke")
 
 
 def check(recipe: Recipe, rules: track.Track) -> None:
-    contract.check_fixed(recipe, Plan.of(recipe.inputs_at, recipe.num_steps, {}).rows, rules)
+    recipe_checks.check_fixed(recipe, InputPlan.of(recipe.inputs_at, recipe.num_steps, {}).rows, rules)
 
 
 @pytest.mark.parametrize("name", FIXING)
@@ -145,7 +145,7 @@ def test_fixed_science_imports_nothing_that_is_free():
 
 #: Tables that a recipe could change, for nothing: of packing, of flags that V401 reads, of an empty carry, and of rules
 #: that change what the track fixes.
-HARMLESS = {"PLACES", "COMPILER_OPTIONS", "NOTHING", "SIZES", "SIZED", "FEATURES"}
+HARMLESS = {"PACKINGS", "COMPILER_OPTIONS", "NOTHING", "SIZES", "SIZED", "FEATURES"}
 
 
 @pytest.mark.parametrize("name", FIXING)

@@ -24,9 +24,9 @@ from speedrun.base.sourcefile import RECIPES, RECIPES_VARIABLE
 from speedrun.data import prepare, shards, tokenizer
 from speedrun.data.documents import open_source
 from speedrun.record.source import split_source
-from speedrun.science.inputs import Plan
+from speedrun.science.inputs import InputPlan
 from speedrun.science.recipe import Stage
-from speedrun.train import contract
+from speedrun.train import recipe_checks
 from speedrun.train.batch import run_batch
 from speedrun.train.program import Program
 
@@ -62,7 +62,7 @@ _NIGHTLY = [pytest.param(name, marks=pytest.mark.compile) for name in (*OTHERS, 
 @pytest.mark.parametrize("name", ["gelu", *_NIGHTLY])
 def test_an_example_trains_alike_on_one_device_and_eight(name, folder):
     recipe = recipes.load(resolve(str(folder / f"{name}.py")))
-    two_layers = {"config.mixing": "('long', 'short')", "config.value_tables": "(0, -1)"}
+    two_layers = {"config.attention_kinds": "('long', 'short')", "config.value_tables": "(0, -1)"}
     stages = (Stage(num_steps=3, num_sequences=8, seq_len=64),)
     small = dataclasses.replace(recipe.override(two_layers), stages=stages)
     one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
@@ -81,8 +81,8 @@ def test_the_first_steps_of_the_tutorial_learn(name, folder):
 @pytest.mark.parametrize("name", [*ENTRIES, "soap", "lion", "sqrt"])
 def test_an_entry_takes_part_in_the_optimiser_track(name, folder):
     recipe = sr.load(str(folder / f"{name}.py"))
-    plan = Plan.of(recipe.inputs_at, recipe.num_steps, {})
-    contract.check_fixed(recipe, plan.rows, track.load("optim-steps-cpu"))
+    plan = InputPlan.of(recipe.inputs_at, recipe.num_steps, {})
+    recipe_checks.check_fixed(recipe, plan.rows, track.load("optim-steps-cpu"))
 
 
 def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(folder, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ TRACES = {
 def batches(num_batches: int, shape: tuple[int, int], program: Program) -> list[list[jax.Array]]:
     num_sequences, seq_len = shape
     ids = np.random.default_rng(seq_len).integers(0, 50, (num_batches, num_sequences, seq_len + 1), np.int32)
-    return [[mesh.place(x_BT, program.mesh) for x_BT in (x[:, :-1], x[:, 1:])] for x in ids]
+    return [[mesh.shard(x_BT, program.mesh) for x_BT in (x[:, :-1], x[:, 1:])] for x in ids]
 
 
 def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[float]]:
@@ -62,12 +62,12 @@ SMALL = dataclasses.replace(
     config=dataclasses.replace(
         recipes.load("smoke").config,
         vocab_size=50,
-        head_size=56,
+        padded_vocab_size=56,
         model_dim=8,
         num_heads=2,
         head_dim=8,
         mlp_dim=16,
-        mixing=("long", "short"),
+        attention_kinds=("long", "short"),
         value_tables=(0, record21.NO_TABLE),
         block_tokens=4,
     ),
@@ -80,7 +80,7 @@ SMALL = dataclasses.replace(
 
 OTHER = {
     "config.vocab_size": "40",
-    "config.mixing": "('long', 'none')",
+    "config.attention_kinds": "('long', 'none')",
     "config.value_tables": "(0, 1)",
     "config.document_token": "7",
     "config.head_dim": "12",
@@ -142,7 +142,7 @@ def test_a_track_names_a_recipe_that_knows_its_ids(name):
 
 #: Changes for recipes that are too large for a trace.
 SMALLER = {
-    "record21": {"vocab_size": 256, "head_size": 256, "model_dim": 64, "num_heads": 2, "head_dim": 32}
+    "record21": {"vocab_size": 256, "padded_vocab_size": 256, "model_dim": 64, "num_heads": 2, "head_dim": 32}
     | {"mlp_dim": 128, "block_tokens": 16, "document_token": 0}
 }
 
@@ -183,7 +183,9 @@ def test_the_smallest_model_and_the_smallest_run_may_be_made():
     small = {"num_heads": "1", "head_dim": "4", "model_dim": "1", "mlp_dim": "1", "block_tokens": "1"}
     config = SMALL.override({f"config.{name}": number for name, number in small.items()}).config
     assert (config.num_layers, config.num_heads, config.head_dim) == (2, 1, 4)
-    dataclasses.replace(config, head_size=config.vocab_size, mixing=("long",) * 6, value_tables=(-1,) * 6)
+    dataclasses.replace(
+        config, padded_vocab_size=config.vocab_size, attention_kinds=("long",) * 6, value_tables=(-1,) * 6
+    )
 
 
 def test_what_cannot_be_a_model_or_a_run_is_refused():
@@ -231,7 +233,7 @@ def test_layers_keep_both_ends_and_their_mirrors(name):
     assert places == tuple(sorted(places))
     assert (places[0], places[-1]) == (0, 11)
     assert [11 - place for place in reversed(places)] == list(places)
-    assert AT[name].config.mixing == tuple(FULL.config.mixing[place] for place in places)
+    assert AT[name].config.attention_kinds == tuple(FULL.config.attention_kinds[place] for place in places)
 
 
 _LARGE = [pytest.param(name, marks=pytest.mark.compile) for name in SIZES if name != "smoke"]
@@ -253,11 +255,13 @@ def test_each_size_is_a_program_on_eight_devices_and_settings_of_its_recipe(name
 def test_other_settings_change_the_sibling_and_those_that_depend_on_each_other_together():
     one = FULL.override({"stages.0.num_steps": "20", "size": "nano", "config.num_heads": 2})
     assert (one.num_steps, one.config.num_heads, one.config.model_dim) == (20, 2, 256)
-    two_layers = {"config.mixing": "('long', 'long')", "config.value_tables": "(0, 0)"}
+    two_layers = {"config.attention_kinds": "('long', 'long')", "config.value_tables": "(0, 0)"}
     one = recipes.load("smoke").override(two_layers)
     assert one.config.num_layers == 2
-    with pytest.raises(UsageError, match=r"setting config\.mixing=\('long',\).*: value_tables has 4 entries"):
-        recipes.load("smoke").override({"config.mixing": "('long',)"})
+    with pytest.raises(
+        UsageError, match=r"setting config\.attention_kinds=\('long',\).*: value_tables has 4 entries"
+    ):
+        recipes.load("smoke").override({"config.attention_kinds": "('long',)"})
     without = {key: rule for key, rule in FULL.sizes.items() if key != "config.mlp_dim"}
     wide = dataclasses.replace(FULL, sizes=without)
     with pytest.raises(UsageError, match=r"no rule for config\.mlp_dim"):

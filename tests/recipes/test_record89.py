@@ -15,7 +15,7 @@ from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.science.recipe import Stage
-from speedrun.train import contract
+from speedrun.train import recipe_checks
 from speedrun.train.program import Program
 
 RECORD = recipes.load("record89")
@@ -49,8 +49,8 @@ def test_its_starting_values_are_the_published_ones(published):
     start = {name: np.asarray(spec.init(jax.random.key(3), spec.shape)) for name, spec in table.items()}
     for name, want in golden_files.script("golden2026.py")["recipe_bias"](values).items():
         np.testing.assert_allclose(start.pop(name), want, rtol=1e-6, atol=1e-7, err_msg=name)
-    mixing = (3 * 128) ** -0.5
-    sd = {"embed": 0.005, "head": 0.005, "mudd_w1": mixing, "mudd_gate_w1": mixing}
+    attention_kinds = (3 * 128) ** -0.5
+    sd = {"embed": 0.005, "head": 0.005, "mudd_w1": attention_kinds, "mudd_gate_w1": attention_kinds}
     assert table["embed"].like == "head"
     for name, x in start.items():
         last = name.rpartition(".")[2]
@@ -94,7 +94,7 @@ def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
 )
 def test_settings_that_do_not_fit_each_other_are_refused(setting, said):
     with pytest.raises(UsageError, match=said):
-        contract.checked(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
+        recipe_checks.checked(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
 
 
 def test_constants_are_random_signs_and_the_longest_prefix_of_each_id():

@@ -20,8 +20,8 @@ from speedrun.recipes.record92.tokens import ngram_rows
 from speedrun.science.inputs import Inputs
 from speedrun.science.masks import with_ids
 from speedrun.science.params import Layout, ParamSpec, count, zeros
-from speedrun.science.rows import Rows, most_rows, moved
-from speedrun.train import checkpoint, contract, footprint, warmup
+from speedrun.science.rows import Rows, apply_update, max_rows
+from speedrun.train import checkpoint, compile, memory, recipe_checks
 from speedrun.train.program import Program, StepShape
 
 RECORD = recipes.load("record92")
@@ -37,7 +37,7 @@ def test_the_rows_of_a_sequence_fit_between_eight_devices(num_tokens):
         num_tokens, vocab_size=sizes.vocab_size, document_token=sizes.document_token, seed=0
     )
     found = np.unique(ngram_rows(jnp.asarray(ids, jnp.int32)[None], sizes.ngram_rows))
-    assert np.bincount(found // each).max() < most_rows(2 * num_tokens, each, 8)
+    assert np.bincount(found // each).max() < max_rows(2 * num_tokens, each, 8)
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -49,7 +49,7 @@ def test_bench_and_warm_up_draw_ids_with_which_sampled_columns_have_room_for_all
     )
     assert len(np.unique(ids)) < room
     ready: Any = SimpleNamespace(track=track.load("main-8xh100"), program=Program(SMOKE, mesh.make_mesh(8)))
-    _, targets_BT = warmup._random_ids(ready, StepShape(8, 256, ()))
+    _, targets_BT = compile._random_ids(ready, StepShape(8, 256, ()))
     assert len(np.unique(targets_BT)) < 20
 
 
@@ -59,7 +59,7 @@ def test_an_update_has_room_for_the_batches_since_the_last_one():
     for step in range(RECORD.num_steps):
         own = RECORD.stages[RECORD.stage_of(step)].seq_len
         waiting += own
-        if number := RECORD.inputs_at(step)["event"]:
+        if number := RECORD.inputs_at(step)["update_tables"]:
             most[number - 1] = max(most[number - 1], waiting / own)
             waiting = 0.0
     assert most == [period.batches for period in RECORD.optimizer.rows]
@@ -68,15 +68,17 @@ def test_an_update_has_room_for_the_batches_since_the_last_one():
 @pytest.mark.parametrize(("batches", "fits"), [(2, True), (1, False)])
 def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fits):
     """Two batches of two rows each wait."""
-    transform = row_adam(["t"], [RowPeriod(1.0, 0.9, 0.0, batches)], 0.1, eps=1e-8, decay=0.0, when="event")
+    transform = row_adam(
+        ["t"], [RowPeriod(1.0, 0.9, 0.0, batches)], 0.1, eps=1e-8, decay=0.0, when="update_tables"
+    )
     moves: Any = {}
     params: Any = {"t": jnp.ones((8, 3))}
     state: Any = transform.init(params)
     for event, ids in enumerate(([0, 5], [6, 2])):
         grads: Any = {"t": Rows(jnp.array(ids), jnp.ones((2, 3)))}
-        inputs = Inputs({"event": event, "lr_scale": jnp.float32(1)}, {})
+        inputs = Inputs({"update_tables": event, "lr_scale": jnp.float32(1)}, {})
         moves, state = transform.update(grads, state, params, inputs=inputs)
-    found = moved(params["t"], moves["t"])
+    found = apply_update(params["t"], moves["t"])
     assert np.isfinite(found).all() == fits
     np.testing.assert_array_equal(found[jnp.array([1, 3, 4, 7])], 1.0)
     assert not state.waits["t"].any()
@@ -112,7 +114,7 @@ def test_averages_count_the_steps_they_are_told_and_are_shipped_in_order(devices
         params = {name: jnp.zeros_like(moves_SXRD[0, 0]) for name in ("head", "embed")}
         state: Any = transform.init(params)
         for i, (early, late) in enumerate(rates):
-            inputs = Inputs({"early": early, "late": late, "ships": i == len(rates) - 1}, {})
+            inputs = Inputs({"early": early, "late": late, "use_averages": i == len(rates) - 1}, {})
             given = dict(zip(params, moves_SXRD[i], strict=True))
             own: Any
             own, state = transform.update(given, state, params, inputs=inputs)
@@ -148,8 +150,8 @@ def test_an_average_of_more_steps_than_there_are_begins_with_the_first():
 def test_its_sibling_is_a_program_whose_state_has_few_bytes():
     """Also with columns that are sampled, which the sibling has too few ids for."""
     few = SMOKE.override({"schedule.phases.1.columns": "(200,)"})
-    program = contract.checked(Program(few, mesh.make_mesh(8), vocabulary=()))
-    assert 8 * footprint.state_bytes(program) <= 16 * count(few.table(few.config))
+    program = recipe_checks.checked(Program(few, mesh.make_mesh(8), vocabulary=()))
+    assert 8 * memory.state_bytes(program) <= 16 * count(few.table(few.config))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA
 from speedrun.recipes import gpt2
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe, Stage
 
@@ -82,7 +82,7 @@ def test_what_gpt2_adds_to_the_stream_starts_smaller_the_deeper_it_is(num_layers
 #: Sizes of the configs; a config has only some of them.
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
-    "head_size": 256,
+    "padded_vocab_size": 256,
     "max_positions": 64,
     "num_layers": 2,
     "model_dim": 64,
@@ -94,7 +94,11 @@ SMALL: dict[str, Any] = {
     "block_tokens": 16,
 }
 #: Layers of `values`, which has an entry for each.
-LAYERS = {"num_layers": 4, "mixing": ("window", "none", "window", "window"), "value_tables": (0, -1, 1, 0)}
+LAYERS = {
+    "num_layers": 4,
+    "attention_kinds": ("window", "none", "window", "window"),
+    "value_tables": (0, -1, 1, 0),
+}
 
 
 def small(name: str, **config: Any) -> Recipe:
@@ -247,10 +251,14 @@ def test_the_bound_of_a_scheduled_window_is_in_tokens():
 @pytest.mark.parametrize(
     ("rung", "changes", "said"),
     [
-        ("modern", {"head_size": 255}, "head_size is 255; need at least vocab_size, 256"),
+        ("modern", {"padded_vocab_size": 255}, "padded_vocab_size is 255; need 256 or more"),
         ("shortcuts", {"logit_cap": 0.0}, "logit_cap is 0; need more than 0, at most 40"),
-        ("values", {"mixing": ("window",) * 3}, "mixing has 3 entries; need num_layers, 4"),
-        ("values", {"mixing": ("window", "half", "none", "none")}, "mixing is .*half.*; need tuple.Literal"),
+        ("values", {"attention_kinds": ("window",) * 3}, "attention_kinds has 3 entries; need num_layers, 4"),
+        (
+            "values",
+            {"attention_kinds": ("window", "half", "none", "none")},
+            "attention_kinds is .*half.*; need tuple.Literal",
+        ),
         ("values", {"value_tables": (-2, 0, 0, 0)}, "number tables from 0, -1 for none"),
     ],
 )

@@ -59,7 +59,7 @@ def final_loss(program: Program, data: Path, rules: track.Track = TRACK, *, shif
     opened = shards.open_track(data, rules.data)
     state = program.init(jax.random.key(0))
     for batch in batches(program.recipe, opened, shift):
-        placed = (mesh.place(x, program.mesh) for x in batch)
+        placed = (mesh.shard(x, program.mesh) for x in batch)
         state, metrics = program.train_step_for(program.static_at(0))(state, *placed, program.schedule)
         jax.block_until_ready(metrics.loss)
     return evaluate(
@@ -72,7 +72,7 @@ def on_node(recipe: Recipe = SMOKE) -> Program:
 
 
 def without_attention(recipe: Recipe) -> Recipe:
-    config = dataclasses.replace(recipe.config, mixing=("none",) * recipe.config.num_layers)
+    config = dataclasses.replace(recipe.config, attention_kinds=("none",) * recipe.config.num_layers)
     return dataclasses.replace(recipe, config=config)
 
 

@@ -20,7 +20,7 @@ from speedrun.science.step import Step
 from speedrun.train import program as programs
 from speedrun.train import recorded, run
 from speedrun.train.program import Program, evaluate
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 TOKENS, WIDTH, VOCAB = 24, 8, 50
 
@@ -114,7 +114,7 @@ def test_a_validation_has_the_window_of_its_own_step(tiny):
     packed = {name: x + 0.1 * jax.random.normal(next(keys), x.shape) for name, x in state.params.items()}
     shape = wide.eval_sequences, wide.eval_seq_len + 1
     ids = jax.random.randint(next(keys), shape, 1, wide.config.vocab_size)
-    tokens_BT, targets_BT = (mesh.place(np.asarray(x), program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
+    tokens_BT, targets_BT = (mesh.shard(np.asarray(x), program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
     given, scores = (packed, tokens_BT, targets_BT, program.schedule), []
     for step, blocks in enumerate(windows[-2:], wide.num_steps - 1):
         scores.append(float(program.eval_step_for(program.static_at(0))(*given, jnp.int32(step)).sum()))
@@ -132,7 +132,7 @@ def test_logits_have_the_inputs_of_their_validation(tiny):
     program = Program(dataclasses.replace(tiny, logits=logits), mesh.make_mesh(1))
     state = program.init(jax.random.key(0))
     zeros_BT = np.zeros((tiny.eval_sequences, tiny.eval_seq_len), np.int32)
-    ids = [mesh.place(zeros_BT, program.mesh)] * 2
+    ids = [mesh.shard(zeros_BT, program.mesh)] * 2
     for step in (0, tiny.num_steps):
         z = float(tiny.inputs_at(step)["window_blocks"])
         expected = zeros_BT.size * (math.log(math.exp(z) + tiny.config.vocab_size - 1) - z)
@@ -160,7 +160,7 @@ def test_no_program_talks_to_the_host(tiny, talks, where):
     recipe = dataclasses.replace(tiny, **{where: lambda *args: talks(honest(*args))})
     program = Program(recipe, mesh.make_mesh(1))
     state = program.init(jax.random.key(0))
-    ids_BT = mesh.place(np.ones((recipe.eval_sequences, recipe.eval_seq_len), np.int32), program.mesh)
+    ids_BT = mesh.shard(np.ones((recipe.eval_sequences, recipe.eval_seq_len), np.int32), program.mesh)
     lowered = program.eval_step_for(program.static_at(0)).lower(
         state.params, ids_BT, ids_BT, program.schedule, state.step
     )

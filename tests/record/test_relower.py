@@ -24,7 +24,7 @@ from speedrun.base.mesh import make_mesh
 from speedrun.record.archive import Archive, Lowered, pack
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.replay import Options, relowered
-from speedrun.record.examine.rerun import Facts, Rerun
+from speedrun.record.examine.rerun import Rerun, RerunFacts
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.reader import load, read_programs
 from speedrun.record.validate import Report, validate
@@ -122,8 +122,10 @@ def test_source_that_makes_other_programs_or_another_config_is_refused(
 ):
     (run,), (path,) = load(trained.out).runs, trained.out.glob("programs-*.xz")
     plan, inputs = msgspec.to_builtins(run.of(runlog.Plan)[0]), tuple(step.inputs for step in run.steps)
-    honest = Facts(run.start.config, {name: plan[name] for name in ("shapes", "flops_per_token")}, inputs)
-    facts = msgspec.json.decode(msgspec.json.encode(honest), type=Facts)  # as the source writes them
+    honest = RerunFacts(
+        run.start.config, {name: plan[name] for name in ("shapes", "flops_per_token")}, inputs
+    )
+    facts = msgspec.json.decode(msgspec.json.encode(honest), type=RerunFacts)  # as the source writes them
     archive = b"another archive" if other == {} else path.read_bytes()
     made = archive, replace(facts, **other or {})
     monkeypatch.setattr(Rerun, "lowered", lambda *_: made)

@@ -307,8 +307,8 @@ def test_a_record_is_left_alone_unless_asked(reproduced, record):
 
 @pytest.fixture
 def raced(record, tmp_path, monkeypatch):
-    """`speedrun reproduce record --against rival`, whose steps take a share of the record's. Tells what was run."""
-    forge(tmp_path / "rival", seeds=(3, 4))
+    """`speedrun reproduce record --against baseline`, whose steps take a share of the record's. Tells what was run."""
+    forge(tmp_path / "candidate", seeds=(3, 4))
 
     def race(share: float, *args: str):
         ran: list[tuple[str, int]] = []
@@ -320,7 +320,7 @@ def raced(record, tmp_path, monkeypatch):
             write_run(out, Spec(seed=1, step_s=(step_s,) * 10, edit_log=change(runlog.RunStart, seed=seed)))
 
         monkeypatch.setattr(Rerun, "run", run)
-        words = ["--against", str(tmp_path / "rival"), "--out", str(tmp_path / "out"), *args]
+        words = ["--against", str(tmp_path / "candidate"), "--out", str(tmp_path / "out"), *args]
         return invoke("reproduce", str(record), *words), ran
 
     return race
@@ -335,12 +335,12 @@ def test_pairs_alternate_and_share_a_fresh_seed(raced, tmp_path):
     found = json.loads(result.stdout)
     assert found["comparison"] == json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert found["comparison"]["log_time"]["high"] < 0
-    assert (found["record"]["verdict"], found["rival"]["verdict"]) == ("within", "faster")
+    assert (found["record"]["verdict"], found["candidate"]["verdict"]) == ("within", "faster")
     again, ran = raced(0.8)
-    assert (again.exit_code, ran, "the rival is faster" in again.stdout) == (0, [], True)
+    assert (again.exit_code, ran, "the candidate is faster" in again.stdout) == (0, [], True)
 
 
-@pytest.mark.parametrize(("share", "said"), [(1.0, "not resolvable here"), (1.2, "the rival is slower")])
+@pytest.mark.parametrize(("share", "said"), [(1.0, "not resolvable here"), (1.2, "the candidate is slower")])
 def test_a_rival_that_is_not_faster_is_told(raced, share, said):
     result, _ = raced(share)
     assert (result.exit_code, said in result.stdout) == (1, True), result.output
@@ -349,8 +349,8 @@ def test_a_rival_that_is_not_faster_is_told(raced, share, said):
 @pytest.mark.parametrize("words", [["--same-seeds"], ["--runs", "1"], []])
 def test_what_cannot_race_is_refused(raced, tmp_path, words):
     if not words:
-        shutil.rmtree(tmp_path / "rival")
-        forge(tmp_path / "rival", edit_log=change(runlog.Preflight, num_devices=2))
+        shutil.rmtree(tmp_path / "candidate")
+        forge(tmp_path / "candidate", edit_log=change(runlog.Preflight, num_devices=2))
     result, ran = raced(1.0, *words)
     assert (result.exit_code, ran, result.stderr.count("need the same for both")) == (2, [], not words)
 
@@ -398,7 +398,7 @@ NAN = runlog.Error("NonFiniteError", "block0")
         lambda out: write_run(out, Spec(seed=1)),
     ],
     ids=[
-        *("nothing", "no hardware", "an empty run", "two runs", "a damaged run", "a run that broke off"),
+        *("nothing", "no hardware", "an empty run", "two runs", "a damaged run", "a run that crashed"),
         "a clock that nobody heard",
     ],
 )

@@ -18,8 +18,8 @@ from speedrun.base import accelerators, mesh
 from speedrun.recipes.record89.attention import Heads, View, attend
 from speedrun.science import nn
 from speedrun.science.kernels import attention_banded, attention_triton, qk_norm_triton
-from speedrun.science.kernels.attention import Window, attention, sight, visible
-from speedrun.science.kernels.choose import choose_attention
+from speedrun.science.kernels.attention import Window, attention, first_key, visible
+from speedrun.science.kernels.dispatch import choose_attention
 from speedrun.science.kernels.qk_norm import qk_norm
 
 
@@ -30,7 +30,7 @@ def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
 @pytest.mark.parametrize(("window", "block"), [(1, 1), (1, 4), (2, 7), (3, 4), (99, 4)])
 def test_visibility_is_the_rule(window, block):
     doc = [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5]
-    first_BT = sight(jnp.array([doc]), jnp.int32(window), block)
+    first_BT = first_key(jnp.array([doc]), jnp.int32(window), block)
     want = [[sees(t, s, doc, window, block) for s in range(17)] for t in range(17)]
     np.testing.assert_array_equal(visible(first_BT)[0], want)
 
@@ -50,9 +50,9 @@ class Case(NamedTuple):
     def window_tokens(self) -> int:
         return self.window_blocks * self.block_tokens
 
-    def sight(self) -> jax.Array:
+    def first_key(self) -> jax.Array:
         rows = [np.repeat(np.arange(len(n)), n) for n in (self.lengths, self.lengths[::-1])]
-        return sight(jnp.asarray(rows), jnp.int32(self.window_blocks), self.block_tokens)
+        return first_key(jnp.asarray(rows), jnp.int32(self.window_blocks), self.block_tokens)
 
 
 CASES = {
@@ -113,7 +113,7 @@ def differentiated(form: Callable[..., jax.Array], case: Case) -> Callable[..., 
         o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.3), *qkv)
         return [x.astype(jnp.float32) for x in (o_BTHK, *pull(g_BTHK))]
 
-    return partial(run, case.sight())
+    return partial(run, case.first_key())
 
 
 @cache
@@ -151,7 +151,7 @@ class TestForms:
         # Scores of about 300, of which 16 bits leave even numbers.
         q, k = q.at[..., 0].set(32), k.at[..., 0].set(32)
         q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
-        want = attention(q32, k32, v32, case.sight(), scale=0.3)
+        want = attention(q32, k32, v32, case.first_key(), scale=0.3)
         assert jnp.linalg.norm(run(q, k, v, g)[0] - want) < 0.01 * jnp.linalg.norm(want)
         # Where all values are equal, a score has no gradient: two sums cancel, of which none may be rounded.
         _, dq, dk, dv = run(q, k, jnp.broadcast_to(v[:, :1], v.shape), g)
@@ -163,7 +163,7 @@ class TestForms:
         case, t = Case([48], 2, 8), 40
         form, (q, k, v, _) = jax.jit(partial(FORMS[name](case), scale=0.3)), inputs(case)
         for blocks in (-(2**31), -3, 0, 1, 2):
-            seen = sight(jnp.zeros((2, 48), jnp.int32), jnp.int32(blocks), 8)
+            seen = first_key(jnp.zeros((2, 48), jnp.int32), jnp.int32(blocks), 8)
             now, later = form(q, k, v, seen), form(q, k.at[:, t].add(1), v.at[:, t].add(1), seen)
             np.testing.assert_array_equal(now[:, :t], later[:, :t])
             np.testing.assert_array_equal(jnp.isnan(now), blocks < 1)
@@ -177,7 +177,7 @@ class TestForms:
         grads = jax.grad(lambda *args: form(*args).sum(), (0, 1, 2))
         over = {"mesh": mesh.make_mesh(2), "in_specs": rows, "out_specs": rows}
         sharded = jax.shard_map(grads, **over, check_vma="triton" not in name)
-        args = q, k, v, case.sight()
+        args = q, k, v, case.first_key()
         for a, b in zip(jax.jit(sharded)(*args), jax.jit(grads)(*args), strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6)
 
@@ -207,7 +207,7 @@ def test_paired_heads_are_one_softmax_for_each_query():
     case, num_tokens = Case([2, 26, 6, 30], 9, 1), 32  # lengths in halves of tokens
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, num_tokens, 4, 16))
     kernels: Any = SimpleNamespace(attention=lambda *args, scale, **_: attention(*args, scale=scale))
-    seen = View(case.sight(), Window(case.window_blocks, case.window_blocks), None)
+    seen = View(case.first_key(), Window(case.window_blocks, case.window_blocks), None)
     got = jax.jit(lambda *qkv: attend(Heads(*qkv), seen, kernels))(q, k, v)
     for row, lengths in enumerate((case.lengths, case.lengths[::-1])):
         doc = np.repeat(np.arange(len(lengths)), lengths).tolist()
@@ -229,7 +229,7 @@ def test_paired_heads_are_one_softmax_for_each_query():
 @settings(max_examples=100, deadline=None)
 def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, block, query_tile, key_tile):
     doc = np.repeat(np.arange(len(lengths) + 1), [*lengths, 48])[:48]
-    first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block)
+    first_BT = first_key(jnp.asarray(doc)[None], jnp.int32(window), block)
     pairs_NCMS = np.asarray(visible(first_BT))[0].reshape(len(doc) // query_tile, query_tile, -1, key_tile)
     busy_NM = pairs_NCMS.any((1, 3))
     got = attention_triton.bounds(first_BT, TILES._replace(queries=query_tile, keys=key_tile))
@@ -278,14 +278,14 @@ def test_banded_says_when_its_bound_is_too_small(window_tokens):
     case = Case([32], 3, 4)
     q, k, v, _ = inputs(case)
     form = partial(attention_banded.attention, window_tokens=window_tokens, tile_tokens=4, scale=0.3)
-    got, want = form(q, k, v, case.sight()), attention(q, k, v, case.sight(), scale=0.3)
+    got, want = form(q, k, v, case.first_key()), attention(q, k, v, case.first_key(), scale=0.3)
     np.testing.assert_allclose(got[:, :8], want[:, :8], atol=3e-6)
     assert jnp.isnan(got[:, 8:]).all()
 
 
-@pytest.mark.parametrize("most_bytes", [1, attention_banded.MOST_SCORE_BYTES])
-def test_banded_memory_is_linear_in_time(most_bytes, monkeypatch):
-    monkeypatch.setattr(attention_banded, "MOST_SCORE_BYTES", most_bytes)
+@pytest.mark.parametrize("max_bytes", [1, attention_banded.MOST_SCORE_BYTES])
+def test_banded_memory_is_linear_in_time(max_bytes, monkeypatch):
+    monkeypatch.setattr(attention_banded, "MOST_SCORE_BYTES", max_bytes)
 
     def scratch_bytes(num_tokens: int) -> int:
         x_BTHK, zero_BT = jnp.zeros((1, num_tokens, 1, 8)), jnp.zeros((1, num_tokens), jnp.int32)

@@ -11,7 +11,8 @@ import pytest
 
 from speedrun.base.errors import UsageError
 from speedrun.science.kernels import attention_triton
-from speedrun.science.kernels.choose import (
+from speedrun.science.kernels.cross_entropy import as_cap
+from speedrun.science.kernels.dispatch import (
     AttentionCall,
     Choice,
     HeadCall,
@@ -20,10 +21,9 @@ from speedrun.science.kernels.choose import (
     QkNormCall,
     choose_attention,
     choose_head,
-    mlp_form,
-    qk_norm_form,
+    mlp_impl,
+    qk_norm_impl,
 )
-from speedrun.science.kernels.cross_entropy import as_cap
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 CPU: dict[str, Any] = {"platform": "cpu", "compute_capability": "", "dtype": F32}
@@ -44,14 +44,14 @@ CASES: list[tuple[Callable[[Any], Any], Any, list[tuple[dict[str, Any], str, str
         ({**SHORT, "window_tokens": 128}, "banded", "windows of at most 128"),
         ({**CPU, "window_tokens": 999 * 128}, "banded", "not definition: its scores take 54 GiB"),
     ]),
-    (qk_norm_form, QK_NORM, [
+    (qk_norm_impl, QK_NORM, [
         ({}, "triton", "one pass"),
         ({"compute_capability": "7.5"}, "definition", "not triton: this is a gpu 7.5"),
         ({"dtype": F32}, "definition", "float32 inputs"),
         ({"head_dim": 96}, "definition", "heads of 96 dimensions"),
         (CPU, "definition", "this is a cpu"),
     ]),
-    (mlp_form, MLP, [
+    (mlp_impl, MLP, [
         ({}, "mosaic", ""),
         ({"platform": "cpu"}, "definition", "this is a cpu 9.0"),
         ({"compute_capability": "8.0"}, "definition", "this is a gpu 8.0"),

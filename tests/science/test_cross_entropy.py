@@ -16,7 +16,6 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
-from speedrun.science.kernels.choose import HeadCall, choose_head
 from speedrun.science.kernels.cross_entropy import (
     Cap,
     Losses,
@@ -27,6 +26,7 @@ from speedrun.science.kernels.cross_entropy import (
     weighted_cross_entropy,
     weighted_uncapped,
 )
+from speedrun.science.kernels.dispatch import HeadCall, choose_head
 
 CAP = 15.0
 

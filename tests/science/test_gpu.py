@@ -21,9 +21,9 @@ from speedrun.recipes.record89 import model as record89
 from speedrun.recipes.record89.normuon_and_adam import polar_express
 from speedrun.recipes.record92 import anvil
 from speedrun.science import nn
-from speedrun.science.kernels import attention_triton, choose, cross_entropy_gpu, qk_norm_triton
+from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, qk_norm_triton
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
-from speedrun.science.kernels.attention import attention, sight
+from speedrun.science.kernels.attention import attention, first_key
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
@@ -65,11 +65,11 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     short_T[size.tokens // 20 : size.tokens // 15] = True
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
-        call = choose.AttentionCall(
+        call = dispatch.AttentionCall(
             shape_BTHK, DTYPE, PLATFORM, CAPABILITY, window_blocks * size.block_tokens
         )
-        form = _interpreted if interpreted else choose.choose_attention(name, call).function
-        seen = sight(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
+        form = _interpreted if interpreted else dispatch.choose_attention(name, call).function
+        seen = first_key(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
         *qkv, do = jax.random.normal(jax.random.key(0), (4, *shape_BTHK), DTYPE)
 
         def results(form: Callable[..., Any], do: jax.Array, seen: Any, *qkv: jax.Array) -> Results:
@@ -108,9 +108,9 @@ _interpreted = partial(attention_triton.attention, tiling=_TILING, interpret=Tru
 
 def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
     for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
-        call = choose.QkNormCall(size.head_dim, DTYPE, PLATFORM, CAPABILITY)
+        call = dispatch.QkNormCall(size.head_dim, DTYPE, PLATFORM, CAPABILITY)
         fast = partial(qk_norm_triton.qk_norm, interpret=True)
-        fast = fast if PLATFORM == "cpu" else choose.qk_norm_form(call).function
+        fast = fast if PLATFORM == "cpu" else dispatch.qk_norm_impl(call).function
         qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), DTYPE)
         angles = tuple(0.36 * a for a in nn.rotary_angles(tokens, size.head_dim))  # with record 89's length
 
@@ -132,8 +132,8 @@ def _mlp(name: str, size: Size) -> Iterator[_Case]:
         return dict(zip(("y", "dx", "dup", "ddown"), (y, *pull(dy)), strict=True))
 
     for tokens in (size.tokens, 8 * size.tokens):
-        call = choose.MlpCall(tokens, dim, wide, jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY)
-        if (choice := choose.mlp_form(call)).name != "mosaic":
+        call = dispatch.MlpCall(tokens, dim, wide, jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY)
+        if (choice := dispatch.mlp_impl(call)).name != "mosaic":
             raise UsageError(f"no kernel of the MLP can run: {choice.reason}")
         shapes = (tokens, dim), (tokens, dim), (wide, dim), (dim, wide)
         drawn = (jax.random.normal(jax.random.key(i), shape, call.dtype) for i, shape in enumerate(shapes))
@@ -166,7 +166,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
 
     for (cap, fp8, targets), by, num_chunks in product(kinds, passes, (1, 4)):
         chunk = len(x_ND) // num_chunks, len(head_VD), x_ND.dtype
-        if passes[by] is mosaic.PASSES and mosaic.refusals(*chunk):
+        if passes[by] is mosaic.PASSES and mosaic.unsupported_reasons(*chunk):
             continue
         fast = partial(
             cross_entropy_gpu.weighted_cross_entropy,

@@ -25,7 +25,7 @@ def test_rms_norm_is_computed_in_float32_and_returned_as_it_came(size):
 def test_learned_scalars_are_not_rounded():
     """bfloat16 rounds 1.003 to 1."""
     x = jnp.full((3,), 1024, jnp.bfloat16)
-    got = nn.blend((jnp.float32(1.003), x), (jnp.float32(-1), x))
+    got = nn.weighted_sum((jnp.float32(1.003), x), (jnp.float32(-1), x))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), 3.072, rtol=0.004)
 

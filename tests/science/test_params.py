@@ -44,7 +44,7 @@ def test_packed_arrays_divide_by_eight_and_hold_wide_matrices_in_their_order_and
     assert packed["embed"].shape == (16, 4)
     assert packed["scalars"].shape == (5,)
     assert all(x.shape[0] % params.SHARDS == 0 for name, x in packed.items() if name != "scalars")
-    places = [(m.name, m.place) for bank in layout.banks.values() for m in bank]
+    places = [(m.name, m.number) for bank in layout.banks.values() for m in bank]
     assert places[:10] == [*(("block.0.qkv", i) for i in range(9)), ("block.0.out", 0)]
     assert not packed["bank.4x6.1"][2:].any()
     assert not packed["embed"][13:].any()
@@ -67,8 +67,8 @@ def test_a_number_for_each_matrix_follows_the_declared_orientation():
 
 def test_a_group_of_its_own_is_packed_by_itself():
     table = TABLE | {
-        "gate": ParamSpec((2, 4, 6), ("layer", "out", "in"), normal, "gate", place="bank"),
-        "mix": ParamSpec((3,), ("lambda",), normal, "mix", place="vector"),
+        "gate": ParamSpec((2, 4, 6), ("layer", "out", "in"), normal, "gate", packing="bank"),
+        "mix": ParamSpec((3,), ("lambda",), normal, "mix", packing="vector"),
     }
     layout, plain = Layout(table), Layout(TABLE)
     given = values(table)

@@ -18,7 +18,7 @@ from speedrun.base.mesh import DATA
 from speedrun.science import rows
 from speedrun.science.params import Layout, ParamSpec, normal
 from speedrun.science.recipe import Recipe
-from speedrun.train import contract
+from speedrun.train import recipe_checks
 from speedrun.train.program import Program
 
 RNG = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def travelled(table: Any, ids_SN: np.ndarray, grads: Any) -> list[np.ndarray]:
 
     def both(table_RD, ids_1N, grads_1ND):
         params = {"pairs": table_RD}
-        sent, arrived, ids = rows.traffic(layout, params, ids_1N)
+        sent, arrived, ids = rows.exchange_rows(layout, params, ids_1N)
         fetched, pull = jax.vjp(lambda sent: arrived(sent)["pairs"], sent)
         sums_RD, (grads,) = jnp.zeros(table_RD.shape), pull(grads_1ND)
         return fetched, sums_RD.at[ids["pairs"]].add(grads["pairs"], mode="drop")
@@ -76,7 +76,7 @@ def test_evenly_spread_ids_fit():
     """As many as the table of record 89 gets, and as few as a laptop's; drawn a hundred times."""
     rng = np.random.default_rng(1)
     for num_ids, num_rows in [(49_152, 377_280), (256, 1_920), (32, 1_920)]:
-        most, num_local = rows.most_rows(num_ids, num_rows // 8, 8), num_rows // 8
+        most, num_local = rows.max_rows(num_ids, num_rows // 8, 8), num_rows // 8
         drawn = (np.unique(rng.integers(0, num_rows, num_ids)) // num_local for _ in range(100))
         assert max(np.bincount(owners).max() for owners in drawn) < most < num_ids
 
@@ -113,7 +113,7 @@ def test_an_update_moves_distinct_rows_and_rounds_each_once():
     ids, moves = np.array([5, 63, 64, 0], np.int32), 1e-3 * RNG.standard_normal((4, 3)).astype(np.float32)
     want = table.astype(np.float32)
     want[ids[ids < 64]] += moves[ids < 64]
-    found = rows.moved(jnp.asarray(table), rows.Rows(jnp.asarray(ids), jnp.asarray(moves)))
+    found = rows.apply_update(jnp.asarray(table), rows.Rows(jnp.asarray(ids), jnp.asarray(moves)))
     np.testing.assert_array_equal(found, want.astype(jnp.bfloat16))
 
 
@@ -180,7 +180,7 @@ def whole(ids_N: np.ndarray, values_ND: np.ndarray, num_rows: int, shards: int) 
 def test_ids_of_another_form_are_refused(tiny, wrong):
     recipe = pair_of(tiny, lambda tokens_BT: wrong(spread(tokens_BT)))[1]
     with pytest.raises(UsageError, match=r"its table reads .* of 'pairs'; need int32 \[16, N\]"):
-        contract.checked(Program(recipe, mesh.make_mesh(2)))
+        recipe_checks.checked(Program(recipe, mesh.make_mesh(2)))
 
 
 def test_validation_reads_the_rows_of_a_table_that_stays(tiny):

@@ -19,8 +19,8 @@ from speedrun.base.errors import UsageError
 from speedrun.base.mesh import DATA, make_mesh
 from speedrun.science.kernels import cross_entropy as head
 from speedrun.science.kernels import cross_entropy_gpu as gpu
-from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, weighted_cross_entropy
+from speedrun.science.kernels.dispatch import Kernels
 
 CAP = Cap(height=11.5, unit=15.0, shift=5.0)
 WEIGHTS = np.array([1.0, 0.5, 0.25, 0.25], np.float32)

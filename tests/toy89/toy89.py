@@ -19,9 +19,9 @@ from speedrun.recipes.record89.normuon_and_adam import AdamGroup, NorMuonAndAdam
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.attention import sight
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.attention import first_key
 from speedrun.science.kernels.cross_entropy import Targets
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params, ParamSpec, Table, constant, uniform_fan_in
 from speedrun.science.recipe import Batch, Constants, Forward, Loss, Recipe, Stage, Vocabulary
 
@@ -55,13 +55,15 @@ def table(cfg: Config) -> Table:
     d, f, inner = cfg.model_dim, cfg.mlp_dim, cfg.num_heads * cfg.head_dim
     return {
         "embed": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), small, "embed", like="head"),
-        "bigram": ParamSpec((cfg.bigram_rows, d), ("bigram", "model"), constant(0.0), "bigram", place="rows"),
+        "bigram": ParamSpec(
+            (cfg.bigram_rows, d), ("bigram", "model"), constant(0.0), "bigram", packing="rows"
+        ),
         "qkv": ParamSpec((3, inner, d), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
         "out": ParamSpec((d, inner), ("model", "heads"), uniform_fan_in, "matrix"),
         "up": ParamSpec((cfg.mlp_parts, f, d), ("part", "mlp", "model"), uniform_fan_in, "matrix"),
         "down": ParamSpec((cfg.mlp_parts, d, f), ("part", "model", "mlp"), uniform_fan_in, "matrix"),
         "lambdas": ParamSpec((2,), ("lambda",), constant(1.0), "scalar"),
-        "gates": ParamSpec((cfg.num_heads,), ("heads",), constant(0.5), "gate", place="vector"),
+        "gates": ParamSpec((cfg.num_heads,), ("heads",), constant(0.5), "gate", packing="vector"),
         "head": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), small, "head"),
     }
 
@@ -105,7 +107,7 @@ def hidden(
     `limit_B` limits these activations in training.
     """
     window = inputs.window("window_blocks")
-    seen = sight(nn.documents(tokens_BT, cfg.document_token), window.blocks, cfg.block_tokens)
+    seen = first_key(nn.documents(tokens_BT, cfg.document_token), window.blocks, cfg.block_tokens)
     theta_TK = jnp.arange(tokens_BT.shape[1], dtype=jnp.float32)[:, None] * inputs["rotary"][None, :]
     x_BTD = nn.lookup(p["embed"], tokens_BT) + bigrams(p["bigram"], inputs["signs"], tokens_BT)
     h_BTD = nn.rms_norm(x_BTD)

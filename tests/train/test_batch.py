@@ -17,17 +17,17 @@ from record_forge import PROGRAMS, Spec, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
-from speedrun.base import children, runlog
+from speedrun.base import runlog, subprocesses
+from speedrun.base.atomic_files import lock_record
 from speedrun.base.errors import UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE
-from speedrun.base.wholefile import lock_record
 from speedrun.record import batch
-from speedrun.record.about import assemble
 from speedrun.record.archive import name_of
 from speedrun.record.batch import Look
 from speedrun.record.layout import RUNNING, sha256
 from speedrun.record.reader import load
 from speedrun.record.salvage import salvage
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
 
@@ -60,7 +60,7 @@ TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(4, 0.0005)))
 
 def far(folder: Path) -> Any:
     record: Any = load(folder)
-    return batch.standing(record.declaration, record.runs, 3.28, 0.01)
+    return batch.batch_status(record.declaration, record.runs, 3.28, 0.01)
 
 
 def begun(folder: Path, *specs: Spec) -> Path:
@@ -130,7 +130,7 @@ def kept_at_the_end(log):
 @pytest.mark.parametrize("edit", [list, kept_at_the_end], ids=["", "with a checkpoint"])
 def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, share, tail):
     """It sorts first, but must not lead the record."""
-    before = load(forge(folder)).lead
+    before = load(forge(folder)).reference_run
     killed = write_run(folder, Spec(seed=1, attempt="0", edit_log=edit))
     log = killed / "metrics.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
@@ -141,7 +141,7 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, edit, whole, s
     assemble(folder)
     report, record = validate(folder, strict=True), load(folder)
     assert not report.having("failed") + report.having("warning")
-    assert (record.runs[0].outcome, record.lead) == ("aborted", before)
+    assert (record.runs[0].outcome, record.reference_run) == ("aborted", before)
     assert killed.name in (folder / "README.md").read_text()
 
 
@@ -216,7 +216,7 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
         timer = threading.Timer(0.3, os.kill, (os.getpid(), sent))
         timer.start()
     with child:
-        assert children.wait_for(child) == code
+        assert subprocesses.wait_for(child) == code
 
 
 def test_a_child_ends_with_its_parent():
@@ -237,7 +237,7 @@ def test_a_child_that_ignores_signals_is_killed_by_the_second():
         child.stdout.readline()
         for delay_s, number in ((0.2, signal.SIGTERM), (0.4, signal.SIGINT)):
             threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
-        assert children.wait_for(child, kill_after_s=0.2) == 130
+        assert subprocesses.wait_for(child, kill_after_s=0.2) == 130
         assert child.returncode == -signal.SIGKILL
 
 

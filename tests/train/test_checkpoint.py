@@ -19,21 +19,21 @@ from typed import invoke
 
 from speedrun import recipes
 from speedrun.base import mesh, runlog
+from speedrun.base.atomic_files import lock_record
 from speedrun.base.errors import CheckpointError, Terminated, UsageError
 from speedrun.base.sourcefile import RECIPES_VARIABLE, recipe_folders
-from speedrun.base.wholefile import lock_record
 from speedrun.commands import is_here, pictures
 from speedrun.data.stream import Cursor
-from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.science.step import TrainState
-from speedrun.train import recorded, request, resume_settings, run
-from speedrun.train.checkpoint import Facts, described, named, opened
+from speedrun.train import recorded, resume_settings, run, run_config
+from speedrun.train.checkpoint import CheckpointFacts, described, named, opened
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
-from speedrun.train.request import Resumable, RunConfig, decoded, folder_of, read_sealed, seal, steps_in
+from speedrun.train.run_config import Resumable, RunConfig, decoded, folder_of, read_sealed, seal, steps_in
 
 NUM_STEPS = 12
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(trained, tmp_path, monkeypat
     (stopped,) = runs_of(out)
     assert [(r.start, r.stop) for r in stopped.data.shards] == [(0, 7 * 512)]
     (failed,) = validate(out).having("failed")
-    told = f"{stopped.folder} broke off after 7 of 12 steps: Terminated: stopped by SIGTERM"
+    told = f"{stopped.folder} crashed after 7 of 12 steps: Terminated: stopped by SIGTERM"
     assert (failed.check.id, failed.messages) == ("V301", ("0 of 1 runs finished", told))
     assert f"- {told}" in (out / "README.md").read_text()
     monkeypatch.setattr(run, "log_stage_change", real)
@@ -246,8 +246,8 @@ def small() -> Program:
     return program()
 
 
-def facts(state, step: int) -> Facts:
-    return Facts(
+def facts(state, step: int) -> CheckpointFacts:
+    return CheckpointFacts(
         step, "small-0-0000", "c" * 64, Cursor(0, 512 * step), 512 * step, 0.1 * step, described(state)
     )
 
@@ -270,7 +270,7 @@ def copy(tmp_path, written) -> Path:
     return shutil.copytree(written, tmp_path / "checkpoints")
 
 
-def restored(folder: Path, small: Program, said: list[str]) -> tuple[TrainState, Facts]:
+def restored(folder: Path, small: Program, said: list[str]) -> tuple[TrainState, CheckpointFacts]:
     with opened(folder, b"{}", keep=0) as checkpoints:
         return checkpoints.restore(small, "c" * 64, said.append)
 
@@ -341,7 +341,7 @@ def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, e
         raise error
 
     with opened(copy, b"{}", keep=0) as checkpoints:
-        where = (request, "read_regular") if item == "facts" else (ocp.Checkpointer, "restore")
+        where = (run_config, "read_regular") if item == "facts" else (ocp.Checkpointer, "restore")
         monkeypatch.setattr(*where, fail)
         reason = str(error).partition(" [")[0] or type(error).__name__
         said = re.escape(f"{copy / '2'}: cannot be read: {reason}; it is kept")

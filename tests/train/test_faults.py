@@ -26,15 +26,15 @@ from test_checkpoint import kept, steps
 from typed import invoke, speedrun
 
 from speedrun import recipes
-from speedrun.base import children, faults, provenance, runlog
+from speedrun.base import faults, provenance, runlog, subprocesses
 from speedrun.base.errors import HANG, CheckpointError, NonFiniteError, StorageError
 from speedrun.data import shards
-from speedrun.record.about import assemble
 from speedrun.record.logged_run import Run
 from speedrun.record.salvage import salvage
+from speedrun.record.summary import assemble
 from speedrun.science.params import ParamSpec, normal
 from speedrun.train import recorded
-from speedrun.train.request import RunConfig, folder_of
+from speedrun.train.run_config import RunConfig, folder_of
 
 EVERY = 5
 TIMEOUT_S = 600
@@ -77,17 +77,17 @@ def at(config: RunConfig, out: Path, **changes) -> RunConfig:
 KEPT = """
 import sys
 from pathlib import Path
-from speedrun.base import children, console, output
-from speedrun.train import keeper, request
+from speedrun.base import subprocesses, console, output
+from speedrun.train import keeper, run_config
 
-with output.reported(), children.stoppable():
-    job = keeper.Job(request.decoded(Path(sys.argv[1]).read_bytes(), request.RunConfig))
+with output.reported(), subprocesses.stoppable():
+    job = keeper.Job(run_config.decoded(Path(sys.argv[1]).read_bytes(), run_config.RunConfig))
     code, error = keeper.trained(job, console.Printer(sys.stdout))
     if error:
-        children.say(f"error: {error}")
-sys.exit(children.shell_code(code))
+        subprocesses.say(f"error: {error}")
+sys.exit(subprocesses.shell_code(code))
 """
-KILLED = children.shell_code(-signal.SIGKILL)
+KILLED = subprocesses.shell_code(-signal.SIGKILL)
 
 
 def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:

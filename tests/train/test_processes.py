@@ -17,16 +17,16 @@ import pytest
 from small_run import SMALL, children_of, runs_of
 from typed import as_words, free_port
 
-from speedrun.base import children, errors, processes, runlog
+from speedrun.base import errors, processes, runlog, subprocesses
 from speedrun.base.errors import UsageError
-from speedrun.train import connect, request
-from speedrun.train.request import RunConfig
+from speedrun.train import connect, run_config
+from speedrun.train.run_config import RunConfig
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
 QUICK = ["--heartbeat", "10", "--meet-within", "60"]
 #: Exit codes of a process that lost another one: a transfer fails, or JAX misses the heartbeat.
-ENDED = (1, children.shell_code(-signal.SIGABRT))
+ENDED = (1, subprocesses.shell_code(-signal.SIGABRT))
 
 
 def lines(out: Path) -> list[Any]:
@@ -170,7 +170,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(
     assert stderr.count("error: stopped by a signal to one of 2 processes") == 1
     assert "Traceback" not in stderr + other_stderr
     steps = of(runlog.Step, out)
-    kept = [path.name for path in request.folder_of(out).iterdir() if path.name.isdigit()]
+    kept = [path.name for path in run_config.folder_of(out).iterdir() if path.name.isdigit()]
     assert kept == [str(steps[-1].step + 1)]
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [2]
     got, want = ([step.loss for step in of(runlog.Step, one)[:3]] for one in (out, trained.out))

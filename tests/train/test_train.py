@@ -28,17 +28,17 @@ from speedrun.base.clock import Phases
 from speedrun.base.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.cli.options import parse_settings
 from speedrun.data import shards
-from speedrun.record.about import assemble
 from speedrun.record.examine import sandbox
 from speedrun.record.source import split_source
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.train.attempt import Attempt
+from speedrun.train.compile import compilations, compile_all
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
 from speedrun.train.ranked import approve
 from speedrun.train.recorded import opening, train
-from speedrun.train.request import RunConfig
-from speedrun.train.warmup import compilations, compile_all
+from speedrun.train.run_config import RunConfig
 
 
 @pytest.fixture(scope="session")
@@ -228,10 +228,10 @@ def test_a_bad_gradient_ends_the_warm_up_before_the_clock_and_is_named(tmp_path,
 
 
 def test_the_loop_refuses_a_transfer_that_nobody_asked_for(tmp_path, smoke_data, monkeypatch):
-    real, out = mesh.place, tmp_path / "out"
+    real, out = mesh.shard, tmp_path / "out"
     # Warm-up places zeros and random ids before the clock; inside it, batches stay on the host.
     inside = lambda: list(out.glob("runs/*")) and events(out, runlog.ClockStart)  # noqa: E731
-    monkeypatch.setattr(mesh, "place", lambda x, m: x if inside() else real(x, m))
+    monkeypatch.setattr(mesh, "shard", lambda x, m: x if inside() else real(x, m))
     with pytest.raises(Exception, match=r"[Dd]isallowed"):
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     assert events(out)[-1].status == "aborted"
@@ -251,7 +251,7 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
     *_, error, end = events(out)
     assert (error.message, end.status) == ("stopped by SIGINT", "aborted")
     (failed,) = validate(out).having("failed")
-    assert failed.messages[1].endswith("broke off before the clock: Terminated: stopped by SIGINT")
+    assert failed.messages[1].endswith("crashed before the clock: Terminated: stopped by SIGINT")
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -276,7 +276,7 @@ def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sen
 
 
 # A process of ours drops it: `output.reported`.
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*callback:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_that_comes_while_python_collects_is_not_lost_and_handlers_are_put_back():
     """Python drops what a callback of its collector raises, and JAX has such a callback."""
 
@@ -377,7 +377,7 @@ REFUSED = {
     "stages.0.num_steps=10000000000": "need `int` <= 1000000",
     "stages.0.num_steps=9999": "last for",
     "compute_dtype=banana": "compute_dtype is 'banana'; need Literal['float32', 'bfloat16']",
-    "config.mixing=('foo','long','long','long')": "need tuple[Literal['long', 'short', 'none']",
+    "config.attention_kinds=('foo','long','long','long')": "need tuple[Literal['long', 'short', 'none']",
     "schedule.cooldown_fraction=0": "cooldown_fraction is 0.0; need `float` >= 1e-37",
     "optimizer.muon_lr=1e999": "need a number",
     "name=../../x": "write a recipe file",

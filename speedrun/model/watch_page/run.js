@@ -116,8 +116,8 @@ export class Run {
   }
 
   get status() {
-    if (this.end) return this.end.status === "finished" ? "finished" : "broke off";
-    if (this.error) return "broke off";
+    if (this.end) return this.end.status === "finished" ? "finished" : "crashed";
+    if (this.error) return "crashed";
     return this.last ? "running" : "waiting";
   }
 }

@@ -89,7 +89,7 @@ function rulesOf(run) {
 const quietFor = (run) => (run.last ? (Date.now() + feed.ahead - Date.parse(run.last)) / 1000 : 0);
 
 function statusOf(run) {
-  if (run.status !== "running") return [run.status, { finished: "finished", "broke off": "broke" }[run.status] ?? ""];
+  if (run.status !== "running") return [run.status, { finished: "finished", "crashed": "broke" }[run.status] ?? ""];
   const quiet = quietFor(run);
   const most = run.phase === "training" ? Math.max(SILENT_S, (3 * (run.ms.at(-1) ?? 0)) / 1000) : BUSY_S;
   return feed.isOn && quiet > most ? [`silent for ${seconds(quiet)}`, "silent"] : ["running", "running"];

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from speedrun.science import nn
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
-from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import products
+from speedrun.science.kernels.dispatch import Kernels
 
 Angles = tuple[jax.Array, jax.Array]
 Turns = tuple[jax.Array, jax.Array]  #: frequencies [K/4] and attention's scale
@@ -115,7 +115,7 @@ def exclusive(o_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax
 
 
 def composed(
-    heads: Heads, first_BT: jax.Array, w1_BTH: jax.Array, w2_BTH: jax.Array, most_keys: int
+    heads: Heads, first_BT: jax.Array, w1_BTH: jax.Array, w2_BTH: jax.Array, max_keys: int
 ) -> jax.Array:
     """Return the output of dynamically composed heads: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
 
@@ -123,9 +123,9 @@ def composed(
     `most_keys` keys from `first_BT`.
     Source: Xiao et al. 2024, Improving Transformers with Dynamically Composable Multi-Head Attention.
     """
-    num_tokens, tile = heads.q.shape[1], max(128, most_keys)
+    num_tokens, tile = heads.q.shape[1], max(128, max_keys)
     tile = min(tile, num_tokens)
-    rest, num_before = -num_tokens % tile, -(-(most_keys - 1) // tile)
+    rest, num_before = -num_tokens % tile, -(-(max_keys - 1) // tile)
     w1_BTH = w1_BTH.astype(jnp.float32)
     w1_BTH *= jax.lax.rsqrt(jnp.mean(w1_BTH * w1_BTH, axis=-1, keepdims=True) + COMPOSE_EPS)
 

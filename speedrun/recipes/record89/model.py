@@ -19,9 +19,9 @@ from speedrun.recipes.record89.tokens import bigrams, previous, targets_of
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.attention import sight
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.attention import first_key
 from speedrun.science.kernels.cross_entropy import Cap
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.kernels.mlp import Factors
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
@@ -31,7 +31,7 @@ def smeared(e_BTD: jax.Array, p: Params) -> jax.Array:
     """Add a gated part of the previous embedding, even of another document. Record 34, @classiclarryd."""
     strength = p["scalars"][-2]
     gate_BT1 = jax.nn.sigmoid(e_BTD[..., : p["smear_gate"].shape[1]] @ p["smear_gate"].T.astype(e_BTD.dtype))
-    return nn.blend((jnp.ones(()), e_BTD), (strength * gate_BT1, previous(e_BTD)))
+    return nn.weighted_sum((jnp.ones(()), e_BTD), (strength * gate_BT1, previous(e_BTD)))
 
 
 def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.Array:
@@ -83,7 +83,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
         *embeddings(p, tokens_BT, cfg),
         bigrams(p, tokens_BT, inputs["bigram_signs"]),
         inputs.values.get("mlp_dtype", "float32"),
-        (sight(doc_BT, cfg.compose_keys, 1), cfg.compose_keys),
+        (first_key(doc_BT, cfg.compose_keys, 1), cfg.compose_keys),
     )
 
 
@@ -103,10 +103,11 @@ def views(doc_BT: jax.Array, inputs: Inputs, short: Turns, long: Turns, cfg: Siz
     by_half = attention.angles(jnp.arange(2 * len(t_T)), *short, cfg.widths("paired")[0])
     paired = attention.paired(*by_half, cfg.num_heads)
     near_angles = attention.angles(t_T, *short, cfg.widths("short")[0])
+    far_angles = attention.angles(t_T, *long, cfg.widths("long")[0])
     return {
-        "short": View(sight(doc_BT, near.blocks, 1), near, near_angles),
-        "long": View(sight(doc_BT, far.blocks, 1), far, attention.angles(t_T, *long, cfg.widths("long")[0])),
-        "paired": View(sight(doubled_BT, near.blocks, 1), near, paired),
+        "short": View(first_key(doc_BT, near.blocks, 1), near, near_angles),
+        "long": View(first_key(doc_BT, far.blocks, 1), far, far_angles),
+        "paired": View(first_key(doubled_BT, near.blocks, 1), near, paired),
     }
 
 
@@ -154,12 +155,12 @@ def mix_positions(
 def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context) -> jax.Array:
     """Compose heads, remove their part along the own value, and gate them, if layer `i` does so."""
     if (w1_BTH := gates.get(("compose_in", i))) is not None and ctx.compose is not None:
-        (first_BT, most_keys), w2_BTH = ctx.compose, gates["compose_out", i]
-        o_BTHK += attention.composed(heads, first_BT, w1_BTH, w2_BTH, most_keys)
+        (first_BT, max_keys), w2_BTH = ctx.compose, gates["compose_out", i]
+        o_BTHK += attention.composed(heads, first_BT, w1_BTH, w2_BTH, max_keys)
     if (alpha_BTH := gates.get(("exclusive", i))) is not None:
         o_BTHK = attention.exclusive(o_BTHK, heads.v, alpha_BTH)
     if (gate_BTH := gates.get(("gate", i))) is not None:
-        o_BTHK = nn.blend((gate_BTH[..., None], o_BTHK))
+        o_BTHK = nn.weighted_sum((gate_BTH[..., None], o_BTHK))
     return o_BTHK
 
 
@@ -182,18 +183,19 @@ def add_attention(
     if ("ngram", i) in gates and i:  # the input of the first layer has it
         terms.append((gates["ngram", i], ctx.ngram_BTD))
     if cfg.layers[i].attention == "none":
-        return nn.blend(*terms)
+        return nn.weighted_sum(*terms)
     value_BTHK = None
     if i in ctx.values:
         gate_HN = p["value_gates"][cfg.layers_with("value").index(i)]
         value_BTHK = gated_value(h_BTD, ctx.values[i], gate_HN)
-    return nn.blend(*terms) + mix_positions(h_BTD, p, i, gates, ctx, cfg, p["post_lambdas"][i, 0], value_BTHK)
+    mixed_BTD = mix_positions(h_BTD, p, i, gates, ctx, cfg, p["post_lambdas"][i, 0], value_BTHK)
+    return nn.weighted_sum(*terms) + mixed_BTD
 
 
 def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Sizes) -> jax.Array:
     """Return resid x + post z for each z, an MLP of x."""
     mixed = mix_channels(x_BTD, p, i, ctx, cfg, p["post_lambdas"][i, 1])
-    return sum(mixed, nn.blend((p["resid_lambdas"][i, 1], x_BTD)))
+    return sum(mixed, nn.weighted_sum((p["resid_lambdas"][i, 1], x_BTD)))
 
 
 class Stream(NamedTuple):
@@ -214,15 +216,15 @@ def last_block(
     """
     x_BTD, c0_BTD, c7_BTD, half = stream.late_BTD, stream.start_BTD, stream.frozen_BTD, cfg.num_heads // 2
     mu = jnp.split(network(x_BTD, p, "mudd", 0, MUDD_SCALE), 14, axis=-1)
-    extra_BTD = nn.blend((mu[0], c0_BTD), (mu[1], c7_BTD), (mu[2], x_BTD))
+    extra_BTD = nn.weighted_sum((mu[0], c0_BTD), (mu[1], c7_BTD), (mu[2], x_BTD))
     gate_BTH = jnp.concatenate([mu[6]] * half + [mu[7]] * half, axis=-1)
-    value_BTHK = nn.blend((gate_BTH[..., None], by_head(ctx.values[LAST], cfg.num_heads)))
+    value_BTHK = nn.weighted_sum((gate_BTH[..., None], by_head(ctx.values[LAST], cfg.num_heads)))
     value_BTHK += by_head(extra_BTD, cfg.num_heads)
     y_BTD = mix_positions(nn.rms_norm(c7_BTD), p, LAST, gates, ctx, cfg, jnp.ones(()), value_BTHK)
-    x_BTD = nn.blend((1 + mu[5], x_BTD), (mu[3], c0_BTD), (mu[4], c7_BTD))
-    x_BTD = nn.blend((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.ngram_BTD))
+    x_BTD = nn.weighted_sum((1 + mu[5], x_BTD), (mu[3], c0_BTD), (mu[4], c7_BTD))
+    x_BTD = nn.weighted_sum((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.ngram_BTD))
     (z_BTD,) = mix_channels(x_BTD, p, LAST, ctx, cfg, jnp.ones(()))
-    return x_BTD, nn.blend((mu[12], x_BTD), (mu[13], z_BTD))
+    return x_BTD, nn.weighted_sum((mu[12], x_BTD), (mu[13], z_BTD))
 
 
 def layers(p: Params, ctx: Context, cfg: Sizes) -> tuple[Stream, jax.Array, jax.Array]:
@@ -232,7 +234,7 @@ def layers(p: Params, ctx: Context, cfg: Sizes) -> tuple[Stream, jax.Array, jax.
         return add_mlp(add_attention(x_BTD, h_BTD, p, i, now, ctx, cfg), p, i, ctx, cfg)
 
     now = gates(ctx.x0_BTD, p, 0, cfg)
-    x_BTD = start_BTD = nn.blend((jnp.ones(()), ctx.x0_BTD), (now["ngram", 0], ctx.ngram_BTD))
+    x_BTD = start_BTD = nn.weighted_sum((jnp.ones(()), ctx.x0_BTD), (now["ngram", 0], ctx.ngram_BTD))
     for i in range(LATE):
         x_BTD = block(x_BTD, nn.rms_norm(x_BTD), i)
     early_BTD = x_BTD
@@ -240,7 +242,7 @@ def layers(p: Params, ctx: Context, cfg: Sizes) -> tuple[Stream, jax.Array, jax.
     for i in range(LATE, SKIP):
         x_BTD = block(x_BTD, nn.rms_norm(x_BTD), i)
     gate_BT1 = jax.nn.sigmoid(p["scalars"][-1]) * now["skip", SKIP]
-    x_BTD = add_mlp(nn.blend((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP, ctx, cfg)
+    x_BTD = add_mlp(nn.weighted_sum((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP, ctx, cfg)
     x_BTD = frozen_BTD = block(x_BTD, nn.rms_norm(x_BTD), FROZEN)
     for i in range(FROZEN + 1, LAST):
         x_BTD = block(x_BTD, nn.rms_norm(frozen_BTD), i)
@@ -253,7 +255,7 @@ def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.
     f = jnp.split(network(x_BTD, p, "mudd", 1, MUDD_SCALE)[..., :5], 5, axis=-1)
     first_BTD = ctx.values[min(ctx.values)]
     earlier = stream.start_BTD, stream.frozen_BTD, stream.late_BTD, first_BTD, stream.early_BTD
-    return nn.blend((jnp.ones(()), x_BTD), *zip(f, earlier, strict=True))
+    return nn.weighted_sum((jnp.ones(()), x_BTD), *zip(f, earlier, strict=True))
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:

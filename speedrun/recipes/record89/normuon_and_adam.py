@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.base.errors import UsageError
-from speedrun.base.limits import Momentum, Positive, Rate
+from speedrun.base.field_types import Momentum, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.banks import in_stacks, quintics
 from speedrun.science.params import Dtype, Layout, Member, Params
-from speedrun.science.rows import whole
+from speedrun.science.rows import to_dense
 
 #: (a, b, c) of each step.
 POLAR_EXPRESS = (
@@ -148,7 +148,7 @@ def cautious_adam(
         grads: Params, state: AdamState, params: Params, *, inputs: Inputs, **_: Any
     ) -> tuple[Params, AdamState]:
         total = {
-            name: waiting + whole(waiting, grads[name]).astype(waiting.dtype)
+            name: waiting + to_dense(waiting, grads[name]).astype(waiting.dtype)
             for name, waiting in state.waiting.items()
         }
         if not (period := int(inputs[when])):

@@ -1,7 +1,4 @@
-"""The sizes and parameters of record 89.
-
-Legend: D model, H heads, V vocabulary.
-"""
+"""The sizes and parameters of record 89. Legend: D model, H heads, V vocabulary."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedrun.base import limits
-from speedrun.base.limits import Count, Natural
+from speedrun.base import field_types
+from speedrun.base.field_types import Count, Natural
 from speedrun.recipes.record89.tokens import bigram_rows, prefixes
 from speedrun.science import params
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
@@ -62,7 +59,7 @@ class Sizes:
     mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
 
     def __post_init__(self) -> None:
-        limits.check(self)
+        field_types.check(self)
         if len(self.layers) != LAST + 1:
             raise ValueError(f"layers has {len(self.layers)} entries; this architecture has 11")
         if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from speedrun.base.errors import UsageError
-from speedrun.base.limits import Count, Fraction, Momentum, Natural, Positive, Rate
+from speedrun.base.field_types import Count, Fraction, Momentum, Natural, Positive, Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Phases:
             raise UsageError(f"{found}; give each phase the steps of its stage: {hint}")
         return [sum(lengths[:i]) for i in range(len(lengths))]
 
-    def place(self, step: int, num_steps: int) -> tuple[int, float]:
+    def progress(self, step: int, num_steps: int) -> tuple[int, float]:
         """Return the index of the phase of a step, and how much of it is done."""
         starts = [*self.starts(num_steps), num_steps]
         index = max(i for i, start in enumerate(starts[:-1]) if start <= step)
@@ -81,7 +81,7 @@ class Phases:
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of a step; `num_steps` itself is the last validation."""
-        index, done = self.place(step, num_steps)
+        index, done = self.progress(step, num_steps)
         phase, most = self.phases[index], max(len(one.target_weights) for one in self.phases)
         both = phase.target_weights, phase.end_weights
         start, end = (np.array(w + (0.0,) * (most - len(w))) for w in both)
@@ -137,7 +137,7 @@ class Schedule(Phases):
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of a step; `num_steps` itself is the last validation."""
-        index, done = self.place(step, num_steps)
+        index, done = self.progress(step, num_steps)
         (rotary, scale), phase = self.rotary(index), self.phases[index]
         prefix = phase.prefix_weight + done * (phase.end_prefix_weight - phase.prefix_weight)
         return Phases.at(self, step, num_steps) | {

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.base.limits import Momentum, Positive, Rate
+from speedrun.base.field_types import Momentum, Positive, Rate
 from speedrun.recipes.record89 import normuon_and_adam as adams
 from speedrun.recipes.record89.normuon_and_adam import AdamGroup, normalize, shorter_mean
 from speedrun.recipes.record92.averages import Average, averages
@@ -129,7 +129,7 @@ class AnvilAndAdam:
         return optax.chain(
             anvil(layout.banks, rates, self.anvil_lr, self.anvil_decay, self.anvil_betas, self.polar_dtype),
             adams.cautious_adam([groups], self.tied, **settings),
-            adams.cautious_adam(periods, (), when="event", **settings),
-            row_adam(layout.reads, self.rows, when="event", **settings),
+            adams.cautious_adam(periods, (), when="update_tables", **settings),
+            row_adam(layout.reads, self.rows, when="update_tables", **settings),
             averages(self.averages, self.rescaled, layout),
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.base.errors import UsageError
-from speedrun.base.limits import Rate
+from speedrun.base.field_types import Rate
 from speedrun.base.mesh import DATA
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Layout, Params
@@ -30,7 +30,7 @@ Means = tuple[Params, ...]
 def averages(
     given: tuple[Average, ...], rescaled: tuple[str, ...], layout: Layout
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep averages of the weights after each update, and ship them where `inputs["ships"]`, which is compiled in.
+    """Keep averages of the weights after each update, and ship them where `inputs["use_averages"]`, a static input.
 
     Averages replace their share of the weights one after the other, so one may mix with what an earlier one left. Then
     each group of `rescaled` gets the Frobenius norm that it had before. Raise UsageError for a group that has none.
@@ -57,7 +57,7 @@ def averages(
         for one, old in zip(given, state, strict=True):
             means.append(mean := {k: x + inputs[one.input] * (weights[k] - x) for k, x in old.items()})
             shipped |= {name: shipped[name] + one.share * (x - shipped[name]) for name, x in mean.items()}
-        if not inputs["ships"]:
+        if not inputs["use_averages"]:
             return moves, tuple(means)
         for group in rescaled:
             own = [name for name in shipped if layout.groups[name] == group]

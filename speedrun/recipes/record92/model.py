@@ -20,7 +20,7 @@ from speedrun.recipes.record92.parameters import TWIN, Config
 from speedrun.recipes.record92.tokens import ngrams, sampled, segments
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
 
@@ -34,7 +34,7 @@ def mixed_end(
     sources = *early, *(ctx.values[i] for i in (2, LAST, TWIN)), *normed
     grouped = [x.reshape(*x.shape[:2], -1, cfg.mix_dim) for x in (x_BTD, *sources)]
     weights = [w_BTJ[..., None] for w_BTJ in jnp.unstack(mix_weights(x_BTD, p)[:, :, : len(sources)], axis=2)]
-    return nn.blend(*zip([jnp.ones(()), *weights], grouped, strict=True)).reshape(x_BTD.shape)
+    return nn.weighted_sum(*zip([jnp.ones(()), *weights], grouped, strict=True)).reshape(x_BTD.shape)
 
 
 def mix_weights(x_BTD: jax.Array, p: Params) -> jax.Array:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from speedrun.base.limits import Count
+from speedrun.base.field_types import Count
 from speedrun.recipes.record89 import parameters as record89
 from speedrun.recipes.record89.parameters import FROZEN, LAST, LATE, SKIP, Attention, Extra, Layer, Widths
 from speedrun.recipes.record92.tokens import STRIDE, ngram_rows
@@ -72,7 +72,7 @@ def block_table(i: int, layer: Layer, cfg: Config) -> Table:
     specs, group = record89.block_table(layer, cfg), {"qk": "qk", "vo": "vo"}
     if i == TWIN:
         specs |= {f"{name}_twin": specs[name] for name in ("up", "down")}
-    return {name: replace(spec, group=group.get(name, "mlp"), place="bank") for name, spec in specs.items()}
+    return {name: replace(spec, group=group.get(name, "mlp"), packing="bank") for name, spec in specs.items()}
 
 
 def rate_of(matrix: Member) -> float:

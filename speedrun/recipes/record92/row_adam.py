@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.base.limits import Count, Momentum, Rate
+from speedrun.base.field_types import Count, Momentum, Rate
 from speedrun.recipes.record89.normuon_and_adam import since
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
-from speedrun.science.rows import Rows, taken
+from speedrun.science.rows import Rows, gather_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def _update(
 ) -> tuple[jax.Array, jax.Array]:
     """Return what rows move, and all new mean squares."""
     beta2, eps, a, pull = scales
-    g_UD, w_UD = (taken(x, ids_U).astype(jnp.float32) for x in (waiting_RD, table_RD))
-    v_U = beta2 * taken(square_R, ids_U) + (1 - beta2) * jnp.mean(g_UD * g_UD, axis=1)
+    g_UD, w_UD = (gather_rows(x, ids_U).astype(jnp.float32) for x in (waiting_RD, table_RD))
+    v_U = beta2 * gather_rows(square_R, ids_U) + (1 - beta2) * jnp.mean(g_UD * g_UD, axis=1)
     u_UD = a * g_UD / (jnp.sqrt(v_U) + eps)[:, None]
     move_UD = -(u_UD + pull * jnp.where(u_UD * w_UD > 0, w_UD, 0.0))
     return move_UD, (beta2 * square_R).at[ids_U].set(v_U, mode="drop")

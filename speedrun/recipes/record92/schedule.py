@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from speedrun.base.limits import Count, Fraction, Momentum, Positive, Rate
+from speedrun.base.field_types import Count, Fraction, Momentum, Positive, Rate
 from speedrun.recipes.record89 import schedule as record89
 
 
@@ -47,7 +47,7 @@ class Schedule(record89.Phases):
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of a step; `num_steps` itself is the last validation."""
-        index, done = self.place(step, num_steps)
+        index, done = self.progress(step, num_steps)
         inputs, phases = record89.Phases.at(self, step, num_steps), self.phases[: index + 1]
         short, short_scale = self.stretched([phase.short_blocks for phase in phases], self.short_scale)
         long, long_scale = self.stretched([phase.long_blocks for phase in phases], self.long_scale)
@@ -55,18 +55,18 @@ class Schedule(record89.Phases):
         return inputs | {
             "fast_beta": np.float32(self.fast_beta if has_two else inputs["momentum"]),
             "fast_weight": np.float32(self.fast_weight if has_two else 1.0),
-            "event": self.event(step) if step < num_steps else 0,
+            "update_tables": self.update_tables(step) if step < num_steps else 0,
             "tied": np.bool_(step <= self.starts(num_steps)[-1] | 1),
             "short_rotary": short.astype(np.float32),
             "short_scale": np.float32(short_scale),
             "long_rotary": long.astype(np.float32),
             "long_scale": np.float32(long_scale),
-            "ships": step == num_steps - 1,
+            "use_averages": step == num_steps - 1,
             **{tail.name: np.float32(self.rate(tail, step, num_steps)) for tail in self.tails},
             **phases[-1].parts(done),
         }
 
-    def event(self, step: int) -> int:
+    def update_tables(self, step: int) -> int:
         """Return the period of the update of the tables after a step, 0 for none."""
         if step < self.frequent_steps:
             return step % 2

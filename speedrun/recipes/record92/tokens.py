@@ -69,14 +69,14 @@ class Columns(NamedTuple):
     """The columns of the softmax of a sequence."""
 
     ids_P: jax.Array  #: i32, ascending
-    place_V: jax.Array  #: i32, where an id is among them; -1: nowhere
+    column_V: jax.Array  #: i32, where an id is among them; -1: nowhere
     offset: jax.Array  #: i32, where the next sweep starts
     fits: jax.Array  #: bool, whether there is room for all targets
 
     def of(self, targets: Targets) -> Targets:
         """Return targets by place. One without a column, which only a prefix can lack, leaves the softmax."""
         exists_NM = targets.ids_NM >= 0
-        place_NM = jnp.where(exists_NM, self.place_V[targets.ids_NM], -1)
+        place_NM = jnp.where(exists_NM, self.column_V[targets.ids_NM], -1)
         weights_NM = jnp.where(place_NM >= 0, targets.weights_NM, 0.0)
         lost_N = jnp.sum(jnp.where(exists_NM, targets.weights_NM - weights_NM, 0.0), axis=1)
         weights_NM = jnp.where(self.fits, weights_NM, jnp.nan)  # a loss that is no number ends the run
@@ -104,6 +104,6 @@ def sampled(targets_T: jax.Array, offset: jax.Array, num_columns: int, vocab_siz
     even_V = is_other_V & (rank_V % every == 0) & (rank_V // every < need)
 
     chosen_V = ~is_other_V | jnp.where(nth_V[-1] >= need, swept_V, even_V)
-    place_V = jnp.where(chosen_V, jnp.cumsum(chosen_V) - 1, -1)
+    column_V = jnp.where(chosen_V, jnp.cumsum(chosen_V) - 1, -1)
     (ids_P,) = jnp.nonzero(chosen_V, size=num_columns)
-    return Columns(ids_P, place_V, (offset + length) % vocab_size, room >= 0)
+    return Columns(ids_P, column_V, (offset + length) % vocab_size, room >= 0)

@@ -88,7 +88,7 @@ def _follows(record: Record) -> Iterator[str]:
     if fleet.islands > rules.get("most", 0) or not same:
         yield f"{fleet.islands} islands, {fleet.every} steps, quorum {fleet.quorum}; the track has {rules}"
     counted = [one for one in rounds if one.digest]
-    due = math.ceil(record.lead.start.num_steps / fleet.every)
+    due = math.ceil(record.reference_run.start.num_steps / fleet.every)
     if [one.version for one in counted] != [*range(due)]:
         yield f"rounds {[one.version for one in counted]} counted; need 0 to {due - 1}, once each"
     joined = {one.island for run in record.runs for one in run.of(runlog.Island) if not one.why}

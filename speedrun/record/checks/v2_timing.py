@@ -86,7 +86,7 @@ def _drift(run: Run) -> Iterator[str]:
     hint="keep the log of the run that it resumes, as the harness wrote it",
 )
 def _goes_on(run: Run, record: Record) -> Iterator[str]:
-    """Also of runs that broke off, which are a part of the chain."""
+    """Also of runs that crashed, which are a part of the chain."""
     if run.resumed:
         yield from _jumps(run, next((one for one in record.runs if one.folder == run.origin.run_id), None))
 

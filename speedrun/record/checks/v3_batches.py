@@ -11,7 +11,7 @@ from typing import Any
 
 from speedrun.base import runlog
 from speedrun.record import git_history, layout
-from speedrun.record.batch import TrackRef, allowed_to_break_off, completed, looks, seeds_from, standing
+from speedrun.record.batch import TrackRef, allowed_crashes, batch_status, completed, looks, seeds_from
 from speedrun.record.checks.table import Skip, check, same
 from speedrun.record.logged_run import FormatError, Run, read_run
 from speedrun.record.reader import Record
@@ -42,7 +42,7 @@ def _proves(record: Record) -> Iterator[str]:
         if len(record.runs) == 1:  # V306 reports several
             yield "no batch was declared, so no test was made"
         return
-    test = standing(record.declaration, record.runs, target.loss, target.sigma).test
+    test = batch_status(record.declaration, record.runs, target.loss, target.sigma).test
     if test is not None and not test.passed and isfinite(test.mean):  # V303 and V309 report the others
         yield f"mean {test.mean:.5f} of {test.num_runs} runs: p = {test.p:.2g}, need less than {test.alpha:g}"
 
@@ -56,20 +56,20 @@ def _all_there(record: Record) -> Iterator[str]:
     declared, target = record.declaration, record.rules.target
     if declared is None or not record.finished:
         raise Skip("no run finished" if declared else "no batch was declared")
-    progress = standing(declared, record.runs, target.loss, target.sigma)
+    progress = batch_status(declared, record.runs, target.loss, target.sigma)
     done = completed(record.runs).keys()
     yield from (f"seed {seed} was declared, but none of its runs ended" for seed in progress.missing)
     yield from (f"seed {seed} was not declared" for seed in sorted(done - set(declared.seeds)))
     if not progress.missing and (more := done & set(declared.seeds[len(progress.losses) :])):
         yield f"seeds {sorted(more)} were run after the batch was decided"
-    broke_off = [run for run in record.runs if run.outcome == "aborted"]
-    for run in broke_off:
+    crashed = [run for run in record.runs if run.outcome == "aborted"]
+    for run in crashed:
         if run.vals and run.vals[-1].step == run.start.num_steps:
-            yield f"{run.folder}: broke off when its result was known, so it had to count"
+            yield f"{run.folder}: crashed when its result was known, so it had to count"
     # Only up to the deciding look: a second look that is never reached permits no more broken runs.
     needed = len(progress.losses) + len(progress.missing)
-    if len(broke_off) > (allowed := allowed_to_break_off(needed)):
-        yield f"{len(broke_off)} runs broke off; of {needed}, {allowed} may"
+    if len(crashed) > (allowed := allowed_crashes(needed)):
+        yield f"{len(crashed)} runs crashed; of {needed}, {allowed} may"
 
 
 @check(

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from speedrun.record.about import summarize
 from speedrun.record.checks.table import Skip, check, check_run, if_ranked, same
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
+from speedrun.record.summary import summarize
 
 _ROUNDING = 1e-6  #: nats between a stated loss and its exact sum
 _MOST_NATS = 1e4  #: a larger loss would need logits that far apart
@@ -31,13 +31,13 @@ CURVES: dict[str, dict[int, float]] = {
 
 @check(
     "V301 a run finished",
-    why="a run that broke off is worth keeping, but it is no result",
+    why="a run that crashed is worth keeping, but it is no result",
     hint="find the reason in its log, and run again into a new folder",
 )
 def _enough_runs(record: Record) -> Iterator[str]:
     if not record.finished:
         yield f"0 of {len(record.runs)} runs finished"
-        yield from summarize(record).broke_off
+        yield from summarize(record).crashed
 
 
 @check(

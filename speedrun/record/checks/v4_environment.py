@@ -184,7 +184,7 @@ def _health(record: Record) -> Iterator[str]:
     if device is None and len(rates) < 2:
         raise Skip(f"one run on a {kind}, whose rate is unknown")
     usual = median(high for _, high in rates.values())
-    slow = SAME_BENCH.get(record.lead.preflight.platform, min(SAME_BENCH.values()))
+    slow = SAME_BENCH.get(record.reference_run.preflight.platform, min(SAME_BENCH.values()))
     for folder, (low, high) in rates.items():
         if low < usual * slow:
             yield f"{folder}: the benchmark reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"

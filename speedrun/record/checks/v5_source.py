@@ -120,8 +120,8 @@ def _state(run: Run, record: Record) -> Iterator[str]:
     (plan,), hw = run.of(runlog.Plan), run.preflight
     yield same("replicas in its config", run.start.config.get("replicas", 1), hw.num_replicas)
     yield same(f"devices in no replica of {hw.num_replicas}", hw.num_devices % hw.num_replicas, 0)
-    most_bytes = record.rules.rules.state_bytes_per_param * plan.num_params
-    yield at_most(f"bytes for {plan.num_params:,} parameters", _held_bytes(run, plan), most_bytes)
+    max_bytes = record.rules.rules.state_bytes_per_param * plan.num_params
+    yield at_most(f"bytes for {plan.num_params:,} parameters", _held_bytes(run, plan), max_bytes)
 
 
 def _held_bytes(run: Run, plan: runlog.Plan) -> int:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from speedrun.base import runlog
 from speedrun.record.checks.table import Check, Skip, at_most, check, problems_of, same
 from speedrun.record.checks.v5_source import leaves
-from speedrun.record.findings import Findings, Replayed
+from speedrun.record.examination import Findings, Replayed
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
 
@@ -127,7 +127,7 @@ def _causal(_run: Run, findings: Findings) -> Iterator[str]:
     hint="look for statistics over the batch, and for state that is kept between sequences",
 )
 def _separate(_run: Run, findings: Findings) -> Iterator[str]:
-    yield same("change of a log-probability with other neighbours", findings.company, 0)
+    yield same("change of a log-probability with other neighbours", findings.neighbours, 0)
 
 
 @check_findings(

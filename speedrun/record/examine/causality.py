@@ -46,7 +46,7 @@ class Known(NamedTuple):
     rows: float = 0.0  #: with other rows of the head
     later: float = 0.0  #: with other later tokens
     at: int = -1  #: position of the output that showed `later`
-    company: float = 0.0  #: with other sequences
+    neighbours: float = 0.0  #: with other sequences
     changes: int = 0  #: number of changed texts
 
 
@@ -125,7 +125,7 @@ def _other_company(
     """Replace all but some sequences of a batch."""
     kept_B1 = (draw.permutation(len(ids_BT)) < num_kept)[:, None]
     x_ND = _flat(model.hidden(np.where(kept_B1, ids_BT, others_BT)))
-    return _Case("company", x_ND, np.broadcast_to(kept_B1, ids_BT.shape).reshape(-1))
+    return _Case("neighbours", x_ND, np.broadcast_to(kept_B1, ids_BT.shape).reshape(-1))
 
 
 def _other_rows(x_ND: np.ndarray, others_ND: np.ndarray, share: float, draw: np.random.Generator) -> _Case:

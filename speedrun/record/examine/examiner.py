@@ -24,13 +24,13 @@ from speedrun.base.output import reported
 from speedrun.base.progress import over
 from speedrun.data import shards, stream, vocabulary
 from speedrun.record import layout
+from speedrun.record.examination import Examination, Findings
 from speedrun.record.examine import causality
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.examine.training import Trainer, finite
-from speedrun.record.findings import Examination, Findings
 from speedrun.record.reader import read_programs
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.request import decoded
+from speedrun.train.run_config import decoded
 
 _TEXTS = 140  #: scored sequences to change
 #: Limits for other text: sequences, or tokens if that allows more sequences.
@@ -110,7 +110,7 @@ class _Examiner:
             leak=known.later,
             leak_at=known.at,
             changes=known.changes,
-            company=known.company,
+            neighbours=known.neighbours,
             constant_bytes=self.programs.constant_bytes,
             shuffled_loss=float(self._nll(model, shuffled).mean()),
             other_loss=float(others_R.mean()) if compared else None,

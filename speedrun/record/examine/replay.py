@@ -22,9 +22,9 @@ from speedrun.base.errors import CheckpointError, UsageError
 from speedrun.record import archive, layout
 from speedrun.record.checks.v5_source import leaves
 from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS
+from speedrun.record.examination import Examination, Findings, Stretch
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.rerun import Rerun
-from speedrun.record.findings import Examination, Findings, Stretch
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, load
 from speedrun.record.validate import Report, ask
@@ -89,7 +89,9 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
     reruns = [Rerun(folder, options.data, echo, run_id=name, unsafe=options.unsafe) for name in names]
-    raw = record.raw[archive.name_of(record.lead.of(runlog.Exported)[0].sha256)]  # V003: that of all runs
+    raw = record.raw[
+        archive.name_of(record.reference_run.of(runlog.Exported)[0].sha256)
+    ]  # V003: that of all runs
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
     print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)
@@ -113,7 +115,7 @@ def _sound(folder: Path, report: Report) -> Record:
 def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
     """Lower the source again; return the report with the result of V610 added."""
     record = _sound(folder, report)
-    run, (made,) = record.lead, record.lead.of(runlog.Exported)
+    run, (made,) = record.reference_run, record.reference_run.of(runlog.Exported)
 
     def jax(software: dict[str, str]) -> str:
         return " and ".join(f"{name} {software.get(name)}" for name in ("jax", "jaxlib"))
@@ -156,12 +158,12 @@ def relowered(folder: Path, report: Report, options: Options, echo: TextIO) -> R
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     """Return the folder of checkpoints of each run, by the name in its last checkpoint."""
-    from speedrun.train import checkpoint, request  # the first imports JAX
+    from speedrun.train import checkpoint, run_config  # the first imports JAX
 
     found = {}
     for folder in folders:
         try:
-            facts = checkpoint.read_facts(folder, request.steps_in(folder)[0])
+            facts = checkpoint.read_facts(folder, run_config.steps_in(folder)[0])
             found[runs[facts.run_id].folder] = folder
         except (OSError, LookupError, checkpoint.Damaged, CheckpointError):
             raise UsageError(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TextIO
 import msgspec
 
 from speedrun.base import clock, provenance
+from speedrun.base.atomic_files import is_occupied, lock_record, make_folder, read_regular, write_whole
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
-from speedrun.base.wholefile import is_occupied, lock_record, make_folder, read_regular, write_whole
 from speedrun.record.batch import seeds_from
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import Strict
@@ -32,10 +32,10 @@ from speedrun.record.validate import examine
 PLAN = "plan.json"
 
 
-class Plan(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction-plan/2"):
+class ReproductionPlan(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction-plan/2"):
     """`plan.json`: the seeds to run, fixed before the first run, so that nobody picks among results."""
 
-    record_ids: tuple[str, ...]  #: of the record, and of its rival if there is one
+    record_ids: tuple[str, ...]  #: of the record, and of its candidate if there is one
     same_seeds: bool
     seeds: tuple[int, ...]
     created_utc: str
@@ -96,7 +96,7 @@ class Repetition:
             match load(attempt).runs:
                 # An untrusted log may claim an end before its beginning, without hardware.
                 case [run] if run.start.seed == seed and run.outcome != "aborted" and run.hardware[0]:
-                    if run.finished and (differ := _differences(run, self.record.lead)):
+                    if run.finished and (differ := _differences(run, self.record.reference_run)):
                         raise DataError(
                             f"{attempt}: its run has another {', '.join(differ)} than the record; need the same; "
                             "move the folder away and run the same command again"
@@ -104,7 +104,7 @@ class Repetition:
                     return run
         return None
 
-    def judge(self, plan: Plan, runs: list[Run], by: str) -> Result:
+    def judge(self, plan: ReproductionPlan, runs: list[Run], by: str) -> Result:
         """Write `reproduction.json`, and judge the record."""
         found = Reproduction(
             record_id=self.record.id,
@@ -135,7 +135,7 @@ def _points(record: Record) -> Iterator[Point]:
     failed = ", ".join(result.check.id for result in examine(record).having("failed"))
     here = f"{failed} failed" if failed else "all pass"
     yield point("checks", "all pass", here, lost="the record's own claims")
-    theirs, software = record.lead.preflight, provenance.software()
+    theirs, software = record.reference_run.preflight, provenance.software()
     for name in {**theirs.software, **software}:
         if theirs.platform == "cpu" and provenance.FOR_GPUS.fullmatch(name):
             continue  # CPUs do not use these
@@ -163,8 +163,8 @@ def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO
     return runs
 
 
-def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seeds: bool) -> Plan:
-    """Return the plan in a folder, or plan; the records are one, or one and its rival.
+def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seeds: bool) -> ReproductionPlan:
+    """Return the plan in a folder, or plan; the records are one, or one and its candidate.
 
     Fresh seeds are derived from the records' digests and the time, so that nobody chooses them. With `same_seeds`, they
     are the first record's.
@@ -177,7 +177,7 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
         )
     if is_occupied(folder):
         try:
-            plan = msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
+            plan = msgspec.json.decode(read_regular(folder / PLAN), type=ReproductionPlan)
         except (OSError, ValueError, RecursionError):
             plan = None
         if plan is None or (plan.record_ids, plan.same_seeds, len(plan.seeds)) != (ids, same_seeds, num_runs):
@@ -187,7 +187,7 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
     known = {run.start.seed for record in records for run in record.finished}
     derived = seeds_from(" ".join(ids), now, num_runs + len(known))
     seeds = recorded if same_seeds else [seed for seed in derived if seed not in known]
-    plan = Plan(ids, same_seeds, tuple(seeds[:num_runs]), now)
+    plan = ReproductionPlan(ids, same_seeds, tuple(seeds[:num_runs]), now)
     with lock_record(folder):
         make_folder(folder, {PLAN: encode(plan)})
     return plan

@@ -18,20 +18,20 @@ from msgspec.structs import replace
 
 from speedrun.base import provenance, runlog
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Clock
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.base.exit_codes import EXIT_CODES, meaning
-from speedrun.base.wholefile import write_whole
 from speedrun.data import generated, shards, vocabulary
 from speedrun.record import archive
+from speedrun.record.examination import Examination, Findings
 from speedrun.record.examine import sandbox
-from speedrun.record.findings import Examination, Findings
 from speedrun.record.layout import Strict
 from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import load, read_files
-from speedrun.train.request import RunConfig
 from speedrun.train.resume_settings import asked
+from speedrun.train.run_config import RunConfig
 
 _PACKAGE = Path(__file__).parent.parent.parent
 
@@ -54,9 +54,9 @@ import msgspec
 import numpy as np
 from speedrun.record.archive import pack
 from speedrun.train.export_programs import exported
-from speedrun.train.footprint import flops_per_token
+from speedrun.train.memory import flops_per_token
 from speedrun.train.preflight import prepare
-from speedrun.train.request import RunConfig, decoded
+from speedrun.train.run_config import RunConfig, decoded
 request = Path(sys.argv[1])
 ready = prepare(decoded(request.read_bytes(), RunConfig))
 table = ready.program.layout.table
@@ -77,7 +77,7 @@ request.with_name("programs.xz").write_bytes(pack(exported(ready)))
 """
 
 
-class Facts(Strict, frozen=True):
+class RerunFacts(Strict, frozen=True):
     """What a source states about the run that it lowers, in the form of the log."""
 
     config: dict[str, Any]
@@ -107,7 +107,7 @@ class Rerun:
             unsafe: run without a sandbox if there is none.
         """
         record = load(folder)
-        self.old = next((run for run in record.runs if run.folder == run_id), record.lead)
+        self.old = next((run for run in record.runs if run.folder == run_id), record.reference_run)
         self.rounds = tuple(rounds_of(record.runs))
         self._echo, self._given, self._unsafe = echo, data, unsafe
         self._source = record.source_files
@@ -182,7 +182,7 @@ class Rerun:
                 heard.require(made)  # before anything is left that a next call would take for a result
                 _bring(made, out)
 
-    def lowered(self) -> tuple[bytes, Facts]:
+    def lowered(self) -> tuple[bytes, RerunFacts]:
         """Lower the programs of the source; return their archive, and what the source states.
 
         It sees only headers and sizes of validation shards.
@@ -194,7 +194,7 @@ class Rerun:
             config = self._config(scratch / "record", self.old.start.seed, seen)
             self._start(("-c", _LOWER), config, scratch, code, readable, _LEAST_S)
             try:
-                facts = msgspec.json.decode(plain(scratch / "facts.json", _MOST_FACTS_BYTES), type=Facts)
+                facts = msgspec.json.decode(plain(scratch / "facts.json", _MOST_FACTS_BYTES), type=RerunFacts)
                 return plain(scratch / "programs.xz", archive.MOST_BYTES), facts
             except (OSError, ValueError, RecursionError) as error:
                 raise SpeedrunError(f"the source of {self.old.folder} left no programs: {error}") from None
@@ -293,11 +293,11 @@ def _without_text(data: Path, seen: Path, rules: tracks.Data) -> list[Path]:
     return [path.resolve() for path in others]
 
 
-def plain(path: Path, most_bytes: int) -> bytes:
+def plain(path: Path, max_bytes: int) -> bytes:
     """Read a small file that untrusted code left, but no link or pipe; raise OSError or ValueError."""
     found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
-        raise ValueError(f"{path.name} is no plain file of at most {most_bytes:,} bytes")
+    if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
+        raise ValueError(f"{path.name} is no plain file of at most {max_bytes:,} bytes")
     return path.read_bytes()
 
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, TextIO
 
-from speedrun.base import children, console
+from speedrun.base import console, subprocesses
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.exit_codes import EXIT_CODES
 
@@ -184,7 +184,7 @@ def run(
         timer = threading.Timer(wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
-        code = children.wait_for(child)
+        code = subprocesses.wait_for(child)
         relay.join(_LAST_WORDS_S)
         if timer.finished.is_set():
             raise SpeedrunError(

@@ -19,8 +19,8 @@ from speedrun.commands import added
 from speedrun.data import shards, stream
 from speedrun.record import layout
 from speedrun.record.archive import Archive
+from speedrun.record.examination import Examination, Replayed, Stretch
 from speedrun.record.examine.stablehlo import Programs
-from speedrun.record.findings import Examination, Replayed, Stretch
 from speedrun.train import checkpoint
 from speedrun.train.checkpoint import state_hash
 
@@ -83,7 +83,7 @@ class Trainer:
         name = self.programs.lowered.steps[at]
         num_sequences, seq_len = self.programs.shape(name)
         batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
-        ids = (meshes.place(x, self.programs.mesh) for x in batch)
+        ids = (meshes.shard(x, self.programs.mesh) for x in batch)
         outs = (*self.places, NamedSharding(self.programs.mesh, P()))
         *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *self._constants, *ids)
         return leaves, float(finite(loss)), batch

@@ -1,1 +1,1 @@
-"""Operations: each has one definition that runs anywhere, and faster forms."""
+"""Operations: each has one definition that runs anywhere, and faster implementations."""

@@ -24,7 +24,7 @@ class Window(NamedTuple):
         return self._replace(blocks=self.blocks // 2 + (self.blocks < 2), most=max(1, self.most // 2))
 
 
-def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> jax.Array:
+def first_key(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> jax.Array:
     """Return first_BT, the first key that each token sees: max(start[q], (q // block - window_blocks + 1) * block).
 
     `doc_BT` has the document index of each token. The result is i32 and non-decreasing in T. A token sees nothing if
@@ -48,7 +48,7 @@ def attention(
 ) -> jax.Array:
     """Return softmax(scale q k^T, over visible keys) v in the dtype of `v_BTHK`, with a float32 softmax.
 
-    Memory grows with T squared. The output of a query that sees nothing is NaN, in every form.
+    Memory grows with T squared. The output of a query that sees nothing is NaN, in every implementation.
     """
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK, preferred_element_type=jnp.float32) * scale
     seen_BHTS = visible(first_BT)[:, None]

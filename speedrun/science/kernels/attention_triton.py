@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from speedrun.science.kernels.qk_norm_triton import halves, turned, turned_back
+from speedrun.science.kernels.qk_norm_triton import halves, rotate, turned_back
 
 #: Scores are in base 2: exp2 is one instruction.
 LOG2_E = math.log2(math.e)
@@ -75,7 +75,7 @@ def attention(
     tiling: Tiling = HOPPER,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attention.attention` to the rounding of the inputs' dtype, for shapes that `refusals` permits.
+    """Compute `attention.attention` to its inputs' rounding, for shapes that `unsupported_reasons` permits.
 
     Scores, sums and accumulators are float32. Weights and their gradients are rounded to the dtype of the values
     before each product. The backward pass recomputes scores, so memory is linear in T.
@@ -86,7 +86,7 @@ def attention(
     return _attention(settings, q_BTHK, k_BTHK, v_BTHK, first_BT, *normed)
 
 
-def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
+def unsupported_reasons(shape_BTHK: tuple[int, ...]) -> list[str]:
     """Return why the kernels cannot run on this shape."""
     _, num_tokens, _, head_dim = shape_BTHK
     reasons = []
@@ -213,7 +213,7 @@ def _key_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 
 def _turned(q_ref: Any, angles_ref: Any, y_ref: Any, r_ref: Any) -> jax.Array:
     """Return a tile of queries after QK-norm and rotary, which is also stored, as is 1 / rms."""
-    *y, r_ref[...] = turned(*halves(q_ref), *halves(angles_ref))
+    *y, r_ref[...] = rotate(*halves(q_ref), *halves(angles_ref))
     y_CK = y_ref[...] = _joined(*y).astype(y_ref.dtype)
     return y_CK
 

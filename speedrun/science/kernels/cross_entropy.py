@@ -1,4 +1,4 @@
-"""Vocabulary head, soft cap and loss: the definition, and a form for CPUs that computes logits in chunks.
+"""Vocabulary head, soft cap and loss: the definition, and an implementation for CPUs that computes logits in chunks.
 
 Legend: N tokens, D model, V vocabulary, M targets of a token.
 """
@@ -115,7 +115,7 @@ def _products_backward(factors: tuple[jax.Array, jax.Array], dz_NV: jax.Array) -
 products.defvjp(lambda x_ND, head_VD: (products(x_ND, head_VD), (x_ND, head_VD)), _products_backward)
 
 
-class Form(NamedTuple):
+class Implementation(NamedTuple):
     """A way to compute the capped loss head."""
 
     #: States and weights -> the factors of the products.
@@ -126,28 +126,32 @@ class Form(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def in_chunks(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int) -> Losses:
-    """Return `weighted_cross_entropy` by a form. Only states and weights have gradients.
+def in_chunks(
+    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, impl: Implementation, num_chunks: int
+) -> Losses:
+    """Return `weighted_cross_entropy` by an implementation. Only states and weights have gradients.
 
     The forward pass also computes the gradients, chunk by chunk: three products instead of four, and no [N, V] array
     of all chunks. XLA drops the gradients where they are not used.
     """
-    return _forward(x_ND, head_VD, targets, form, num_chunks)[0]
+    return _forward(x_ND, head_VD, targets, impl, num_chunks)[0]
 
 
-def _forward(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int) -> Any:
-    x_ND, factor_VD = form.factors(x_ND, head_VD)
+def _forward(
+    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, impl: Implementation, num_chunks: int
+) -> Any:
+    x_ND, factor_VD = impl.factors(x_ND, head_VD)
     (losses, dhead_VD), dx_ND = _over_chunks(
-        lambda x_ND, targets: form.differentiate(x_ND, factor_VD, targets), x_ND, targets, num_chunks
+        lambda x_ND, targets: impl.differentiate(x_ND, factor_VD, targets), x_ND, targets, num_chunks
     )
     # The last array only carries the head's dtype to the backward pass.
     return losses, (dx_ND, dhead_VD, jnp.zeros((), head_VD.dtype))
 
 
-def _backward(form: Form, num_chunks: int, saved: tuple[jax.Array, ...], g: Losses) -> Any:
+def _backward(impl: Implementation, num_chunks: int, saved: tuple[jax.Array, ...], g: Losses) -> Any:
     del num_chunks
     dx_ND, dhead_VD, like_head = saved
-    by_x, by_head = (g.weighted / scale for scale in form.scales)
+    by_x, by_head = (g.weighted / scale for scale in impl.scales)
     return (by_x * dx_ND).astype(dx_ND.dtype), (by_head * dhead_VD).astype(like_head.dtype), None
 
 
@@ -171,9 +175,9 @@ def _over_chunks(function: Callable[..., Any], x_ND: jax.Array, targets: Targets
     return sums, rows_ND
 
 
-def fewest_chunks(num_tokens: int, most_tokens: int) -> int:
+def min_chunks(num_tokens: int, max_tokens: int) -> int:
     """Return the smallest number of equal chunks of at most `most_tokens`."""
-    return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * most_tokens)
+    return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * max_tokens)
 
 
 def dlogits(exp_NV: jax.Array, sum_N: jax.Array, tanh_NV: jax.Array, targets: Targets, cap: Cap) -> jax.Array:
@@ -193,8 +197,8 @@ def weighted_on_cpu(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, ca
     Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. A target's logit is computed
     from its weight row, which avoids a scatter.
     """
-    form = Form(lambda x_ND, head_VD: (x_ND, head_VD), partial(_differentiate, cap=cap))
-    return in_chunks(x_ND, head_VD, targets, form, fewest_chunks(len(x_ND), CHUNK_TOKENS))
+    impl = Implementation(lambda x_ND, head_VD: (x_ND, head_VD), partial(_differentiate, cap=cap))
+    return in_chunks(x_ND, head_VD, targets, impl, min_chunks(len(x_ND), CHUNK_TOKENS))
 
 
 def _differentiate(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap) -> Any:

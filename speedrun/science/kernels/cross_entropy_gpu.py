@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision, dot_general
 
-from speedrun.base.limits import Positive
-from speedrun.science.kernels.cross_entropy import Cap, Form, Losses, Targets, in_chunks, sum_losses
+from speedrun.base.field_types import Positive
+from speedrun.science.kernels.cross_entropy import Cap, Implementation, Losses, Targets, in_chunks, sum_losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def weighted_cross_entropy(
     """
     differentiate = partial(_differentiate, cap=cap, fp8=fp8, passes=passes, dtype=x_ND.dtype)
     scales = (1.0, 1.0) if fp8 is None else (fp8.grad * fp8.head, fp8.grad * fp8.x)
-    form = Form(partial(_factors, fp8=fp8), differentiate, scales)
-    return in_chunks(x_ND, head_VD, targets, form, num_chunks)
+    impl = Implementation(partial(_factors, fp8=fp8), differentiate, scales)
+    return in_chunks(x_ND, head_VD, targets, impl, num_chunks)
 
 
 def _factors(x_ND: jax.Array, head_VD: jax.Array, *, fp8: Fp8 | None) -> tuple[jax.Array, jax.Array]:

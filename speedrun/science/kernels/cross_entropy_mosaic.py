@@ -32,7 +32,7 @@ class _Settings(NamedTuple):
     interpret: Any  #: None, or parameters of JAX's interpreter
 
 
-def refusals(num_tokens: int, num_columns: int, dtype: Any) -> list[str]:
+def unsupported_reasons(num_tokens: int, num_columns: int, dtype: Any) -> list[str]:
     """Return why the kernels cannot run on logits of this shape and dtype."""
     checks = {
         f"{num_tokens} tokens in a chunk; the kernels need a multiple of {ROWS}": num_tokens % ROWS,

@@ -57,7 +57,7 @@ class _Product(NamedTuple):
         return 3 if self.fetches or len(self.results) > 1 else 4
 
 
-def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[str]:
+def unsupported_reasons(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[str]:
     """Return why the kernels cannot run on states of this shape and dtype."""
     checks = {
         f"{num_tokens} tokens; the kernels need a multiple of {_OWN}": num_tokens % _OWN,
@@ -71,7 +71,7 @@ def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[
 def mlp(
     x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: Factors, interpret: Any = None
 ) -> jax.Array:
-    """Compute `mlp.mlp` and its gradient to the rounding of bfloat16, for shapes that `refusals` permits."""
+    """Compute `mlp.mlp` and its gradient to the rounding of bfloat16, for shapes that `unsupported_reasons` permits."""
     x_ND = x_D.reshape(-1, x_D.shape[-1])
     return jnp.reshape(_mlp(x_ND, up_FD, down_DF, factors, interpret), x_D.shape)
 
@@ -89,8 +89,8 @@ def _forward(x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Fac
     (x8_ND, x_scale), (up8_FD, up_scale) = rounded(x_ND, most_x, factors), rounded_weights(up_FD, factors)
     (down8_DF, down_scale), h_scale = rounded_weights(down_DF, factors), scale_of(most_h, factors)
     scales = jnp.stack([x_scale * up_scale, 1 / h_scale])
-    form = _Product(_squared, 0, (x_ND.dtype, jnp.dtype(factors)), interpret)
-    h_NF, h8_NF = _call(form, x8_ND, up8_FD, scales)
+    product = _Product(_squared, 0, (x_ND.dtype, jnp.dtype(factors)), interpret)
+    h_NF, h8_NF = _call(product, x8_ND, up8_FD, scales)
     y_ND = jnp.einsum("nf,df->nd", h8_NF, down8_DF, preferred_element_type=x_ND.dtype)
     y_ND = (y_ND.astype(jnp.float32) * (h_scale * down_scale)).astype(x_ND.dtype)
     return y_ND, (x_ND, up_FD, down_DF, h_NF)
@@ -120,15 +120,15 @@ def _sloped(sums_RP: jax.Array, h_RP: jax.Array) -> list[jax.Array]:
     return [sums_RP * (2.0 * h_RP * lax.rsqrt(jnp.maximum(h_RP, 1e-37)))]
 
 
-def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
+def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
     """Share the tiles with the other multiprocessors. The third warpgroup fetches factors, also of the next tile."""
-    operands, results = refs[: -len(form.results)], refs[-len(form.results) :]
+    operands, results = refs[: -len(product.results)], refs[-len(product.results) :]
     (num_rows, num_columns), across = results[0].shape, results[0].shape[1] // COLUMNS
     group = lax.axis_index("warpgroup")
 
     def memory(dtype: Any) -> Any:
-        shape = WARPGROUPS, form.num_slots, ROWS, PIECE
-        return plgpu.SMEM(shape, dtype, transforms=_swizzle(PIECE, dtype, form))
+        shape = WARPGROUPS, product.num_slots, ROWS, PIECE
+        return plgpu.SMEM(shape, dtype, transforms=_swizzle(PIECE, dtype, product))
 
     def visit_all(allocations: Any, stores: Any, arrived: Any) -> None:
         @plgpu.nd_loop((num_rows * num_columns // (_OWN * COLUMNS),), collective_axes="core")
@@ -138,41 +138,41 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
                 row + group * ROWS,
                 column,
                 [store.at[group] for store in stores],
-                lambda slot: arrived.at[group * form.num_slots + slot],
+                lambda slot: arrived.at[group * product.num_slots + slot],
             )
 
             def compute(run: Callable[..., Any]) -> None:
                 def with_sums(sums: Any) -> None:
                     run(sums)
-                    _finish(sums[...], own, form, operands, results)
+                    _finish(sums[...], own, product, operands, results)
 
-                if form.fetches:
+                if product.fetches:
                     _fetch(operands[0], own)
                 pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
 
             columns = pl.ds(column, COLUMNS)
-            own_b = b.at[:, columns] if form.columns_axis else b.at[columns, :]
-            _pipeline(a, b, form, compute)(a.at[pl.ds(row, _OWN), :], own_b, allocations=allocations)
+            own_b = b.at[:, columns] if product.columns_axis else b.at[columns, :]
+            _pipeline(a, b, product, compute)(a.at[pl.ds(row, _OWN), :], own_b, allocations=allocations)
 
         plgpu.wait_smem_to_gmem(0)
 
     pl.run_scoped(
         visit_all,
-        allocations=_pipeline(a, b, form, lambda _: None).get_allocations(a, b),
-        stores=[memory(dtype) for dtype in form.results],
-        arrived=plgpu.Barrier(num_barriers=WARPGROUPS * form.num_slots),
+        allocations=_pipeline(a, b, product, lambda _: None).get_allocations(a, b),
+        stores=[memory(dtype) for dtype in product.results],
+        arrived=plgpu.Barrier(num_barriers=WARPGROUPS * product.num_slots),
         collective_axes="warpgroup",
     )
 
 
-def _pipeline(a: Any, b: Any, form: _Product, compute: Callable[..., None]) -> Any:
+def _pipeline(a: Any, b: Any, product: _Product, compute: Callable[..., None]) -> Any:
     """Multiply a tile in steps along the rows of `a`, while the next steps are fetched."""
     step = _ROW_BYTES // jnp.dtype(a.dtype).itemsize
-    b_shape = (step, COLUMNS) if form.columns_axis else (COLUMNS, step)
+    b_shape = (step, COLUMNS) if product.columns_axis else (COLUMNS, step)
 
     def multiply(_: Any, own_a: Any, own_b: Any, sums: Any) -> Any:
         rows = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
-        plgpu.wgmma(sums, own_a.at[rows], own_b if form.columns_axis else own_b.T)
+        plgpu.wgmma(sums, own_a.at[rows], own_b if product.columns_axis else own_b.T)
         plgpu.wgmma_wait(0)  # the other warpgroup's products continue
         return sums
 
@@ -180,10 +180,10 @@ def _pipeline(a: Any, b: Any, form: _Product, compute: Callable[..., None]) -> A
         multiply,
         grid=(a.shape[1] // step,),
         in_specs=[
-            _block((_OWN, step), 1, a.dtype, form),
-            _block(b_shape, 1 - form.columns_axis, b.dtype, form),
+            _block((_OWN, step), 1, a.dtype, product),
+            _block(b_shape, 1 - product.columns_axis, b.dtype, product),
         ],
-        max_concurrent_steps=form.num_stages,
+        max_concurrent_steps=product.num_stages,
         num_compute_wgs=WARPGROUPS,
         memory_registers=_COPY_REGISTERS,
         wg_axis="warpgroup",
@@ -199,7 +199,7 @@ class _Own(NamedTuple):
     stores: list[Any]  #: slots of each result
     arrived: Callable[[int], Any]  #: slot -> its barrier
 
-    def place(self, piece: int) -> tuple[Any, Any]:
+    def indices(self, piece: int) -> tuple[Any, Any]:
         """Return the indices of a piece in [N, F]."""
         return pl.ds(self.row, ROWS), pl.ds(self.column + piece * PIECE, PIECE)
 
@@ -208,54 +208,56 @@ def _fetch(source: Any, own: _Own) -> None:
     """Start to fetch the pieces, once the results of the previous tile have left their slots."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for piece in range(COLUMNS // PIECE):
-        plgpu.copy_gmem_to_smem(source.at[own.place(piece)], own.stores[0].at[piece], own.arrived(piece))
+        plgpu.copy_gmem_to_smem(source.at[own.indices(piece)], own.stores[0].at[piece], own.arrived(piece))
 
 
-def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, ...], results: Any) -> None:
+def _finish(
+    sums_RC: jax.Array, own: _Own, product: _Product, operands: tuple[Any, ...], results: Any
+) -> None:
     """Turn sums into results, piece by piece: each is computed while the previous one is copied."""
     for piece in range(COLUMNS // PIECE):
-        slot, start = piece % form.num_slots, piece * PIECE
+        slot, start = piece % product.num_slots, piece * PIECE
         stores, third = [store.at[slot] for store in own.stores], operands[0] if operands else None
-        if form.fetches:
+        if product.fetches:
             plgpu.barrier_wait(own.arrived(slot))
             third = stores[0][...]
         else:
             plgpu.wait_smem_to_gmem(len(results), wait_read_only=True)
-        made = form.finish(sums_RC[:, start : start + PIECE], third)
+        made = product.finish(sums_RC[:, start : start + PIECE], third)
         for store, piece_RP in zip(stores, made, strict=True):
             store[...] = piece_RP.astype(store.dtype)
         plgpu.commit_smem()
         for store, result in zip(stores, results, strict=True):
-            plgpu.copy_smem_to_gmem(store, result.at[own.place(piece)])
+            plgpu.copy_smem_to_gmem(store, result.at[own.indices(piece)])
 
 
-def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any:
+def _block(shape: tuple[int, int], axis: int, dtype: Any, product: _Product) -> Any:
     """Specify the tiles of a factor, which the pipeline takes in order along an axis."""
-    swizzle = _swizzle(shape[1], dtype, form)
+    swizzle = _swizzle(shape[1], dtype, product)
     return plgpu.BlockSpec(shape, lambda k: (k, 0) if axis == 0 else (0, k), transforms=swizzle)
 
 
-def _swizzle(columns: int, dtype: Any, form: _Product) -> tuple[Any, ...]:
+def _swizzle(columns: int, dtype: Any, product: _Product) -> tuple[Any, ...]:
     """Return the layout of a tile in shared memory that wgmma needs and that avoids bank conflicts."""
-    if form.interpret:
+    if product.interpret:
         return ()
     size = jnp.dtype(dtype).itemsize
     row_bytes = min(_ROW_BYTES, columns * size)
     return plgpu.TilingTransform((8, row_bytes // size)), plgpu.SwizzleTransform(row_bytes)
 
 
-def _call(form: _Product, a_NK: jax.Array, b: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    shape = len(a_NK), b.shape[form.columns_axis]
+def _call(product: _Product, a_NK: jax.Array, b: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    shape = len(a_NK), b.shape[product.columns_axis]
     program = plgpu.kernel(
-        partial(_kernel, form=form),
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in form.results],
-        grid=(1 if form.interpret else _CORES,),
+        partial(_kernel, product=product),
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in product.results],
+        grid=(1 if product.interpret else _CORES,),
         grid_names=("core",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        interpret=form.interpret,
+        interpret=product.interpret,
     )
     return tuple(varying_like(x, a_NK) for x in program(a_NK, b, *operands))

@@ -29,12 +29,12 @@ WARPS = 4
 def qk_norm(
     q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, *, tokens: int = TOKENS, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `qk_norm.qk_norm`, rounded once, for widths that `refusals` permits. Angles have no gradient."""
+    """Compute `qk_norm.qk_norm`, rounded once, if `unsupported_reasons` permits the width. Angles have no gradient."""
     call = partial(_call, tokens=tokens, interpret=interpret)
     return _normed(q_BTHK, angles, call), _normed(k_BTHK, angles, call)
 
 
-def refusals(head_dim: int) -> list[str]:
+def unsupported_reasons(head_dim: int) -> list[str]:
     """Return why the kernels cannot run on heads of this width."""
     fits = head_dim > 1 and head_dim.bit_count() == 1
     return [] if fits else [f"heads of {head_dim} dimensions; the kernels need a power of two"]
@@ -76,7 +76,7 @@ _normed.defvjp(_forward, _backward)
 def _forward_kernel(angles_ref: Any, x_ref: Any, y_ref: Any, r_ref: Any) -> None:
     """Apply norm, then rotary, to a tile, head by head."""
     for h in range(x_ref.shape[1]):
-        *y, r_ref[h, :] = turned(*halves(x_ref, h), *halves(angles_ref, h % angles_ref.shape[1]))
+        *y, r_ref[h, :] = rotate(*halves(x_ref, h), *halves(angles_ref, h % angles_ref.shape[1]))
         _store(y_ref, h, *y)
 
 
@@ -86,7 +86,7 @@ def _backward_kernel(angles_ref: Any, dy_ref: Any, y_ref: Any, r_ref: Any, dx_re
         _store(dx_ref, h, *turned_back(*halves(dy_ref, h), *halves(y_ref, h), r_ref[h, :], *angles))
 
 
-def turned(u_CJ: jax.Array, w_CJ: jax.Array, cos_CJ: jax.Array, sin_CJ: jax.Array) -> list[jax.Array]:
+def rotate(u_CJ: jax.Array, w_CJ: jax.Array, cos_CJ: jax.Array, sin_CJ: jax.Array) -> list[jax.Array]:
     """Return both halves of y, given those of x in float32, and r [C]."""
     r_C = jax.lax.rsqrt(_mean(u_CJ * u_CJ, w_CJ * w_CJ) + nn.EPS)
     y = u_CJ * cos_CJ + w_CJ * sin_CJ, w_CJ * cos_CJ - u_CJ * sin_CJ

@@ -11,17 +11,17 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.base.limits import Count, Natural, Positive
+from speedrun.base.field_types import Count, Natural, Positive
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.attention import Window, sight
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.attention import Window, first_key
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
 from speedrun.science.recipe import Batch, Forward, Loss
 
-Mixing = Literal["long", "short", "none"]
+AttentionKind = Literal["long", "short", "none"]
 
 #: Stands for "no value embedding" in `Config.value_tables`.
 NO_TABLE = -1
@@ -32,12 +32,12 @@ class Config:
     """Sizes, and tuples with one entry per layer."""
 
     vocab_size: Count  #: rows of the input tables
-    head_size: Count  #: columns of the softmax: vocab_size rounded up; the extra columns are never targets
+    padded_vocab_size: Count  #: columns of the softmax; those beyond vocab_size are never targets
     model_dim: Count
     num_heads: Count
     head_dim: Count
     mlp_dim: Count
-    mixing: tuple[Mixing, ...]  #: attention window of each layer, or none
+    attention_kinds: tuple[AttentionKind, ...]  #: attention window of each layer, or none
     value_tables: tuple[int, ...]  #: value embedding of each layer; NO_TABLE for none
     block_tokens: Count  #: tokens per block of a window
     attention_scale: Positive
@@ -51,7 +51,7 @@ class Config:
         if not 0 < cap <= most:
             raise ValueError(f"logit_cap is {cap:g}; need more than 0, at most {most:g}")
         if len(tables) != self.num_layers:
-            entries = f"{len(tables)} entries, mixing {self.num_layers}"
+            entries = f"{len(tables)} entries, attention_kinds {self.num_layers}"
             raise ValueError(f"value_tables has {entries}; need one per layer")
         if min(tables, default=NO_TABLE) < NO_TABLE:
             raise ValueError(f"value_tables is {tables}; number tables from 0, {NO_TABLE} for none")
@@ -59,13 +59,13 @@ class Config:
             raise ValueError(f"{self.num_layers} layers: the U-net needs an even number")
         if self.head_dim % 4:
             raise ValueError(f"head_dim is {self.head_dim}: half-truncated rotary needs a multiple of 4")
-        if self.head_size < self.vocab_size:
-            raise ValueError(f"head_size is {self.head_size}; need at least vocab_size, {self.vocab_size}")
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size is {self.padded_vocab_size}; need {self.vocab_size} or more")
 
     @property
     def num_layers(self) -> int:
         """Number of layers, including those without attention."""
-        return len(self.mixing)
+        return len(self.attention_kinds)
 
     @property
     def used_tables(self) -> list[int]:
@@ -81,28 +81,28 @@ class Context(NamedTuple):
     """Inputs that all layers share, computed once per step."""
 
     kernels: Kernels
-    windows: dict[Mixing, Window]
-    first_BT: dict[Mixing, jax.Array]  #: the first key that each token sees
+    windows: dict[AttentionKind, Window]
+    first_BT: dict[AttentionKind, jax.Array]  #: the first key that each token sees
     angles: tuple[jax.Array, jax.Array]
     values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table
 
 
 def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """Apply attention of layer `i` with QK-norm, rotary and value embeddings."""
-    if cfg.mixing[i] == "none":
+    if cfg.attention_kinds[i] == "none":
         return jnp.zeros_like(h_ND)
-    window, value_table, block = cfg.mixing[i], cfg.value_tables[i], f"block.{i}"
+    window, value_table, block = cfg.attention_kinds[i], cfg.value_tables[i], f"block.{i}"
     (own, shared), (q_MD, k_MD, v_MD) = p[f"{block}.value_lambdas"], p[f"{block}.qkv"]
     heads = (*ctx.first_BT[window].shape, cfg.num_heads, cfg.head_dim)
     q_BTHK, k_BTHK, v_BTHK = (x.reshape(heads) for x in nn.project(h_ND, q_MD, k_MD, nn.scaled(v_MD, own)))
     if value_table in ctx.values:
-        v_BTHK = nn.blend((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))
+        v_BTHK = nn.weighted_sum((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))
     how = {"scale": cfg.attention_scale, "window": ctx.windows[window], "block_tokens": cfg.block_tokens}
     o_BTHK = ctx.kernels.attention(q_BTHK, k_BTHK, v_BTHK, ctx.first_BT[window], angles=ctx.angles, **how)
     return o_BTHK.reshape(len(h_ND), -1) @ p[f"{block}.attn_out"].T
 
 
-def block_table(mixing: Mixing, cfg: Config) -> Table:
+def block_table(kind: AttentionKind, cfg: Config) -> Table:
     """Declare the parameters of a layer. Projections into the residual stream start at zero."""
     inner = cfg.num_heads * cfg.head_dim
     attention = {
@@ -110,7 +110,7 @@ def block_table(mixing: Mixing, cfg: Config) -> Table:
         "attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), zeros, "matrix"),
         "value_lambdas": ParamSpec((2,), ("lambda",), constant(0.5, 0.5), "scalar"),
     }
-    return (attention if mixing != "none" else {}) | {
+    return (attention if kind != "none" else {}) | {
         "lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
         "mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform_fan_in, "matrix"),
         "mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), zeros, "matrix"),
@@ -120,8 +120,8 @@ def block_table(mixing: Mixing, cfg: Config) -> Table:
 def table(cfg: Config) -> Table:
     """Declare the parameters of the model."""
     inner, blocks = cfg.num_heads * cfg.head_dim, {}
-    for i, mixing in enumerate(cfg.mixing):
-        blocks |= {f"block.{i}.{name}": spec for name, spec in block_table(mixing, cfg).items()}
+    for i, kind in enumerate(cfg.attention_kinds):
+        blocks |= {f"block.{i}.{name}": spec for name, spec in block_table(kind, cfg).items()}
 
     def embedding(axis: str, width: int) -> ParamSpec:
         return ParamSpec((cfg.vocab_size, width), ("vocab", axis), normal, "embed", cfg.table_dtype)
@@ -131,7 +131,7 @@ def table(cfg: Config) -> Table:
         **{f"value_embed.{i}": embedding("heads", inner) for i in cfg.used_tables},
         **blocks,
         "skips": ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar"),
-        "head": ParamSpec((cfg.head_size, cfg.model_dim), ("vocab", "model"), zeros, "head"),
+        "head": ParamSpec((cfg.padded_vocab_size, cfg.model_dim), ("vocab", "model"), zeros, "head"),
     }
 
 
@@ -152,12 +152,12 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
 def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:
     """Compute the shared inputs of the layers."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
-    windows: dict[Mixing, Window] = {"long": long, "short": long.halved()}
+    windows: dict[AttentionKind, Window] = {"long": long, "short": long.halved()}
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     return Context(
         kernels=kernels,
         windows=windows,
-        first_BT={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
+        first_BT={kind: first_key(doc_BT, one.blocks, cfg.block_tokens) for kind, one in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
         values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables},
     )
@@ -166,7 +166,7 @@ def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels:
 def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """Apply a layer: embedding shortcut, attention, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
-    x_ND = nn.blend((keep, x_ND), (shortcut, x0_ND))
+    x_ND = nn.weighted_sum((keep, x_ND), (shortcut, x0_ND))
     x_ND = x_ND + attend(nn.rms_norm(x_ND), p, i, ctx, cfg)
     return x_ND + cfg.mlp(nn.rms_norm(x_ND), p, f"block.{i}", ctx.kernels)
 
@@ -185,6 +185,6 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
         x_ND = block(x_ND, x0_ND, p, i, ctx, cfg)
         saved.append(x_ND)
     for i in range(half, cfg.num_layers):
-        x_ND = x_ND + nn.blend((p["skips"][i - half], saved.pop()))
+        x_ND = x_ND + nn.weighted_sum((p["skips"][i - half], saved.pop()))
         x_ND = block(x_ND, x0_ND, p, i, ctx, cfg)
     return nn.rms_norm(x_ND).reshape(*tokens_BT.shape, -1)

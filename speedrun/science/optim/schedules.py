@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from speedrun.base.limits import Blocks, Count, Momentum, Natural, Positive, Rate
+from speedrun.base.field_types import Blocks, Count, Momentum, Natural, Positive, Rate
 
 
 @dataclass(frozen=True, slots=True)

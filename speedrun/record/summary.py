@@ -9,10 +9,10 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from speedrun.base import console, track
+from speedrun.base.atomic_files import lock_record, write_whole
 from speedrun.base.errors import UsageError
 from speedrun.base.recipe_files import is_shipped
-from speedrun.base.wholefile import lock_record, write_whole
-from speedrun.record.batch import standing
+from speedrun.record.batch import batch_status
 from speedrun.record.layout import ABOUT, Strict
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, encode, load
@@ -26,7 +26,7 @@ class Summary(Strict, frozen=True, omit_defaults=True):
 
     num_runs: int
     num_finished: int
-    broke_off: tuple[str, ...]  #: where and why each unfinished run broke off
+    crashed: tuple[str, ...]  #: where and why each unfinished run crashed
     target_loss: float
     target_reached: bool
     val_loss_mean: float | None
@@ -49,7 +49,7 @@ def summarize(record: Record) -> Summary:
     return Summary(
         num_runs=len(runs),
         num_finished=len(done),
-        broke_off=tuple(run.broke_off for run in runs if not run.finished),
+        crashed=tuple(run.crashed for run in runs if not run.finished),
         target_loss=target.loss,
         target_reached=none_blew_up and val_loss is not None and val_loss <= target.loss,
         val_loss_mean=val_loss,
@@ -60,7 +60,7 @@ def summarize(record: Record) -> Summary:
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
         num_tokens=max((at.tokens_seen for run in done for at in (run.origin, *run.steps[-1:])), default=0),
         step_p50_ms=console.quantiles_ms([second for run in done for second in run.step_s])[0],
-        test=promised and standing(promised, runs, target.loss, target.sigma).test,
+        test=promised and batch_status(promised, runs, target.loss, target.sigma).test,
     )
 
 
@@ -89,7 +89,7 @@ def assemble(
         if ABOUT not in record.raw:
             edits = {"title": default_title, **edits}
         # The track of the runs may be unknown here: what follows from the runs needs its target.
-        rules = record.track or track.load(record.lead.start.track.rpartition("@")[0])
+        rules = record.track or track.load(record.reference_run.start.track.rpartition("@")[0])
         record = dataclasses.replace(record, about=replace(record.about, **edits), track=rules)
         if (size := len(about := encode(record.about))) > MOST_ABOUT_BYTES:
             most = f"a record holds at most {MOST_ABOUT_BYTES:,}"
@@ -127,7 +127,7 @@ def sources(runs: Sequence[Run]) -> list[str]:
 
 def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
     """Return the rows of a result card, as names and untrusted texts."""
-    about, lead, declared = record.about, record.lead, record.declaration
+    about, lead, declared = record.about, record.reference_run, record.declaration
     # The config is untrusted.
     recipe = lead.start.config.get("recipe")
     parent = recipe.get("parent") if isinstance(recipe, dict) else None
@@ -141,7 +141,7 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
         ("validation loss", _spread(summary.val_loss_mean, summary.val_loss_sd, "nats per token", digits=4)),
         ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
         ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
-        ("cold wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
+        ("total wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
         ("runs", f"{summary.num_finished} finished of {promised}"),
         ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
         ("tokens", f"{summary.num_tokens:,}"),
@@ -152,7 +152,7 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
     ]
     if begun_from := sources(record.runs):
         rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
-    measured = ("validation loss", "target", "train time", "cold wall time", "steps", "tokens")
+    measured = ("validation loss", "target", "train time", "total wall time", "steps", "tokens")
     return [row for row in rows if summary.num_finished or row[0] not in measured]
 
 
@@ -162,7 +162,7 @@ def readme_head(record: Record, summary: Summary) -> str:
     blocks = [
         f"# {_cell(record.about.title)}",
         "" if summary.num_finished else "**No run finished, so this record holds no result.**",
-        "\n".join(f"- {_cell(said)}" for said in summary.broke_off),
+        "\n".join(f"- {_cell(said)}" for said in summary.crashed),
         "\n".join(["| | |", "|---|---|", *rows]),
         "\n".join(f"- {_cell(change)}" for change in record.about.changes),
         "![loss against train time](plots/loss.png)" if summary.num_finished else "",

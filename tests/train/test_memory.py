@@ -8,11 +8,11 @@ from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.base.mesh import make_mesh
-from speedrun.train import footprint
+from speedrun.train import memory
 from speedrun.train import program as programs
 from speedrun.train.preflight import prepare
 from speedrun.train.program import Program
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -20,11 +20,11 @@ def test_state_bytes_are_those_of_the_state(tiny, num_devices):
     program = Program(tiny, make_mesh(num_devices))
     state = program.init(jax.random.key(0))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert footprint.state_bytes(program) == held
+    assert memory.state_bytes(program) == held
 
 
 def test_more_parts_need_less():
-    whole, parts = (footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(1), n)) for n in (8, 1))
+    whole, parts = (memory.max_bytes(Program(recipes.load("smoke"), make_mesh(1), n)) for n in (8, 1))
     assert whole < parts
 
 
@@ -43,7 +43,7 @@ def test_more_parts_need_less():
 )
 def test_bytes_beside_inputs_and_results_are_those_of_arrays_that_exist_at_one_time(function, arrays):
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    found = footprint.temp_bytes(jax.make_jaxpr(function)(x, x).jaxpr)
+    found = memory.temp_bytes(jax.make_jaxpr(function)(x, x).jaxpr)
     assert found == pytest.approx(arrays * 4 * 256 * 256, rel=0.01)
 
 
@@ -53,26 +53,26 @@ def a_device_of(monkeypatch):
 
 
 def test_a_run_that_does_not_fit_is_refused(a_device_of, tmp_path):
-    a_device_of(footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8))) - 1)
+    a_device_of(memory.max_bytes(Program(recipes.load("smoke"), make_mesh(8))) - 1)
     said = r"smoke needs about 0\.\d\d GB on each device, this cpu has 0\.\d\d GB; try more --microbatches"
     with pytest.raises(UsageError, match=said):
         prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path))
 
 
-@pytest.mark.parametrize(("spare_bytes", "memory"), [(0, "ample"), (-1, "scarce")])
+@pytest.mark.parametrize(("spare_bytes", "remat"), [(0, "off"), (-1, "on")])
 def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
-    a_device_of, monkeypatch, smoke_data, tmp_path, spare_bytes, memory
+    a_device_of, monkeypatch, smoke_data, tmp_path, spare_bytes, remat
 ):
     monkeypatch.setattr(programs.meshes, "accelerator", lambda _: ("gpu", "8.9"))
-    a_device_of(footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8))) + spare_bytes)
+    a_device_of(memory.max_bytes(Program(recipes.load("smoke"), make_mesh(8))) + spare_bytes)
     ready = prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=smoke_data))
-    assert ready.described["memory"] == memory
+    assert ready.described["remat"] == remat
     said = {call: choice.reason for call, choice in ready.program.kernels.choices.items()}
-    assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (memory == "scarce")
+    assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (remat == "on")
 
 
 def test_simulated_devices_share_the_memory_of_the_machine():
     program, eight = Program(recipes.load("smoke"), make_mesh(8)), mesh.memory_bytes(make_mesh(8))
     assert mesh.memory_bytes(make_mesh(1)) // 8 == eight
     with pytest.raises(UsageError, match="this cpu has"):
-        footprint.require(program, eight + 1)
+        memory.require(program, eight + 1)

@@ -1,4 +1,4 @@
-"""Choose the form of each operation while a program is traced, and record the choice with its reason.
+"""Choose the implementation of each operation while a program is traced, and record the choice with its reason.
 
 Legend: B batch, T time, H heads, K head width.
 """
@@ -33,17 +33,17 @@ _TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10
 
 
 class Choice(NamedTuple):
-    """A form that can run, with the signature of the definition."""
+    """An implementation that can run, with the signature of the definition."""
 
     name: str
     function: Callable[..., Any]
     reason: str
 
 
-class Form(NamedTuple):
-    """A way to compute an operation. Forms differ from the definition only by rounding."""
+class Implementation(NamedTuple):
+    """A way to compute an operation. Implementations differ from the definition only by rounding."""
 
-    refusals: Callable[[Any], list[str]]  #: call -> all reasons why the form cannot run
+    unsupported_reasons: Callable[[Any], list[str]]  #: call -> all reasons why the implementation cannot run
     bind: Callable[[Any], Callable[..., Any]]  #: call -> function with the signature of the definition
 
 
@@ -90,14 +90,14 @@ class HeadCall(NamedTuple):
     chunk_tokens: int = HEAD_TOKENS  #: most tokens whose logits exist at a time
 
 
-def _definition_refusals(call: AttentionCall) -> list[str]:
+def _definition_reasons(call: AttentionCall) -> list[str]:
     rows, tokens, heads, _ = call.shape_BTHK
     need = 4 * rows * heads * tokens**2
     too_much = f"its scores take {need / 2**30:.0f} GiB; it needs {MOST_SCORE_BYTES / 2**30:.0f} GiB or less"
     return [too_much] if need > MOST_SCORE_BYTES else []
 
 
-def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
+def _platform_reasons(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
     if call.platform == "gpu" and call.compute_capability in cards:
         return []
     here = f"{call.platform} {call.compute_capability}".strip()
@@ -105,9 +105,9 @@ def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[st
     return [f"this is a {here}; the kernels need an {need}"]
 
 
-def _triton_refusals(call: AttentionCall | QkNormCall) -> list[str]:
+def _triton_reasons(call: AttentionCall | QkNormCall) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
-    return _platform_refusals(call, _TRITON) + other
+    return _platform_reasons(call, _TRITON) + other
 
 
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
@@ -115,49 +115,50 @@ def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
     return partial(attention_triton.attention, tiling=tiling)
 
 
-ATTENTION: Mapping[str, Form] = MappingProxyType(
+ATTENTION: Mapping[str, Implementation] = MappingProxyType(
     {
-        "definition": Form(_definition_refusals, lambda _: attention),
-        "banded": Form(
+        "definition": Implementation(_definition_reasons, lambda _: attention),
+        "banded": Implementation(
             lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
-        "triton": Form(
-            lambda call: _triton_refusals(call) + attention_triton.refusals(call.shape_BTHK), _bind_triton
+        "triton": Implementation(
+            lambda call: _triton_reasons(call) + attention_triton.unsupported_reasons(call.shape_BTHK),
+            _bind_triton,
         ),
     }
 )
 
 
-def qk_norm_form(call: QkNormCall) -> Choice:
-    """Return the form that reads and writes each number once where it can run, else the definition."""
-    if refusals := _triton_refusals(call) + fused.refusals(call.head_dim):
-        return Choice("definition", qk_norm, f"not triton: {', '.join(refusals)}")
+def qk_norm_impl(call: QkNormCall) -> Choice:
+    """Return the implementation that reads and writes each number once where it can run, else the definition."""
+    if reasons := _triton_reasons(call) + fused.unsupported_reasons(call.head_dim):
+        return Choice("definition", qk_norm, f"not triton: {', '.join(reasons)}")
     return Choice("triton", fused.qk_norm, "one pass")
 
 
-def mlp_form(call: MlpCall) -> Choice:
-    """Return the form with activations inside products where it can run, else the definition."""
-    if not (refusals := _platform_refusals(call)):
+def mlp_impl(call: MlpCall) -> Choice:
+    """Return the implementation with activations inside products where it can run, else the definition."""
+    if not (reasons := _platform_reasons(call)):
         # Importing Mosaic takes a third of a start.
         from speedrun.science.kernels import mlp_mosaic
 
-        if not (refusals := mlp_mosaic.refusals(*call[:4])):
+        if not (reasons := mlp_mosaic.unsupported_reasons(*call[:4])):
             return Choice("mosaic", mlp_mosaic.mlp, "activations inside products")
-    return Choice("definition", mlps.mlp, f"not mosaic: {', '.join(refusals)}")
+    return Choice("definition", mlps.mlp, f"not mosaic: {', '.join(reasons)}")
 
 
 def passes_of(call: HeadCall) -> tuple[Passes, str]:
     """Return the fastest passes over the logits that can run, and a description."""
-    if not (refusals := _platform_refusals(call)):
+    if not (reasons := _platform_reasons(call)):
         from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 
-        if not (refusals := mosaic.refusals(call.num_tokens, call.num_columns, call.dtype)):
+        if not (reasons := mosaic.unsupported_reasons(call.num_tokens, call.num_columns, call.dtype)):
             return mosaic.PASSES, "mosaic's passes"
-    return gpu.PASSES, f"XLA's passes: {', '.join(refusals)}"
+    return gpu.PASSES, f"XLA's passes: {', '.join(reasons)}"
 
 
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
-    """Return the wanted form, or for "auto" the first that can run; raise UsageError if there is none."""
+    """Return the wanted implementation, or for "auto" the first that can run; raise UsageError if there is none."""
     tokens = call.shape_BTHK[1]
     if call.platform != "cpu":
         order = ["triton", "banded", "definition"]
@@ -169,19 +170,19 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
         why = f"{tokens:,} tokens, windows of up to {call.window_tokens:,}: too little to skip"
     if wanted != "auto":
         if wanted not in ATTENTION:
-            raise unknown("form of attention", wanted, ["auto", *ATTENTION])
-        if reasons := "; ".join(ATTENTION[wanted].refusals(call)):
+            raise unknown("implementation of attention", wanted, ["auto", *ATTENTION])
+        if reasons := "; ".join(ATTENTION[wanted].unsupported_reasons(call)):
             hint = "or let 'auto' choose another"
-            raise UsageError(f"attention form {wanted!r} cannot run: {reasons}; {hint}")
+            raise UsageError(f"attention implementation {wanted!r} cannot run: {reasons}; {hint}")
         return Choice(wanted, ATTENTION[wanted].bind(call), "asked for")
-    refusals = {name: ATTENTION[name].refusals(call) for name in order}
-    name = next(name for name in order if not refusals[name])
-    skipped = [f"not {other}: {', '.join(refusals[other])}" for other in order[: order.index(name)]]
+    reasons = {name: ATTENTION[name].unsupported_reasons(call) for name in order}
+    name = next(name for name in order if not reasons[name])
+    skipped = [f"not {other}: {', '.join(reasons[other])}" for other in order[: order.index(name)]]
     return Choice(name, ATTENTION[name].bind(call), "; ".join([why, *skipped]))
 
 
 def choose_head(call: HeadCall) -> Choice:
-    """Return the form of the loss head: plain without a cap, the CPU's on a CPU without FP8, else the GPU's.
+    """Return how the loss head is computed: plain without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
     Raise UsageError for FP8 without a cap. Devices without FP8 units emulate FP8.
     """
@@ -190,12 +191,12 @@ def choose_head(call: HeadCall) -> Choice:
         if fp8 is not None:
             raise UsageError("the head has FP8 products only with a logit cap; set a cap or no FP8")
         most = cross_entropy.CHUNK_TOKENS if is_cpu else call.chunk_tokens // 4
-        chunks = cross_entropy.fewest_chunks(num_tokens, most)
+        chunks = cross_entropy.min_chunks(num_tokens, most)
         plain = partial(cross_entropy.weighted_uncapped, num_chunks=chunks)
         return Choice("uncapped", plain, f"logits without a cap, {num_tokens:,} tokens in {chunks} chunks")
     if is_cpu and fp8 is None:
         return Choice("chunks", cross_entropy.weighted_on_cpu, "cpu: a chunk of logits stays in its cache")
-    num_chunks = cross_entropy.fewest_chunks(num_tokens, call.chunk_tokens)
+    num_chunks = cross_entropy.min_chunks(num_tokens, call.chunk_tokens)
     passes, by = passes_of(call._replace(num_tokens=num_tokens // num_chunks))
     head = partial(gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes)
     reason = f"{call.platform}, {num_tokens:,} tokens in {num_chunks} chunks; {by}"
@@ -204,7 +205,7 @@ def choose_head(call: HeadCall) -> Choice:
 
 @dataclass(frozen=True, eq=False)  # no two are equal: `jit` would take the trace of another program's kernels
 class Kernels:
-    """The operations of one program. Tracing a call chooses its form and adds the choice to `choices`."""
+    """The operations of one program. Tracing a call chooses an implementation, and adds it to `choices`."""
 
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
@@ -225,7 +226,7 @@ class Kernels:
         block_tokens: int,
         angles: Angles | None = None,
     ) -> jax.Array:
-        """Compute `kernels.attention`, after `qk_norm` by the angles; `first_BT` is from `sight` for this window."""
+        """Compute `kernels.attention`, after `qk_norm` by the angles; `first_BT` is `first_key` of this window."""
         rows, tokens, heads, width = q_BTHK.shape
         here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
         call = AttentionCall(*here, window.most * block_tokens)
@@ -244,7 +245,7 @@ class Kernels:
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""
         call = QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
-        choice = qk_norm_form(call)
+        choice = qk_norm_impl(call)
         self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
         return choice.function(q_BTHK, k_BTHK, angles)
 
@@ -254,7 +255,7 @@ class Kernels:
         """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`."""
         num_tokens, (mlp_dim, model_dim) = math.prod(x_D.shape[:-1]), up_FD.shape
         here = x_D.dtype, self.platform, self.compute_capability
-        choice = mlp_form(MlpCall(num_tokens, model_dim, mlp_dim, *here))
+        choice = mlp_impl(MlpCall(num_tokens, model_dim, mlp_dim, *here))
         kind = factors if jnp.finfo(factors).bits == 8 else x_D.dtype
         self.choices[f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}"] = choice
         with jax.named_scope("mlp"):

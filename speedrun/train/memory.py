@@ -37,7 +37,7 @@ class Array:
         self.num_bytes = self.size * self.itemsize
 
 
-def most_bytes(program: Program) -> int:
+def max_bytes(program: Program) -> int:
     """Return the peak memory per device of a step with most tokens, or of the last validation."""
     shapes = map(program.shape_at, range(program.recipe.num_steps))
     step = program.traced_step(max(shapes, key=lambda x: x.num_sequences * x.seq_len))
@@ -119,9 +119,9 @@ def fitted_here(program: Program) -> Program:
     """Return the program, or its variant for scarce memory where it exceeds a GPU's; raise UsageError if that does."""
     ids = max(stage.num_sequences * stage.seq_len for stage in program.recipe.stages)
     require(program, 8 * ids // program.num_devices)  # first, as so large a step may not be traced
-    if program.kernels.platform != "cpu" and most_bytes(program) > meshes.memory_bytes(program.mesh):
-        program = replace(program, memory="scarce")
-    require(program, most_bytes(program))
+    if program.kernels.platform != "cpu" and max_bytes(program) > meshes.memory_bytes(program.mesh):
+        program = replace(program, remat="on")
+    require(program, max_bytes(program))
     return program
 
 

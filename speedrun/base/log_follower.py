@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun.base.wholefile import open_regular
+from speedrun.base.atomic_files import open_regular
 
 _MOST = 2**20  #: bytes of a piece, and so of a line
 

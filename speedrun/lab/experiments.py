@@ -20,7 +20,7 @@ from speedrun.record.batch import TrackRef, seeds_from
 from speedrun.record.layout import Strict, sha256
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load, read_declared
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 EXPERIMENT = "experiment.json"
 
@@ -28,7 +28,7 @@ EXPERIMENT = "experiment.json"
 BASELINE = "as it is"
 
 Kind = Literal["features", "ladder", "sweep"]
-Standing = Literal["research, not ranked"]
+Status = Literal["research, not ranked"]
 
 
 class Request(Strict, frozen=True, tag=True):
@@ -56,7 +56,7 @@ class Arm(Strict, frozen=True):
 class Experiment(Strict, frozen=True, tag_field="schema", tag="speedrun.experiment/1"):
     """`experiment.json`."""
 
-    standing: Standing
+    status: Status
     kind: Kind
     track: TrackRef
     num_devices: int

@@ -1,6 +1,6 @@
 """Declares an experiment: checks every arm, draws the seeds, and writes `experiment.json`.
 
-python -m speedrun.lab.design REQUEST.json      started by `speedrun sweep`, which holds no device
+python -m speedrun.lab.declare_experiment REQUEST.json      started by `speedrun sweep`, which holds no device
 """
 
 import sys
@@ -13,18 +13,18 @@ import msgspec
 from speedrun import recipes
 from speedrun.base import signals
 from speedrun.base import track as tracks
+from speedrun.base.atomic_files import lock_record, make_folder
 from speedrun.base.clock import now
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
-from speedrun.base.wholefile import lock_record, make_folder
-from speedrun.lab import trials
-from speedrun.lab.trials import BASELINE, Arm, Experiment, Request
+from speedrun.lab import experiments
+from speedrun.lab.experiments import BASELINE, Arm, Experiment, Request
 from speedrun.record import layout
 from speedrun.record.batch import TrackRef
 from speedrun.record.reader import encode
 from speedrun.science.recipe import Recipe, describe
 from speedrun.train.preflight import prepare
-from speedrun.train.request import decoded
+from speedrun.train.run_config import decoded
 
 #: An arm before its source is known: its name, its recipe, and the name of its reference arm.
 Draft = tuple[str, Recipe, str | None]
@@ -53,10 +53,10 @@ def design(request: Request) -> Experiment:
         ready.append(one := prepare(config))
         digests = layout.config_sha256(one.described), one.source_sha256
         checked.append(Arm(name, recipe.name, config.overrides, against, *digests))
-    seeds, confirming = trials.seeds_for(checked, request.num_runs, request.num_confirming)
+    seeds, confirming = experiments.seeds_for(checked, request.num_runs, request.num_confirming)
     first = ready[0]
     found = Experiment(
-        standing="research, not ranked",
+        status="research, not ranked",
         kind=request.kind,
         track=TrackRef(first.track.id, tracks.sha256(first.track.name)),
         num_devices=first.program.num_devices,
@@ -69,7 +69,7 @@ def design(request: Request) -> Experiment:
         created_utc=now().utc,
     )
     with lock_record(request.config.out):
-        make_folder(request.config.out, {trials.EXPERIMENT: encode(found)})
+        make_folder(request.config.out, {experiments.EXPERIMENT: encode(found)})
     return found
 
 

@@ -20,11 +20,11 @@ from typing import IO, Any
 import msgspec
 
 from speedrun.base import signals
+from speedrun.base.atomic_files import write_whole
 from speedrun.base.console import clean
 from speedrun.base.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.base.exit_codes import meaning
 from speedrun.base.sourcefile import RECIPES_VARIABLE
-from speedrun.base.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
 NICENESS = 10  #: of a process beside a run, which needs the cores

@@ -13,15 +13,15 @@ from speedrun.base import recipe_files, runlog
 from speedrun.base.errors import UsageError
 from speedrun.base.recipe_files import resolve
 from speedrun.base.sourcefile import RECIPES_VARIABLE
-from speedrun.record.about import assemble
+from speedrun.record.examination import Stretch
 from speedrun.record.examine.examiner import examine
-from speedrun.record.findings import Stretch
 from speedrun.record.reader import load
+from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.science.recipe import Recipe
 from speedrun.train.preflight import prepare
 from speedrun.train.recorded import train
-from speedrun.train.request import RunConfig
+from speedrun.train.run_config import RunConfig
 
 FILE = Path(__file__).parents[1] / "toy89" / "toy89.py"
 

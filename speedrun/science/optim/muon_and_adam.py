@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.base.errors import UsageError
-from speedrun.base.limits import Momentum, Natural, Positive, Rate
+from speedrun.base.field_types import Momentum, Natural, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.orthogonal import scale_by_muon, shape_factor
 from speedrun.science.params import Dtype, Layout, Member
-from speedrun.science.rows import whole
+from speedrun.science.rows import to_dense
 
 
 def by_group(
@@ -26,7 +26,7 @@ def by_group(
     inner = optax.partition({**transforms}, layout.groups)
 
     def update(grads: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
-        return inner.update(jax.tree.map(whole, params, grads), state, params, **more)
+        return inner.update(jax.tree.map(to_dense, params, grads), state, params, **more)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)  # pyright: ignore[reportArgumentType]
 

@@ -7,7 +7,7 @@ import golden_files
 import numpy as np
 import pytest
 
-from speedrun.base.canonical import Pairs, impossible_pairs
+from speedrun.base.bpe_pairs import Pairs, impossible_pairs
 from speedrun.data import tokenizer, vocabulary
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -57,7 +57,7 @@ def test_what_a_tokenizer_writes_has_none(tmp_path):
     rare = "he'll've we'd they're i'm don't it's\n'mech\n'rest\n'vest\n'llow\n'the\n'dex\n"
     texts = [
         (root / "docs" / "LOG.md").read_text(),
-        (root / "speedrun" / "base" / "canonical.py").read_text(),
+        (root / "speedrun" / "base" / "bpe_pairs.py").read_text(),
         rare,
     ]
     tokenizer.train_bpe(iter(texts), 1000, path)

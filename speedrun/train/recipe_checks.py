@@ -15,10 +15,10 @@ import numpy as np
 from speedrun import recipes
 from speedrun.base.errors import UsageError
 from speedrun.base.track import Track
-from speedrun.science.inputs import Plan
+from speedrun.science.inputs import InputPlan
 from speedrun.science.recipe import IDENTITY, Loss, Recipe, describe
 from speedrun.science.rows import Rows
-from speedrun.train.checkpoint import differences, form, named
+from speedrun.train.checkpoint import differences, named, spec
 from speedrun.train.program import Program
 
 MOST_COMPILED = 32  #: executables for an input that is compiled in
@@ -57,7 +57,7 @@ def _check_functions(recipe: Recipe) -> None:
             raise UsageError(f"its {name}: {error}; need {name}({', '.join(given)})") from None
 
 
-def _check_schedule(plan: Plan) -> None:
+def _check_schedule(plan: InputPlan) -> None:
     """Check that no input would be compiled into too many executables."""
     for name in sorted({*plan.rows[0]} - {*plan.schedule}):
         if (found := len({row[name] for row in plan.rows})) > MOST_COMPILED:
@@ -72,7 +72,7 @@ def _check_reads(program: Program) -> None:
     for name, ids_of in program.layout.reads.items():
         ids = jax.eval_shape(ids_of, tokens_BT)
         if getattr(ids, "dtype", None) != np.int32 or ids.shape[:-1] != tokens_BT.shape[:1]:
-            raise UsageError(f"its table reads {form(ids)} of {name!r}; need int32 [{tokens_BT.shape[0]}, N]")
+            raise UsageError(f"its table reads {spec(ids)} of {name!r}; need int32 [{tokens_BT.shape[0]}, N]")
 
 
 def _checked(recipe: Recipe) -> Recipe:
@@ -84,7 +84,7 @@ def _checked(recipe: Recipe) -> Recipe:
         shape = getattr(x_BTD, "shape", ())
         if len(shape) != 3 or shape[:2] != tokens_BT.shape:
             need = f"hidden states [{', '.join(map(str, tokens_BT.shape))}, D]"
-            raise UsageError(f"its forward returns {form(x_BTD)} for {form(tokens_BT)}; need {need}")
+            raise UsageError(f"its forward returns {spec(x_BTD)} for {spec(tokens_BT)}; need {need}")
         return x_BTD
 
     def loss(params: Any, batch: Any, *given: Any) -> Loss:
@@ -109,7 +109,7 @@ def _checked(recipe: Recipe) -> Recipe:
     return replace(recipe, forward=forward, loss=loss, optimizer=SimpleNamespace(transform=transform))
 
 
-def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form) -> None:
+def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = spec) -> None:
     """Check that two trees have the same arrays in the same containers."""
     for difference in differences(named(got), named(need), shown):
         raise UsageError(f"{what}: {difference}")

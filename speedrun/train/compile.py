@@ -16,12 +16,12 @@ from speedrun.data import stream
 from speedrun.record import layout
 from speedrun.science.params import count
 from speedrun.science.step import TrainState
-from speedrun.train import footprint
+from speedrun.train import memory
 from speedrun.train.attempt import Attempt, Progress
 from speedrun.train.checkpoint import state_hash
 from speedrun.train.preflight import Ready
 from speedrun.train.program import StepShape, finite, finite_step, inspect
-from speedrun.train.request import folder_of, steps_in
+from speedrun.train.run_config import folder_of, steps_in
 
 _STEPS = 2  #: of each executable
 
@@ -78,9 +78,9 @@ def compile_all(this: Attempt) -> Executables:
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
     shapes = dict.fromkeys(map(program.eval_shape_at, validated))
     scores = {shape: compiled(f"eval/{shape}", program.traced_score(shape).lower()) for shape in shapes}
-    memory = [executable.memory_analysis() for executable in (*steps.values(), *scores.values())]
-    footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
-    log.emit(plan(ready, max(m.temp_size_in_bytes for m in memory)))
+    analyses = [executable.memory_analysis() for executable in (*steps.values(), *scores.values())]
+    memory.require(program, max(m.peak_memory_in_bytes for m in analyses))
+    log.emit(plan(ready, max(m.temp_size_in_bytes for m in analyses)))
     return Executables(steps, scores, planned)
 
 
@@ -131,7 +131,7 @@ def warm_up(this: Attempt, executables: Executables, state: TrainState) -> Train
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
             state, metrics = step(state, *_random_ids(ready, shape), program.schedule)
-            metrics = metrics._replace(bad=meshes.whole(metrics.bad))
+            metrics = metrics._replace(bad=meshes.replicated(metrics.bad))
             finite_step(program, metrics, f"warm-up of {shape}")
     for shape, score in executables.scores.items():
         nll_BC = meshes.fetch(score(state.params, *_random_ids(ready, shape), program.schedule, state.step))
@@ -148,7 +148,7 @@ def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
     """Return random tokens and targets, placed like real ones: of 16 ids, for which sampled columns have room."""
     size = 2, shape.num_sequences, shape.seq_len
     pair = np.random.default_rng(0).integers(0, 16, size, np.int32) * (ready.track.data.vocab_size // 16)
-    return [meshes.place_own(x_BT, ready.program.mesh) for x_BT in pair]
+    return [meshes.shard_own(x_BT, ready.program.mesh) for x_BT in pair]
 
 
 def plan(ready: Ready, temp_bytes: int) -> runlog.Plan:
@@ -158,8 +158,8 @@ def plan(ready: Ready, temp_bytes: int) -> runlog.Plan:
         num_params=count(table),
         tokens_per_step=max(stage.batch_tokens for stage in ready.recipe.stages),
         total_tokens=ready.recipe.total_tokens,
-        flops_per_token=footprint.flops_per_token(table),
-        state_bytes_per_device=footprint.state_bytes(ready.program),
+        flops_per_token=memory.flops_per_token(table),
+        state_bytes_per_device=memory.state_bytes(ready.program),
         temp_bytes_per_device=temp_bytes,
         kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
         compiler_options=ready.program.compiler_options,

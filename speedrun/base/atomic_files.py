@@ -28,12 +28,12 @@ def open_regular(path: Path, flags: int = 0) -> IO[bytes]:
     return file
 
 
-def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
+def read_regular(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
     """Read a regular file; raise OSError if it exceeds `most_bytes`."""
     with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most_bytes:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, more than {most_bytes:,}", str(path))
-        return file.read(most_bytes)
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, more than {max_bytes:,}", str(path))
+        return file.read(max_bytes)
 
 
 def require_regular(folder: Path) -> None:

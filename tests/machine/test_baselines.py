@@ -13,7 +13,7 @@ from speedrun.data.stream import TokenStream
 from speedrun.machine import bench_step
 from speedrun.train.program import Program
 
-RIVAL = Path(__file__).parents[1] / "rivals" / "jax" / "run"
+BASELINE = Path(__file__).parents[1] / "baselines" / "jax" / "run"
 STEPS = 6
 
 
@@ -28,14 +28,14 @@ def test_a_plain_jax_step_has_the_losses_of_ours(smoke_data, tmp_path):
     options = {"steps": STEPS, "first-step": 100, "sequences": 2, "seq-len": 256, "shards": smoke_data}
     options["start"] = tmp_path / "start.npz"
     words = [f"--{name}={value}" for name, value in options.items()]
-    theirs = bench_step.run_rival([sys.executable, str(RIVAL), *words], STEPS)
+    theirs = bench_step.run_baseline([sys.executable, str(BASELINE), *words], STEPS)
 
     program = Program(recipe, mesh.make_mesh(1), 1)
     state = program.init(jax.random.key(0))
     state = state._replace(params=program.layout.pack(given), step=state.step + 100)
     stream, ours = TokenStream(bench_step.folder_shards(smoke_data)), []
     for _ in range(STEPS):
-        batch = (mesh.place(x_BT, program.mesh) for x_BT in stream.batch(2, 256))
+        batch = (mesh.shard(x_BT, program.mesh) for x_BT in stream.batch(2, 256))
         state, metrics = program.train_step_for(program.static_at(100))(state, *batch, program.schedule)
         ours.append(float(metrics.loss))
     assert ours == pytest.approx(theirs.losses, rel=1e-5)

@@ -13,17 +13,17 @@ from msgspec import Meta
 from speedrun.base import track as tracks
 from speedrun.base.console import clean, quantity
 from speedrun.base.errors import UsageError, translate_read_errors
-from speedrun.record.about import summarize
 from speedrun.record.reader import Record, load
 from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
+from speedrun.record.summary import summarize
 from speedrun.record.validate import Report, examine
 
 _PATH = re.compile(r"[A-Za-z0-9._/-]+")  #: of a record
 BOARD, CONTEXT = "leaderboard.json", "context.toml"
 #: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
-STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
+STATUSES = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
 _UNPROVEN = frozenset({"V302", "V308", "V311"})
 
@@ -50,8 +50,8 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{self.name!r} is claimed on {self.date!r}; need year, month and day")
 
     @property
-    def standing(self) -> str:
-        """The standing on the board."""
+    def status(self) -> str:
+        """The status on the board."""
         return f"claimed, {self.claim}" if self.claim else "published"
 
 
@@ -75,7 +75,7 @@ class PastRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return Published(name, *where, self.caveat, when, rules=self.rules)
 
 
-class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoardContext(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`context.toml`."""
 
     history: tuple[PastRecord, ...] = ()
@@ -89,7 +89,7 @@ class Row(msgspec.Struct, frozen=True):
 
     track: str  #: name and version
     path: str  #: in the folder of records
-    standing: str  #: one of STANDINGS
+    status: str  #: one of STANDINGS
     failed: tuple[str, ...]  #: ids of the checks that failed
     title: str
     authors: tuple[str, ...]
@@ -171,11 +171,11 @@ def read(folder: Path) -> Board:
     return Board(tuple(_ranked(rows)), (*past, *context.published), left_out)
 
 
-def read_context(folder: Path) -> Context:
+def read_context(folder: Path) -> BoardContext:
     """Return the context of a folder of records, empty without its file."""
     path = folder / CONTEXT
     with translate_read_errors(path, "correct it", kind=UsageError):
-        return msgspec.toml.decode(path.read_bytes(), type=Context) if path.exists() else Context()
+        return msgspec.toml.decode(path.read_bytes(), type=BoardContext) if path.exists() else BoardContext()
 
 
 def read_built(folder: Path) -> Board | None:
@@ -196,20 +196,20 @@ def judge(record: Record, path: str) -> Row | LeftOut:
         summary = summarize(record)
         times = mean_interval([run.train_time_s for run in record.finished])
         losses = mean_interval([run.val_loss for run in record.finished])
-        standing = standing_of(record, report)
+        status = status_of(record, report)
     except ArithmeticError as error:  # a number that no check refuses
         return LeftOut(path, f"a number is out of range ({error})")
     return Row(
         track=record.rules.id,
         path=path,
-        standing=standing,
+        status=status,
         failed=tuple(result.check.id for result in report.having("failed")),
         title=record.about.title,
         authors=record.about.authors,
         changes=record.about.changes,
         parent=record.about.parent_record,
         created_utc=record.created_utc,
-        device="{} x {}".format(*record.lead.hardware),
+        device="{} x {}".format(*record.reference_run.hardware),
         num_runs=summary.num_finished,
         val_loss=summary.val_loss_mean,
         val_loss_half_width=None if losses is None else losses.half_width,
@@ -232,7 +232,7 @@ def _changed_lines(row: Row, sources: Mapping[str, bytes]) -> int | None:
         return None
 
 
-def standing_of(record: Record, report: Report) -> str:
+def status_of(record: Record, report: Report) -> str:
     """Return one of `STANDINGS`, for a record whose track is known."""
     failed = [result.check.id for result in report.having("failed")]
     warned = [result.check.id for result in report.having("warning")]
@@ -247,14 +247,14 @@ def standing_of(record: Record, report: Report) -> str:
 
 
 def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
-    """Sort by track, standing, cost and date, and number the qualified records of ranked tracks."""
+    """Sort by track, status, cost and date, and number the qualified records of ranked tracks."""
 
     def order(row: Row) -> tuple[str, int, float, datetime]:
-        return row.track, STANDINGS.index(row.standing), row.cost or float("inf"), row.moment
+        return row.track, STATUSES.index(row.status), row.cost or float("inf"), row.moment
 
     rank: dict[str, int] = {}
     for row in sorted(rows, key=order):
-        if row.standing == "qualified" and row.rules.ranked:
+        if row.status == "qualified" and row.rules.ranked:
             rank[row.track] = rank.get(row.track, 0) + 1
             yield msgspec.structs.replace(row, rank=rank[row.track])
         else:
@@ -265,8 +265,8 @@ def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
 
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
-    *("track", "rank", "train time", "val loss", "record", "standing", "runs", "date", "by our rules"),
-    *("cold wall", "steps", "tokens", "lines changed"),
+    *("track", "rank", "train time", "val loss", "record", "status", "runs", "date", "by our rules"),
+    *("total wall", "steps", "tokens", "lines changed"),
 )
 _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
@@ -299,8 +299,8 @@ def _of_record(row: Row) -> dict[str, str]:
         "train time": _seconds(row.train_time_s, row.train_time_half_width_s),
         "val loss": "" if loss is None else f"{loss:.4f}" + ("" if p is None else f" (p = {p:.1g})"),
         "runs": str(row.num_runs),
-        "standing": row.standing + (f": {', '.join(row.failed)}" if row.failed else ""),
-        "cold wall": _seconds(row.cold_wall_s, None),
+        "status": row.status + (f": {', '.join(row.failed)}" if row.failed else ""),
+        "total wall": _seconds(row.cold_wall_s, None),
         "steps": f"{row.num_steps:,}",
         "tokens": quantity(row.num_tokens),
         "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
@@ -313,7 +313,7 @@ def _of_published(one: Published) -> dict[str, str]:
     return {
         "track": one.track,
         "train time": f"{one.minutes:g} min",
-        "standing": f"*{one.standing}*",
+        "status": f"*{one.status}*",
         "record": f"*{_link(one.name, one.link, f': {one.hardware}; {one.caveat}')}*",
         "date": one.date,
         "by our rules": _words(one.rules, limit=200),

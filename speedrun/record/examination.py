@@ -63,7 +63,7 @@ class Findings(Strict, frozen=True):
     leak: float  #: nats; largest change of a log-probability before a changed token
     leak_at: int  #: its position
     changes: int  #: number of changed texts
-    company: float  #: nats; largest change of a log-probability when sequences get other neighbours
+    neighbours: float  #: nats; largest change of a log-probability when sequences get other neighbours
     constant_bytes: int  #: of all constants in the programs, compressed together
     shuffled_loss: float  #: with the targets of each sequence shuffled
     other_loss: float | None  #: on other text of the same kind; None: there is none
