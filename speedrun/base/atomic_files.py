@@ -29,7 +29,7 @@ def open_regular(path: Path, flags: int = 0) -> IO[bytes]:
 
 
 def read_regular(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
-    """Read a regular file; raise OSError if it exceeds `most_bytes`."""
+    """Read a regular file; raise OSError if it exceeds `max_bytes`."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise OSError(errno.EFBIG, f"{size:,} bytes, more than {max_bytes:,}", str(path))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-#: Cold wall time counts from the import of the harness.
+#: Total wall time counts from the import of the harness.
 _IMPORT_NS = time.monotonic_ns()
 
 

@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     anew: bool  #: from the first line: discard earlier pieces
 
 
-class Tail:
+class LogFollower:
     """A file that may not exist yet."""
 
     def __init__(self, path: Path) -> None:

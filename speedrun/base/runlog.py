@@ -112,7 +112,7 @@ class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     flops_per_token: float
     state_bytes_per_device: Size
     temp_bytes_per_device: Size
-    kernels: dict[str, str] = {}  #: operation and shape -> the chosen form, and why
+    kernels: dict[str, str] = {}  #: operation and shape -> the chosen implementation, and why
     compiler_options: dict[str, bool | int | str] = {}
     shapes: dict[str, Shape] = {}  #: of each parameter
 

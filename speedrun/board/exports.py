@@ -24,7 +24,7 @@ from speedrun.base import console, runlog, subprocesses
 from speedrun.base.atomic_files import lock_record, make_folder
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
-from speedrun.base.log_follower import Tail
+from speedrun.base.log_follower import LogFollower
 from speedrun.base.output import reported
 from speedrun.board import leaks
 from speedrun.board.submission import require_outside
@@ -140,7 +140,7 @@ def relayed(record: Path, project: str) -> AbstractContextManager[None]:
 
 def _sent(path: Path, begin: Callable[[runlog.Line], Any]) -> Iterator[None]:
     """Send the lines of a growing log to the run that its first line begins; yield when there are no more."""
-    tail, run = Tail(path), None
+    tail, run = LogFollower(path), None
     while True:
         for raw in (raw for piece in iter(tail.read, None) for raw in piece.lines):
             line = runlog.decode(raw)

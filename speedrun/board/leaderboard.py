@@ -89,7 +89,7 @@ class Row(msgspec.Struct, frozen=True):
 
     track: str  #: name and version
     path: str  #: in the folder of records
-    status: str  #: one of STANDINGS
+    status: str  #: one of STATUSES
     failed: tuple[str, ...]  #: ids of the checks that failed
     title: str
     authors: tuple[str, ...]
@@ -233,7 +233,7 @@ def _changed_lines(row: Row, sources: Mapping[str, bytes]) -> int | None:
 
 
 def status_of(record: Record, report: Report) -> str:
-    """Return one of `STANDINGS`, for a record whose track is known."""
+    """Return one of `STATUSES`, for a record whose track is known."""
     failed = [result.check.id for result in report.having("failed")]
     warned = [result.check.id for result in report.having("warning")]
     if failed:

@@ -206,7 +206,7 @@ Track = Annotated[str, "--track NAME", "Rules of the run; 'speedrun data list' h
 Recipe = Annotated[str, click.types.FuncParamType(resolve), "--recipe NAME|FILE"]
 Settings = Annotated[Mapping[str, str], "--set KEY=VALUE", "Change a setting of the recipe."]
 UNCHANGED: Mapping[str, str] = MappingProxyType({})
-Attention = Annotated[str, "--attention FORM", "Attention kernels: auto, banded, definition or triton."]
+Attention = Annotated[str, "--attention NAME", "Attention kernels: auto, banded, definition or triton."]
 FirstStep = Annotated[Natural, "--first-step I", "First step of the schedule."]
 Data = Annotated[
     Path | None, "--data DIR", "Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data."

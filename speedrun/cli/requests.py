@@ -53,9 +53,9 @@ class Size(NamedTuple):
     """
 
     runs: Annotated[int | None, Integer(2)] = None
-    then: Annotated[
-        int | None, Integer(3), "Total number, if the first look, an interim analysis, proves nothing."
-    ] = None
+    then: Annotated[int | None, Integer(3), "Total number, if the first (interim) look proves nothing."] = (
+        None
+    )
     expect: Annotated[Amount | None, "--expect LOSS"] = None
 
 

@@ -32,7 +32,7 @@ class Fleet(NamedTuple):
         every: Steps of a round. Default: the track's.
         quorum: Islands whose answers make a round count. Default: the track's.
         outer_lr: Learning rate of the outer step; 1 without momentum takes the mean.
-        most_change: Refuse weights that move by more than this part of their norm in a round.
+        max_change: Refuse weights that move by more than this part of their norm in a round.
         meet_within: Time for islands to start.
     """
 

@@ -156,8 +156,7 @@ class Variants(NamedTuple):
     "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
     "speedrun sweep --features all --runs 4",
     "speedrun sweep --features value-embeddings,cooldown --runs 2 --set stages.0.num_steps=140",
-    "speedrun sweep --track docs-cpu --ladder --runs 3 "
-    "--set config.vocab_size=4096 --set config.padded_vocab_size=4096",
+    "speedrun sweep --track docs-cpu --ladder --set config.vocab_size=4096 --set config.padded_vocab_size=4096",
     "speedrun sweep --resume runs/2026-11-21-smoke-cpu-sweep-1",
 )
 def sweep(

@@ -1,4 +1,4 @@
-"""Runs what `lab.design` declared: the arms of an experiment."""
+"""Runs what `lab.declare_experiment` declared: the arms of an experiment."""
 
 import sys
 from collections.abc import Iterator, Sequence

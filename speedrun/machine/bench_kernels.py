@@ -36,12 +36,12 @@ class Timing(msgspec.Struct, frozen=True):
         return f"{self.name:<16} {self.median_ms:9.2f} ms +- {self.spread_ms:6.2f}  {self.ratio:5.2f} x"
 
 
-class FormTimings(msgspec.Struct, frozen=True):
+class Timings(msgspec.Struct, frozen=True):
     """All forms of an operation."""
 
     timings: list[Timing]
     left_out: dict[str, list[str]]  #: forms that do not run here, and why
-    auto: str  #: the form that "auto" chooses
+    auto: str  #: the implementation that "auto" chooses
     reason: str
 
     def __str__(self) -> str:
@@ -82,8 +82,8 @@ def attention(
     window_blocks: int,
     block_tokens: int,
     document_tokens: int,
-) -> FormTimings:
-    """Time attention with its gradients in every form, on one sequence of equally long documents."""
+) -> Timings:
+    """Time attention with its gradients in every implementation, on one sequence of equally long documents."""
     platform, compute_capability, dtype = _here()
     call = dispatch.AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
@@ -105,12 +105,10 @@ def attention(
 
         return run
 
-    left_out = {
-        name: why for name, impl in dispatch.ATTENTION.items() if (why := impl.unsupported_reasons(call))
-    }
+    left_out = {x: why for x, one in dispatch.ATTENTION.items() if (why := one.unsupported_reasons(call))}
     auto = dispatch.choose_attention("auto", call)
     programs = {name: program(name) for name in dispatch.ATTENTION if name not in left_out}
-    return FormTimings(compare(programs, do, *qkv), left_out, auto.name, auto.reason)
+    return Timings(compare(programs, do, *qkv), left_out, auto.name, auto.reason)
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:

@@ -157,7 +157,7 @@ class Curve(msgspec.Struct, frozen=True):
     losses: list[float]
 
 
-class _RivalLine(msgspec.Struct):
+class _BaselineLine(msgspec.Struct):
     """A step as the other program prints it."""
 
     step: int
@@ -172,9 +172,7 @@ class Comparison(msgspec.Struct, frozen=True):
     runs: list[Curve]
 
     def __str__(self) -> str:
-        return "step time, ours / baseline: {:.3f}, 95 % interval {:.3f} to {:.3f}".format(
-            *astuple(self.ratio)
-        )
+        return "step time, ours / baseline: {:.3f} (95 %: {:.3f} to {:.3f})".format(*astuple(self.ratio))
 
 
 def write_start(recipe: Recipe, path: Path) -> None:
@@ -212,7 +210,7 @@ def run_baseline(argv: Sequence[str], num_steps: int) -> Curve:
     lines = []
     for text in _output("the baseline", argv).splitlines():
         with suppress(msgspec.DecodeError):  # other output
-            lines.append(msgspec.json.decode(text, type=_RivalLine))
+            lines.append(msgspec.json.decode(text, type=_BaselineLine))
     if len(lines) != num_steps:
         raise SpeedrunError(
             f"the baseline printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
@@ -233,10 +231,8 @@ def executable(folder: Path) -> Path:
 
 def compared(runs: Sequence[Curve]) -> Comparison:
     """Compare runs in the order ours, baseline, baseline, ours."""
-    ours_ms, baseline_ms = (
-        [median(one.ms) for one in runs if one.who == who] for who in ("ours", "baseline")
-    )
-    ratio = mean_interval([a / b for a, b in zip(ours_ms, baseline_ms, strict=True)])
+    ours_ms, its_ms = ([median(one.ms) for one in runs if one.who == who] for who in ("ours", "baseline"))
+    ratio = mean_interval([a / b for a, b in zip(ours_ms, its_ms, strict=True)])
     assert ratio is not None, "ABBA has two pairs"
     return Comparison(ratio, list(runs))
 

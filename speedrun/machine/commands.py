@@ -99,7 +99,7 @@ class AttentionSizes(NamedTuple):
     silent=True,
 )
 def attention(sizes: AttentionSizes) -> cli.Answer:
-    """Attention and its gradients, in every form that runs here, against the definition."""
+    """Attention and its gradients, in every implementation that runs here, against the definition."""
     from speedrun.machine import bench_kernels
 
     return _answer(bench_kernels.attention(**sizes._asdict()))

@@ -1,4 +1,4 @@
-"""A folder that holds a trained model: `model.safetensors`, `model.json` with `Facts`, the tokenizer and a model card.
+"""A folder with a trained model: `model.safetensors`, `model.json` (`ModelFacts`), the tokenizer and a model card.
 
 Parameters have the names of the model, and are stored as they were trained.
 """
@@ -21,7 +21,7 @@ from speedrun.base.recipe_files import is_shipped
 from speedrun.board.leaks import refuse_secrets
 from speedrun.data import vocabulary
 from speedrun.data.shards import data_folder, sha256
-from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, dtype_and_shape, read_json
+from speedrun.model.weights import DTYPES, WEIGHTS, Tensors, Trained, read_json, spec_of
 from speedrun.record import layout
 from speedrun.record import reader as records
 from speedrun.record.logged_run import loss_of
@@ -239,10 +239,7 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
 
 def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the parameters of a program by name; raise DataError unless the folder has exactly these."""
-    wanted = {
-        name: (dtype_and_shape(DTYPES[spec.dtype], spec.shape),)
-        for name, spec in program.layout.table.items()
-    }
+    wanted = {name: (spec_of(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
     return Tensors(folder).read(wanted)
 
 

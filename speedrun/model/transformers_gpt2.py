@@ -22,7 +22,7 @@ from speedrun.base.track import Track
 from speedrun.data.shards import data_folder
 from speedrun.data.tokenizer import END_OF_TEXT
 from speedrun.model.exported import card, named_arrays, placed, save_folder, tokenizer_file
-from speedrun.model.weights import WEIGHTS, Tensors, Trained, dtype_and_shape, read_json
+from speedrun.model.weights import WEIGHTS, Tensors, Trained, read_json, spec_of
 from speedrun.recipes import gpt2
 from speedrun.science.params import ParamSpec, Table
 from speedrun.train.program import Program
@@ -158,7 +158,7 @@ def _arrays(tensors: Tensors, table: Table) -> Iterator[tuple[str, np.ndarray]]:
         del tensors.forms[name]
     ours = {prefix + name_of(name): name for name in table}
     wanted = {
-        there: tuple(dtype_and_shape(dtype, shape_of(name, table[name])) for dtype in _READ)
+        there: tuple(spec_of(dtype, shape_of(name, table[name])) for dtype in _READ)
         for there, name in ours.items()
     }
     for there, x in tensors.read(wanted):

@@ -26,7 +26,7 @@ import msgspec
 from speedrun.base import accelerators, clock, runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.errors import UsageError
-from speedrun.base.log_follower import Piece, Tail
+from speedrun.base.log_follower import LogFollower, Piece
 from speedrun.base.output import reported
 from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving
 from speedrun.base.signals import handled_by, stop
@@ -78,7 +78,7 @@ class Feed:
     def __init__(self, folders: Sequence[Path]) -> None:
         """Begin with the first lines."""
         self._folders, self._told = folders, b""
-        self._tails: dict[Path, tuple[File, Tail]] = {}
+        self._tails: dict[Path, tuple[File, LogFollower]] = {}
 
     def events(self, is_over: threading.Event) -> Iterator[bytes]:
         """Yield events until `is_over`, and then the last ones."""
@@ -98,7 +98,7 @@ class Feed:
     def news(self) -> Iterator[bytes]:
         """Yield events for new files and lines."""
         for path, file in find(self._folders).items():
-            self._tails.setdefault(path, (file, Tail(path)))
+            self._tails.setdefault(path, (file, LogFollower(path)))
         files = [file for file, _ in self._tails.values()]
         folders = [{"name": _name(str(folder)), "exists": folder.exists()} for folder in self._folders]
         told = _event("files", {"files": files, "folders": folders})
@@ -112,7 +112,7 @@ class Feed:
                 yield _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
 
 
-def _piece(file: File, tail: Tail) -> Piece | None:
+def _piece(file: File, tail: LogFollower) -> Piece | None:
     file.problem = ""
     try:
         return tail.read()

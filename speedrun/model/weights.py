@@ -192,7 +192,7 @@ def load(
 # --- files of safetensors
 
 
-def dtype_and_shape(dtype: str, shape: Iterable[int]) -> str:
+def spec_of(dtype: str, shape: Iterable[int]) -> str:
     """Return dtype and shape of a tensor in the notation of a header."""
     return f"{dtype}{[*shape]}"
 
@@ -214,7 +214,7 @@ class Tensors:
         with translate_read_errors(path, "need a whole file of safetensors; copy it again", SafetensorError):
             self._file = file = safe_open(path, framework="np")
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            self.forms = {name: dtype_and_shape(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+            self.forms = {name: spec_of(x.get_dtype(), x.get_shape()) for name, x in slices.items()}
 
     def read(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors by name; raise DataError unless they have exactly these names and forms, and are finite.

@@ -75,7 +75,7 @@ def table(cfg: Config) -> Table:
 def attention(
     h_BTD: jax.Array, values: dict[int, jax.Array], p: Params, i: int, ctx: muon.Context, cfg: Config
 ) -> jax.Array:
-    """Apply attention of layer `i` to a blend of its own values and its value embedding."""
+    """Apply attention of layer `i` to a weighted sum of its own values and its value embedding."""
     if cfg.attention_kinds[i] == "none":
         return jnp.zeros_like(h_BTD)
     q_BTHK, k_BTHK, v_BTHK = muon.heads(h_BTD, p, f"block.{i}", cfg)

@@ -78,14 +78,14 @@ class BatchStatus(NamedTuple):
 
 
 def batch_status(
-    promise: Preregistration, runs: Sequence[Run], target: float, known_sigma: float | None
+    declared: Preregistration, runs: Sequence[Run], target: float, known_sigma: float | None
 ) -> BatchStatus:
     """Return the progress of a batch. The seed of a run that crashed is run again."""
     done = completed(runs)
     losses: list[float] = []
     test = None
-    for look in promise.looks:
-        seeds = promise.seeds[: look.num_runs]
+    for look in declared.looks:
+        seeds = declared.seeds[: look.num_runs]
         losses = [done[seed] for seed in seeds if seed in done]
         if math.inf in losses or 0 < len(losses) == look.num_runs:
             test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)

@@ -42,7 +42,7 @@ class Summary(Strict, frozen=True, omit_defaults=True):
 
 def summarize(record: Record) -> Summary:
     """Derive the summary from the logs; the track must be known."""
-    runs, done, target, promised = record.runs, record.finished, record.rules.target, record.declaration
+    runs, done, target, declared = record.runs, record.finished, record.rules.target, record.declaration
     losses, times_s = [run.val_loss for run in done], [run.train_time_s for run in done]
     val_loss = record.mean_loss if done else None
     none_blew_up = all(run.outcome != "non-finite" for run in runs)
@@ -60,7 +60,7 @@ def summarize(record: Record) -> Summary:
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
         num_tokens=max((at.tokens_seen for run in done for at in (run.origin, *run.steps[-1:])), default=0),
         step_p50_ms=console.quantiles_ms([second for run in done for second in run.step_s])[0],
-        test=promised and batch_status(promised, runs, target.loss, target.sigma).test,
+        test=declared and batch_status(declared, runs, target.loss, target.sigma).test,
     )
 
 
@@ -132,9 +132,9 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
     recipe = lead.start.config.get("recipe")
     parent = recipe.get("parent") if isinstance(recipe, dict) else None
     parent = f"recipe {parent}" if isinstance(parent, str) else "none"
-    promised = f"{len(declared.seeds)} declared" if declared else f"{len(record.runs)}"
+    declared = f"{len(declared.seeds)} declared" if declared else f"{len(record.runs)}"
     broken = summary.num_runs - summary.num_finished
-    promised += f"; {broken} did not finish" * bool(broken)
+    declared += f"; {broken} did not finish" * bool(broken)
     rows = [
         ("track", lead.start.track),
         ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
@@ -142,7 +142,7 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
         ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
         ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
         ("total wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
-        ("runs", f"{summary.num_finished} finished of {promised}"),
+        ("runs", f"{summary.num_finished} finished of {declared}"),
         ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
         ("tokens", f"{summary.num_tokens:,}"),
         ("hardware", "{} x {}".format(*lead.hardware) if lead.hardware[0] else "not known"),

@@ -1,4 +1,4 @@
-"""Logits of tokens that can follow, given `base.canonical.IMPOSSIBLE_PAIRS` among the constants of a recipe.
+"""Logits of tokens that can follow, given `base.bpe_pairs.IMPOSSIBLE_PAIRS` among the constants of a recipe.
 
 Ids travel beside the hidden states, as `logits` gets no others. Source: modded-nanogpt #350. Rules: RULES.md, Masks.
 Legend: B batch, T time, N tokens, D model, V vocabulary.

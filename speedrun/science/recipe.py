@@ -45,7 +45,7 @@ def no_carry(_: Any) -> Params:
 
 #: The bytes of each id, b"" for special tokens; () if the data does not define them.
 Vocabulary = tuple[bytes, ...]
-#: Arrays by name; a record need not contain functions that compute them, nor `base.canonical.IMPOSSIBLE_PAIRS`.
+#: Arrays by name; a record need not contain functions that compute them, nor `base.bpe_pairs.IMPOSSIBLE_PAIRS`.
 Constants = dict[str, np.ndarray | Callable[[], jax.Array] | str]
 
 

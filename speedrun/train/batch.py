@@ -84,7 +84,7 @@ def prospect(recipe: "Recipe", rules: Track, loss: float | None = None) -> Prosp
 
 
 def num_runs(request: BatchRequest, rules: Track, found: Prospect | None) -> int:
-    """Return the number of runs to declare: as promised, else that which proves the target 9 times of 10.
+    """Return the number of runs to declare: as asked, else that which proves the target 9 times of 10.
 
     Raises:
         UsageError: nobody knows what to expect; no number suffices.

@@ -1,7 +1,7 @@
 """Checkpoints: the state of a run after a step, written by orbax, with our own fingerprints of arrays.
 
     RECORD.checkpoints/run.json     the settings of the run
-    RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
+    RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `CheckpointFacts`
 
 orbax writes in the background and renames a finished step, so a process may die at any moment. It has no digests and
 casts a wrong dtype silently. So we digest arrays, facts and `run.json`, and compare dtypes before reading.

@@ -1,6 +1,6 @@
 """Declares a batch: checks the run, draws the seeds, and writes `batch.json`.
 
-python -m speedrun.train.declare PROMISE.json      started by `speedrun batch`, which holds no device
+python -m speedrun.train.declare REQUEST.json      started by `speedrun batch`, which holds no device
 """
 
 import sys

@@ -59,7 +59,7 @@ class Job(msgspec.Struct, frozen=True):
 class Ended(NamedTuple):
     """The end of a child."""
 
-    code: int  #: as from `children.wait_for`, or of an error that this process found
+    code: int  #: as from `subprocesses.wait_for`, or of an error that this process found
     error: str  #: in one line; empty if there is none, or the child has told it
 
 

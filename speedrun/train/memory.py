@@ -25,6 +25,7 @@ COLLECTIVES = {"all_gather", "reduce_scatter", "all_to_all", "psum", "psum_invar
 #: Those that run by themselves, on arrays in memory. All others are computed where they are read.
 ALONE = {"dot_general", "conv_general_dilated", "pallas_call", "mpmd_map", *LOOPS, *UPDATES, *COLLECTIVES}
 ALONE |= {"cumsum", "cummax", "cumprod", "cummin", "cumlogsumexp", "sort", "top_k"}
+_PARTS = "num_consts", "num_carry"  #: of a scan, before JAX 0.12
 #: Bytes in XLA's order, in which some gradients of weights come later, over those in that of the trace (docs/plan.md).
 _SCHEDULE = 1.055
 
@@ -87,9 +88,11 @@ def flat(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, list[Array], list[Array]]],
             elif name in VIEWS and [x and x.num_bytes for x in reads] == [x.num_bytes for x in writes]:
                 writes = reads
             else:
-                kept = one.params.get("num_carry", len(writes) if name == "while" else int(name in UPDATES))
-                first = sum(one.params.get(x, 0) for x in ("num_consts", "cond_nconsts", "body_nconsts"))
-                writes[:kept] = [old or x for old, x in zip(reads[first:], writes[:kept], strict=False)]
+                tree = one.params.get("ft_in")  # of a scan since JAX 0.12
+                parts = [len([*x]) for x in tree.unpack()] if tree else [one.params.get(x, 0) for x in _PARTS]
+                first, kept = (len(reads) - len(writes), len(writes)) if name == "while" else parts[:2]
+                replaced = reads[first:][: kept or name in UPDATES]
+                writes[: len(replaced)] = [x or new for x, new in zip(replaced, writes, strict=False)]
                 operations.append((one, [x for x in reads if x], writes))
             known |= zip(one.outvars, writes, strict=True)
         return [None if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
@@ -116,11 +119,11 @@ def flops_per_token(table: Table) -> float:
 
 
 def fitted_here(program: Program) -> Program:
-    """Return the program, or its variant for scarce memory where it exceeds a GPU's; raise UsageError if that does."""
+    """Return the program, or the same with remat where it exceeds a GPU's; raise UsageError if that does."""
     ids = max(stage.num_sequences * stage.seq_len for stage in program.recipe.stages)
     require(program, 8 * ids // program.num_devices)  # first, as so large a step may not be traced
     if program.kernels.platform != "cpu" and max_bytes(program) > meshes.memory_bytes(program.mesh):
-        program = replace(program, remat="on")
+        program = min(program, replace(program, remat="on"), key=max_bytes)
     require(program, max_bytes(program))
     return program
 

@@ -84,7 +84,6 @@ class Ready:
         shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
         options = msgspec.to_builtins(shared, enc_hook=str)
         constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
-        differs = "CUDA_VISIBLE_DEVICES"
         return {
             "seed": str(self.config.seed),
             "constants": f"of sha256 {layout.sha256(constants)[:12]}",
@@ -92,7 +91,9 @@ class Ready:
             "settings": f"of sha256 {layout.config_sha256({**self.described, **options})[:12]}",
             "source": f"of sha256 {self.source_sha256[:12]}",
             "packages": str(provenance.software()),
-            "environment": str({k: v for k, v in provenance.environment().items() if k != differs}),
+            "environment": str(
+                {k: v for k, v in provenance.environment().items() if k != "CUDA_VISIBLE_DEVICES"}
+            ),
             "training shards": f"whose names, sizes and manifest have sha256 {layout.sha256(data)[:12]}",
             "validation tokens": f"of sha256 {self.val_sha256[:12]}",
         }
@@ -102,8 +103,7 @@ class Ready:
         """Return `Resumable` as JSON. A resumed run keeps its number of replicas."""
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
         split = {name: value for name, value in self.described.items() if name != "recipe"}
-        kept = Resumable(config, split, tuple(map(str, recipe_folders())))
-        return msgspec.json.encode(kept, enc_hook=str)
+        return msgspec.json.encode(Resumable(config, split, tuple(map(str, recipe_folders()))), enc_hook=str)
 
 
 def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
@@ -127,10 +127,8 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
     found = shards.open_track(folder, track.data)
     shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
     num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
-    shape = recipe.eval_sequences, recipe.eval_seq_len
-    stream.validation_batches(found.val[0], track.data.val_tokens, *shape)
-    reached = [*source_roots(recipe.name), *roots]
-    source = provenance.closure(reached, [tracks.files()[track.name]])
+    stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
+    source = provenance.closure([*source_roots(recipe.name), *roots], [tracks.files()[track.name]])
     _check_source(config, source)
     return Ready(config, track, recipe, program, found, folder, source, num_shards)
 
@@ -157,8 +155,9 @@ def _check_out(config: RunConfig) -> None:
     except OSError as error:
         raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
     if declared != config.batch_sha256:
-        path = config.out / layout.BATCH
-        raise UsageError(f"{path} is not the declared one; restore it, or declare a new batch")
+        raise UsageError(
+            f"{config.out / layout.BATCH} is not the declared one; restore it, or declare a new batch"
+        )
     if taken and not (config.batch_sha256 or config.resume):
         raise UsageError(
             f"{config.out} exists already; need a new folder, or an empty one; remove it or pass another --out"

@@ -65,7 +65,7 @@ class Program:
     recipe: Recipe
     mesh: Mesh
     microbatches: int = SHARDS  #: of one step, over all devices; do not change the result
-    attention: str = "auto"  #: a form of `kernels.dispatch`
+    attention: str = "auto"  #: an implementation of `kernels.dispatch`
     vocabulary: Vocabulary | None = None  #: for constants; None: unknown, as in a plan
     remat: Literal["off", "on"] = "off"  #: on: activations are recomputed
     portable: bool = False  #: only forms that any machine can run

@@ -47,8 +47,7 @@ def train(
     locked = lock_record(config.out) if processes.is_first() else nullcontext()
     kept = nullcontext()
     if config.checkpoint_every:
-        folder = folder_of(config.out)
-        kept = checkpoint.opened(folder, ready.resumable, keep=config.keep_checkpoints)
+        kept = checkpoint.opened(folder_of(config.out), ready.resumable, keep=config.keep_checkpoints)
     run_id, told = first[0].run_id, [*first, *map(runlog.Warning, warnings)]
     with locked, kept as checkpoints:
         path = _make_folders(ready, config.out / "runs" / run_id) if processes.is_first() else None

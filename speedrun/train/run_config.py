@@ -26,7 +26,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     num_devices: int | None = None  #: None: what the track asks for, or all there are
     replicas: int | None = None  #: of the state, each divided over as many devices; None: one for each node
     microbatches: int | None = None  #: None: one for each device, at least as many as a full node has
-    attention: str = "auto"  #: its form, as `kernels.dispatch` names it
+    attention: str = "auto"  #: its implementation, as `kernels.dispatch` names it
     batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
     checkpoint_every: int = 0  #: steps; 0: no checkpoints
     keep_checkpoints: int = 2  #: the newest ones; 0: all

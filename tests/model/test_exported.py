@@ -209,7 +209,7 @@ def refused(*words: object, exit_code: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data):
     """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
-    form = weights.dtype_and_shape("F32", (2, 3))
+    form = weights.spec_of("F32", (2, 3))
     raw = bytearray(save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)}))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

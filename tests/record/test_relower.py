@@ -24,9 +24,10 @@ from speedrun.base.mesh import make_mesh
 from speedrun.record.archive import Archive, Lowered, pack
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.replay import Options, relowered
-from speedrun.record.examine.rerun import Rerun, RerunFacts
+from speedrun.record.examine.rerun import Rerun, RerunFacts, lowering
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.reader import load, read_programs
+from speedrun.record.source import split_source
 from speedrun.record.validate import Report, validate
 
 _NAMES = ("init", "constants", "train", "hidden-0", "logits-0")
@@ -177,3 +178,12 @@ def test_the_gpus_of_another_machine_are_not_looked_for_here(of_gpu, smoke_data,
     with pytest.raises(SpeedrunError, match="enough"):
         Rerun(of_gpu, smoke_data, io.StringIO()).lowered()
     assert not {"JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"} & seen.keys()
+
+
+@pytest.mark.parametrize("record", sorted(Path(__file__).parents[2].glob("records/*/*/source.txt")) + [None])
+def test_a_source_is_lowered_by_the_names_of_its_own_modules(record):
+    own = provenance.closure(["speedrun.recipes.smoke", "speedrun.train.recorded"], [])
+    source = split_source(own if record is None else record.read_text())
+    imported = re.findall(r"^from (speedrun\S+) import", lowering(source), re.MULTILINE)
+    assert imported
+    assert not [name for name in imported if name.replace(".", "/") + ".py" not in source]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_choose import ATTENTION
+from test_dispatch import ATTENTION
 
 from speedrun.base import accelerators, mesh
 from speedrun.recipes.record89.attention import Heads, View, attend

@@ -64,8 +64,12 @@ def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
     a_device_of, monkeypatch, smoke_data, tmp_path, spare_bytes, remat
 ):
     monkeypatch.setattr(programs.meshes, "accelerator", lambda _: ("gpu", "8.9"))
-    a_device_of(memory.max_bytes(Program(recipes.load("smoke"), make_mesh(8))) + spare_bytes)
-    ready = prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=smoke_data))
+    longer = {
+        "stages.0.seq_len": "1024",
+        "stages.0.num_steps": "40",
+    }  # else only the order of a trace decides
+    a_device_of(memory.max_bytes(Program(recipes.load("smoke").override(longer), make_mesh(8))) + spare_bytes)
+    ready = prepare(RunConfig("smoke-cpu", tmp_path / "new", overrides=longer, data=smoke_data))
     assert ready.described["remat"] == remat
     said = {call: choice.reason for call, choice in ready.program.kernels.choices.items()}
     assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (remat == "on")

@@ -120,7 +120,7 @@ def composed(
     """Return the output of dynamically composed heads: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
 
     A = sum_h w1'_h P_h, with w1' of unit mean square over the heads, and P_h = softmax(q_h k_h^T) over at most
-    `most_keys` keys from `first_BT`.
+    `max_keys` keys from `first_BT`.
     Source: Xiao et al. 2024, Improving Transformers with Dynamically Composable Multi-Head Attention.
     """
     num_tokens, tile = heads.q.shape[1], max(128, max_keys)

@@ -98,7 +98,7 @@ class AnvilAndAdam:
     """ANVIL for banks, Adam for all others; averages of late weights replace the last ones.
 
     Decays grow with the square of the learning rate. Learning rates are multiplied by the input `lr_scale`. Tables have
-    settings for each period; the input `event` is its number, from 1, or 0 between events.
+    settings for each period; the input `update_tables` is its number, from 1, or 0 between events.
     """
 
     anvil_lr: Rate

@@ -85,7 +85,7 @@ def known(
         if batch > 1:
             random_BT = draw.integers(0, text.num_ids, ids_BT.shape, ids_BT.dtype)
             for others_BT, num_kept in ((text.rows_RT[next(batches)], batch // 2), (random_BT, 1)):
-                cases.append(_other_company(model, ids_BT, others_BT, num_kept, draw))
+                cases.append(_other_neighbours(model, ids_BT, others_BT, num_kept, draw))
         cases.append(_other_rows(x_ND, draw.permutation(cases[-1].x_ND), 0.5, draw))
         cases.append(_other_rows(x_ND, draw.choice(x_ND), 8 / model.chunk, draw))
         for places_K in parts(len(x_ND), model.chunk, draw):
@@ -119,7 +119,7 @@ def _other_ends(
     return _Case("later", _flat(model.hidden(changed_BT)), kept_BT.reshape(-1))
 
 
-def _other_company(
+def _other_neighbours(
     model: Model, ids_BT: np.ndarray, others_BT: np.ndarray, num_kept: int, draw: np.random.Generator
 ) -> _Case:
     """Replace all but some sequences of a batch."""

@@ -89,9 +89,8 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
     reruns = [Rerun(folder, options.data, echo, run_id=name, unsafe=options.unsafe) for name in names]
-    raw = record.raw[
-        archive.name_of(record.reference_run.of(runlog.Exported)[0].sha256)
-    ]  # V003: that of all runs
+    made = record.reference_run.of(runlog.Exported)[0]
+    raw = record.raw[archive.name_of(made.sha256)]  # V003: that of all runs
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     again = f"nonce {options.nonce}; --nonce {options.nonce} repeats it"
     print(f"examining {len(names)} of {len(runs)} runs, {again}", file=echo, flush=True)

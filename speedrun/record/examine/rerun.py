@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,7 +46,9 @@ _MOST_FACTS_BYTES = 1 << 26
 #: Between an event and the line that is heard, in all; a busy machine takes a tenth of a second.
 _SLACK_S, _SLACK_SHARE = 0.5, 0.01
 
-#: Lowers the programs of a source with functions of its harness, which V503 knows, by names that old harnesses have.
+#: Names of modules in harnesses until 2026-11-29.
+_OLD_NAMES = ("train.memory", "train.footprint"), ("train.run_config", "train.request")
+#: Lowers the programs of a source with functions of its harness, which V503 knows.
 _LOWER = """
 import sys
 from pathlib import Path
@@ -192,7 +194,7 @@ class Rerun:
             code, seen = self._unpacked(scratch), scratch / "data"
             readable = _without_text(self.data, seen, self.rules.data)
             config = self._config(scratch / "record", self.old.start.seed, seen)
-            self._start(("-c", _LOWER), config, scratch, code, readable, _LEAST_S)
+            self._start(("-c", lowering(self._source)), config, scratch, code, readable, _LEAST_S)
             try:
                 facts = msgspec.json.decode(plain(scratch / "facts.json", _MOST_FACTS_BYTES), type=RerunFacts)
                 return plain(scratch / "programs.xz", archive.MOST_BYTES), facts
@@ -299,6 +301,14 @@ def plain(path: Path, max_bytes: int) -> bytes:
     if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
         raise ValueError(f"{path.name} is no plain file of at most {max_bytes:,} bytes")
     return path.read_bytes()
+
+
+def lowering(source: Container[str]) -> str:
+    """Return what lowers the programs of a source, which has these files."""
+    text = _LOWER
+    for new, old in _OLD_NAMES if "speedrun/train/request.py" in source else ():
+        text = text.replace(new, old)
+    return text
 
 
 def _bring(made: Path, out: Path) -> None:

@@ -176,7 +176,7 @@ def _over_chunks(function: Callable[..., Any], x_ND: jax.Array, targets: Targets
 
 
 def min_chunks(num_tokens: int, max_tokens: int) -> int:
-    """Return the smallest number of equal chunks of at most `most_tokens`."""
+    """Return the smallest number of equal chunks of at most `max_tokens`."""
     return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * max_tokens)
 
 
