@@ -198,7 +198,7 @@ def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
         verdict = "the candidate is faster" if mean < 0 else "the candidate is slower"
     lines = [
         *(line for result in results for line in _table(result)),
-        f"candidate    {change}: {verdict}",
+        f"change   {change}: {verdict}",
         f"loss     {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}",
         f"both     {found.together_s.mean:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
         f"rate     {RATE_FROM}",

@@ -1,4 +1,4 @@
-"""The board: standing and rank from the logs alone, and escaped text."""
+"""The board: status and rank from the logs alone, and escaped text."""
 
 import json
 import random

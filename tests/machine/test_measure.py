@@ -133,7 +133,7 @@ def stranger(folder: Path, text: str) -> list[str]:
     return [str(bench_step.executable(folder)), "--shards", "x", "--steps", "4"]
 
 
-def test_a_rival_is_read_line_by_line(tmp_path):
+def test_a_baseline_is_read_line_by_line(tmp_path):
     curve = bench_step.run_baseline(stranger(tmp_path, BASELINE), 4)
     assert curve.ms == pytest.approx([100.0] * 4)
     assert curve.losses == [5.0] * 4

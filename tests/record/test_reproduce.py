@@ -314,9 +314,9 @@ def raced(record, tmp_path, monkeypatch):
         ran: list[tuple[str, int]] = []
 
         def run(self: Rerun, out: Path, *, seed: int, **_: object) -> None:
-            is_rival = self.old.start.seed == 3
-            ran.append(("B" if is_rival else "A", seed))
-            step_s = 0.1 * (1 + 0.001 * (len(ran) % 3)) * (share if is_rival else 1.0)
+            is_candidate = self.old.start.seed == 3
+            ran.append(("B" if is_candidate else "A", seed))
+            step_s = 0.1 * (1 + 0.001 * (len(ran) % 3)) * (share if is_candidate else 1.0)
             write_run(out, Spec(seed=1, step_s=(step_s,) * 10, edit_log=change(runlog.RunStart, seed=seed)))
 
         monkeypatch.setattr(Rerun, "run", run)
@@ -341,7 +341,7 @@ def test_pairs_alternate_and_share_a_fresh_seed(raced, tmp_path):
 
 
 @pytest.mark.parametrize(("share", "said"), [(1.0, "not resolvable here"), (1.2, "the candidate is slower")])
-def test_a_rival_that_is_not_faster_is_told(raced, share, said):
+def test_a_candidate_that_is_not_faster_is_told(raced, share, said):
     result, _ = raced(share)
     assert (result.exit_code, said in result.stdout) == (1, True), result.output
 

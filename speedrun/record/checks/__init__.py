@@ -1,4 +1,4 @@
-"""All checks of a record, by id. An id is never used again: V004, V203, V210 to V212, V502 and V504 are retired."""
+"""All checks of a record, by id. An id is never used again: V004, V203, V211, V212, V502 and V504 are retired."""
 
 from speedrun.record.checks import (
     v0_files,
