@@ -23,7 +23,7 @@ def resolve(choice: str) -> str:
     """
     if not choice.endswith(".py"):
         return choice
-    path = Path(choice).absolute()
+    path = Path(os.path.abspath(choice))
     recipe = path.parent if path.name == "__init__.py" else path.with_suffix("")
     name, folder = recipe.name, recipe.parent
     if not (name.isidentifier() and name.isascii()):
@@ -42,8 +42,8 @@ def resolve(choice: str) -> str:
 
 def is_shipped(name: str) -> bool:
     """Return whether a recipe comes with this package."""
-    # No path is made of a stranger's name.
-    return not {name, f"{name}.py"}.isdisjoint(os.listdir(ROOT / RECIPES))
+    here = os.listdir(ROOT / RECIPES)  # no path is made of a stranger's name
+    return f"{name}.py" in here or (name in here and (ROOT / RECIPES / name / "__init__.py").is_file())
 
 
 def look_in(*folders: Path) -> None:

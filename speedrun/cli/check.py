@@ -209,11 +209,8 @@ def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
 
 def _check_alike(*records: Record) -> None:
     """Raise UsageError for records of different tracks or hardware."""
-    ran_on = [
-        f"{record.rules.id} on {machine.num_devices} devices ({clean(machine.platform)})"
-        for record in records
-        for machine in [record.reference_run.preflight]
-    ]
+    machines = [(one.rules.id, one.reference_run.preflight) for one in records]
+    ran_on = [f"{id} on {here.num_devices} devices ({clean(here.platform)})" for id, here in machines]
     if len(set(ran_on)) > 1:
         raise UsageError(
             f"{' and '.join(ran_on)} do not compare; need the same for both; choose other records"

@@ -1,14 +1,15 @@
 """The Hugging Face hub: listings of datasets, and files of datasets and models.
 
 `huggingface_hub` reads HF_ENDPOINT, HF_TOKEN and `hf auth login`. Within one process it resumes a broken transfer, and
-waits as long as a hub that limits requests says. It checks only the size of a file: callers of `download` check the
-digest.
+waits for files as long as a hub that limits requests says; a listing is asked for three times more. It checks only the
+size of a file: callers of `download` check the digest.
 """
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
@@ -51,15 +52,13 @@ def patiently(request: Callable[[], _Answer]) -> _Answer:
 
 def reach(timeout_s: float) -> None:
     """Raise HubError unless the hub answers in time, and accepts the token if there is one."""
-    endpoint = _endpoint()
+    hub = _endpoint()
     from huggingface_hub.utils import build_hf_headers, get_session, get_token, hf_raise_for_status
 
     with _client_errors():
-        get_session().head(endpoint, timeout=timeout_s)
+        get_session().head(hub, timeout=timeout_s)
         if get_token():
-            who = get_session().get(
-                f"{endpoint}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout_s
-            )
+            who = get_session().get(f"{hub}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout_s)
             if who.status_code == 401:  # a mirror may not know this address
                 hf_raise_for_status(who)
 
@@ -115,13 +114,21 @@ def model_folder(repo: str, names: Sequence[str]) -> Path:
     os.environ["HF_HUB_DISABLE_XET"] = "1"  # as above
     from huggingface_hub import snapshot_download
 
+    offline = True
+    with suppress(HubError):  # the client would wait for ever for a hub that says nothing
+        reach(_TIMEOUT_S)
+        offline = False
+    given: dict[str, Any] = {"endpoint": _endpoint(), "local_files_only": offline}
     with translate_os_errors(repo), _client_errors():
-        return Path(snapshot_download(repo, allow_patterns=[*names], endpoint=_endpoint()))
+        return Path(snapshot_download(repo, allow_patterns=[*names], **given))
 
 
 def _endpoint() -> str:
     """Return the address of the hub, which the client would read only at import."""
-    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+    address = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
+    if not re.match(r"https?://\w", address):
+        raise HubError(f"HF_ENDPOINT is {address!r}, need an address such as https://huggingface.co")
+    return address
 
 
 @contextmanager
@@ -148,8 +155,6 @@ def _client_errors() -> Iterator[None]:
         yield
     except UnicodeEncodeError:  # of a header
         raise HubError("HF_TOKEN holds a letter that no token has: mend or unset it") from None
-    except httpx.InvalidURL as error:
-        raise HubError(f"HF_ENDPOINT is {_endpoint()}: {error}") from None
     except (httpx.HTTPError, HFValidationError, OSError, RuntimeError, AttributeError) as error:
         was_closed = session is not get_session()
         is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed

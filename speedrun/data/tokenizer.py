@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from functools import cached_property, partial
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -79,7 +80,7 @@ def cached_ranks() -> bytes:
         with urlopen(RANKS_URL, timeout=_ANSWER_S) as answer:
             vocabulary.ranks(raw := answer.read())
         return raw
-    except (OSError, ValueError) as error:  # also those of tiktoken's network
+    except (OSError, ValueError, HTTPException) as error:  # also those of tiktoken's network
         raise DataError(
             f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
             f"need {RANKS_URL}; copy that file next to the shards, or pass --tokenizer PATH/r50k_base.tiktoken"

@@ -74,9 +74,7 @@ def prospect(recipe: "Recipe", rules: Track, loss: float | None = None) -> Prosp
     if loss is not None or known is None or known.recipe != recipe.name or recipe.overrides:
         return None
     sd = known.sd or rules.target.sigma
-    scored = [
-        (data.folder, data.val, data.val_tokens) for data in (rules.data, tracks.load(known.track).data)
-    ]
+    scored = [(x.folder, x.val, x.val_tokens) for x in (rules.data, tracks.load(known.track).data)]
     if sd is None or scored[0] != scored[1]:
         return None
     runs = f"{known.num_runs:,} run{'s' * (known.num_runs > 1)}"
@@ -156,7 +154,7 @@ def run_batch(
         """Salvage killed runs, and write the record."""
         for run_id in {*salvage(folder)} - told:
             told.add(run_id)
-            sys.stderr.write(f"warning: {run_id} was killed; its log is kept as that of a run that crashed\n")
+            subprocesses.say(f"warning: {run_id} was killed; its log is kept as that of a run that crashed")
         if list(folder.glob("runs/*")):
             assembled()
         now = batch_status(declared, load(folder).runs, rules.target.loss, rules.target.sigma)
@@ -165,11 +163,9 @@ def run_batch(
 
     with lock_record(folder, layout.RUNNING):
         now = status_now()
+        kept = ("num_devices", "microbatches", "attention", "purpose")
         same = {
-            **{
-                name: getattr(declared, name)
-                for name in ("num_devices", "microbatches", "attention", "purpose")
-            },
+            **{name: getattr(declared, name) for name in kept},
             **{"track": rules.name, "recipe": recipe.name, "overrides": recipe.overrides},
             **{"out": folder, "data": data, "batch_sha256": sha256},
         }

@@ -39,11 +39,10 @@ class Array:
 
 
 def max_bytes(program: Program) -> int:
-    """Return the peak memory per device of a step with most tokens, or of the last validation."""
-    shapes = map(program.shape_at, range(program.recipe.num_steps))
-    step = program.traced_step(max(shapes, key=lambda x: x.num_sequences * x.seq_len))
+    """Return the peak memory per device of any step, or of the last validation. A run has traced them already."""
+    shapes = dict.fromkeys(map(program.shape_at, range(program.recipe.num_steps)))
     score = program.traced_score(program.eval_shape_at(program.recipe.num_steps))
-    return max(needed_bytes(program, traced.jaxpr.jaxpr) for traced in (step, score))
+    return max(needed_bytes(program, x.jaxpr.jaxpr) for x in (score, *map(program.traced_step, shapes)))
 
 
 def needed_bytes(program: Program, traced: Jaxpr) -> int:
