@@ -119,11 +119,12 @@ def flops_per_token(table: Table) -> float:
 
 def fitted_here(program: Program) -> Program:
     """Return the program, or the same with remat where it exceeds a GPU's; raise UsageError if that does."""
-    ids = max(stage.num_sequences * stage.seq_len for stage in program.recipe.stages)
-    require(program, 8 * ids // program.num_devices)  # first, as so large a step may not be traced
-    if program.kernels.platform != "cpu" and max_bytes(program) > meshes.memory_bytes(program.mesh):
-        program = min(program, replace(program, remat="on"), key=max_bytes)
-    require(program, max_bytes(program))
+    # First its ids: so large a step may not be traced.
+    require(program, 8 * max(x.batch_tokens for x in program.recipe.stages) // program.num_devices)
+    need_bytes = max_bytes(program)
+    if program.kernels.platform != "cpu" and need_bytes > meshes.memory_bytes(program.mesh):
+        need_bytes, program = min({max_bytes(x): x for x in (replace(program, remat="on"), program)}.items())
+    require(program, need_bytes)
     return program
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -381,3 +383,20 @@ def test_the_default_is_enough_for_the_recipe(tmp_path, name):
     require_steps([full] * rules.data.hub.train_shards, steps)
     assert rules.data.get == f"speedrun data get --track {name}"
     assert shards.data_folder(rules, None).name == "fineweb10B"
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch, tmp_path):
+    """The client has no limit of its own for the listing of a model."""
+    monkeypatch.setattr(hub, "_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(hub.HubError):
+            hub.model_folder("nobody/none", ["config.json"])
+
+
+@pytest.mark.parametrize("address", ["hf-mirror.com", "http://[bad"])
+def test_an_address_that_is_none_is_named_at_once(address, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(hub.HubError, match=re.escape(repr(address))) as caught:
+        hub.dataset_info("nobody/none", None)
+    assert not caught.value.may_pass
