@@ -59,7 +59,7 @@ def file_below(folder: Path, *names: str) -> Reply | None:
     path = folder.joinpath(*names)
     try:
         is_below = path.is_relative_to(folder) and os.path.realpath(path) == str(path)
-        file = open_regular(path) if is_below else None
+        file = open_regular(path, os.O_NOFOLLOW) if is_below else None  # a link may come meanwhile
     except (OSError, ValueError):
         return None
     return file and Reply(_pieces(file), CONTENT_TYPES.get(path.suffix[1:], "application/octet-stream"))
