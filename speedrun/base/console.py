@@ -154,10 +154,10 @@ class TextLog:
             f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
             f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
         )
-        forms: dict[str, dict[str, None]] = {}  # the log says why, and of which shapes
-        for call, form in plan.kernels.items():
-            forms.setdefault(call.split()[0], {})[form.partition(":")[0]] = None
-        return [sizes, "kern  " + " | ".join(f"{name} {', '.join(kinds)}" for name, kinds in forms.items())]
+        impls: dict[str, dict[str, None]] = {}  # the log says why, and of which shapes
+        for call, impl in plan.kernels.items():
+            impls.setdefault(call.split()[0], {})[impl.partition(":")[0]] = None
+        return [sizes, "kern  " + " | ".join(f"{name} {', '.join(kinds)}" for name, kinds in impls.items())]
 
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"

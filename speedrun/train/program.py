@@ -68,7 +68,7 @@ class Program:
     attention: str = "auto"  #: an implementation of `kernels.dispatch`
     vocabulary: Vocabulary | None = None  #: for constants; None: unknown, as in a plan
     remat: Literal["off", "on"] = "off"  #: on: activations are recomputed
-    portable: bool = False  #: only forms that any machine can run
+    portable: bool = False  #: only implementations that any machine can run
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
@@ -112,7 +112,7 @@ class Program:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The chosen forms of the operations."""
+        """The chosen implementations of the operations."""
         here = ("cpu", "") if self.portable else meshes.accelerator(self.mesh)
         kernels = Kernels(*here, "auto" if self.portable else self.attention)
         if self.remat == "on":
