@@ -13,6 +13,7 @@ same, bit for bit, on every platform.
 Legend: L lines, W words a line, V vocabulary, C classes, S successors.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +109,12 @@ def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
     origin_L = np.maximum.accumulate(np.where(tokens[:, 0] == REPEAT, 0, lines_L))
     tokens[:, 1:] = tokens[origin_L, 1:]
     return tokens.reshape(-1)
+
+
+def unseen(settings: Mapping[str, int], draw: int, num_tokens: int) -> np.ndarray:
+    """Return the beginning of a drawn stream of a track, u16 [num_tokens]; none of its shards is that stream."""
+    source = Source(**settings)
+    return generate(source, 1 + source.num_shards + draw, -(-num_tokens // source.line_tokens))[:num_tokens]
 
 
 def write(track: Track, folder: Path) -> Manifest:

@@ -64,7 +64,8 @@ class Findings(Strict, frozen=True):
     leak_at: int  #: its position
     changes: int  #: number of changed texts
     neighbours: float  #: nats; largest change of a log-probability when sequences get other neighbours
-    constant_bytes: int  #: of all constants in the programs, compressed together
+    constant_bytes: int  #: of all constants in the programs, as `constants.held` codes them
+    num_literals: int  #: distinct numbers that stand alone in the programs
     shuffled_loss: float  #: with the targets of each sequence shuffled
     other_loss: float | None  #: on other text of the same kind; None: there is none
     other_error: float  #: standard error of the difference between this and `val_loss`, over sequences

@@ -60,6 +60,8 @@ HONEST = {
     "as it is": forge,
     "an optimiser that differs where the model is fixed":
         fixed(edit_source=forgeries.with_file("speedrun/science/optim/muon_and_adam.py", "Adam = abs\n")),
+    "a stamp that is late once": forgeries.made(
+        step_s=(0.1,) * 5 + (0.3,) + (0.1,) * 4, edit_log=change(runlog.Step, at=5, train_time_s=0.6)),
     "ranges that touch do not overlap": forgeries.made(shards=TOUCHING),
     # Ten steps of 100 tokens; the cursor lies between the tokens seen, and those seen or skipped.
     "tokens that are cut off from documents are not counted":

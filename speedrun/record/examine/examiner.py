@@ -22,7 +22,7 @@ from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.output import reported
 from speedrun.base.progress import over
-from speedrun.data import shards, stream, vocabulary
+from speedrun.data import shards, stream, synthetic, vocabulary
 from speedrun.record import layout
 from speedrun.record.examination import Examination, Findings
 from speedrun.record.examine import causality
@@ -34,7 +34,7 @@ from speedrun.train.run_config import decoded
 
 _TEXTS = 140  #: scored sequences to change
 #: Limits for other text: sequences, or tokens if that allows more sequences.
-_OTHERS, _OTHER_TOKENS = 64, 2**14
+_OTHERS, _OTHER_TOKENS = 64, 2**16
 #: Sequences to change and to score on another platform than the run's, where a CPU takes minutes for each.
 _FEW, _SAMPLE = 8, 16
 
@@ -111,7 +111,8 @@ class _Examiner:
             leak_at=known.at,
             changes=known.changes,
             neighbours=known.neighbours,
-            constant_bytes=self.programs.constant_bytes,
+            constant_bytes=self.programs.held.num_bytes,
+            num_literals=self.programs.held.num_literals,
             shuffled_loss=float(self._nll(model, shuffled).mean()),
             other_loss=float(others_R.mean()) if compared else None,
             other_error=_error(nll_R, others_R, math.log(self.track.data.vocab_size)) if compared else 0.0,
@@ -178,15 +179,34 @@ class _Examiner:
         return text
 
     def _others(self, cursor: stream.Cursor) -> stream.Batch:
-        """Return sequences that were neither scored nor read up to a cursor, if there are any."""
-        length, last = self._shape_BT[1], len(self.shards.train) - 1
-        read = cursor.offset if cursor.shard == last else 0
-        places = [(self.shards.val[0], self.track.data.val_tokens), (self.shards.train[last], read)]
+        """Return drawn sequences that were neither scored nor read up to a cursor, if there are any.
+
+        They begin at any place of all such text. A synthetic track has more: a stream that nobody has seen.
+        """
+        length, data = self._shape_BT[1], self.track.data
         most = _FEW if self.foreign else max(_OTHERS, _OTHER_TOKENS // length)
-        num_rows = [max(0, min((shard.num_tokens - at - 1) // length, most)) for shard, at in places]
-        shard, start = places[int(np.argmax(num_rows))]
-        ids = shard.read(start, min(start + max(num_rows) * length + 1, shard.num_tokens)).astype(np.int32)
-        return stream.Batch(ids[:-1].reshape(-1, length), ids[1:].reshape(-1, length))
+        if source := self.track.synthetic:
+            ids = synthetic.unseen(source, int(self._draw.integers(2**32)), most * length + 1).astype(
+                np.int32
+            )
+            return stream.Batch(ids[:-1].reshape(most, length), ids[1:].reshape(most, length))
+        (scored, *val), train = self.shards.val, self.shards.train[cursor.shard :]
+        starts = [
+            (scored, data.val_tokens),
+            (train[0], cursor.offset),
+            *((one, 0) for one in (*val, *train[1:])),
+        ]
+        places = []
+        for shard, start in starts:
+            spare = shard.num_tokens - start - length
+            start += int(self._draw.integers(max(1, min(length, spare))))
+            places += [(shard, at) for at in range(start, shard.num_tokens - length, length)]
+        picked = self._draw.permutation(len(places))[:most]
+        rows = [
+            shard.read(at, at + length + 1).astype(np.int32) for shard, at in map(places.__getitem__, picked)
+        ]
+        ids_RT = np.array(rows, np.int32).reshape(len(rows), length + 1)
+        return stream.Batch(ids_RT[:, :-1], ids_RT[:, 1:])
 
     @cached_property
     def _draw(self) -> np.random.Generator:

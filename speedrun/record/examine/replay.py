@@ -21,7 +21,7 @@ from speedrun.base import provenance, runlog
 from speedrun.base.errors import CheckpointError, UsageError
 from speedrun.record import archive, layout
 from speedrun.record.checks.v5_source import leaves
-from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS
+from speedrun.record.checks.v6_examination import LOWERED, REPLAY_CHECKS, memory_nats
 from speedrun.record.examination import Examination, Findings, Stretch
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.rerun import Rerun
@@ -97,6 +97,9 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     names = [rerun.old.folder for rerun in reruns]
     found = [_examined(rerun, raw, given.get(rerun.old.folder), options.nonce) for rerun in reruns]
     record = replace(record, findings=dict(zip(names, found, strict=True)))
+    bytes_, literals = found[0].constant_bytes, found[0].num_literals
+    most = f"worth at most {memory_nats(record.reference_run, found[0]):.4f} nats of memory"
+    print(f"constants: {bytes_:,} bytes, {most}; {literals} are single numbers, to be read", file=echo)
     return Report(report.results + tuple(ask(one, record) for one in REPLAY_CHECKS), report.strict)
 
 

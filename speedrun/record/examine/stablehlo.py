@@ -1,6 +1,5 @@
 """Reads, inspects and compiles the StableHLO programs that a record carries."""
 
-import lzma
 import math
 import re
 from functools import cached_property
@@ -14,14 +13,13 @@ from jax.sharding import Mesh
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.record.archive import Archive
+from speedrun.record.examine.constants import Held, held
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS
 from speedrun.train.constants import derived
 from speedrun.train.program import inspect
 
-#: A constant as MLIR prints it: the hex digits of an array, or nested numbers.
-_CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>')
 #: A type with fewer bits than float32.
 _NARROW = re.compile(r"[x<](bf16|f16|f8)")
 
@@ -99,14 +97,9 @@ class Programs:
         return "bfloat16" if any(map(_NARROW.search, texts)) else "float32"
 
     @cached_property
-    def constant_bytes(self) -> int:
-        """Bytes of all distinct constants of all programs, compressed together."""
-        found = {value for name in self.lowered.programs for value in _CONSTANT.findall(self.text(name))}
-        raw = [
-            bytes.fromhex(value[3:-1]) if value.startswith('"0x') else value.encode()
-            for value in sorted(found)
-        ]
-        return len(lzma.compress(b"\n".join(raw)))
+    def held(self) -> Held:
+        """What the constants of all programs hold."""
+        return held(map(self.text, self.lowered.programs))
 
     def scorer(self, part: str, step: int) -> str:
         """Return the name of the program of a part, "hidden" or "logits", in the validation at a step."""
