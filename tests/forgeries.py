@@ -595,6 +595,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V401", "in the program", logged(change(runlog.Plan, compiler_options={"xla_cpu_enable_fast_math": True}))),
     ("V402", "foreign code", in_environment(LD_PRELOAD="faster.so")),
     ("V402", "products in TF32", in_environment(NVIDIA_TF32_OVERRIDE="1")),
+    ("V402", "a variable that nobody knows", in_environment(NCCL_TOPO_FILE="rings.xml")),
+    ("V402", "a setting of JAX", logged(change(runlog.Exported, settings={"jax_softmax_custom_jvp": "True"}))),
     ("V403", "another lock", preflight(lock_sha256=HASH)),
     ("V403", "a lock that pins no JAX", preflight(lock=OTHER_LOCK, lock_sha256=sha256(OTHER_RAW))),
     ("V403", "a lock from elsewhere", preflight(lock="../run.lock")),

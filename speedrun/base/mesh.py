@@ -1,6 +1,7 @@
 """Makes meshes and places arrays on them; no other module does. Changes settings of JAX."""
 
 import os
+import re
 import resource
 import sys
 from collections import Counter
@@ -23,6 +24,9 @@ from speedrun.base.errors import UsageError
 DATA, REPLICA = "data", "replica"
 
 CPU_DEVICES = 8  #: simulated; as many as a node has
+_AT_IMPORT = dict(jax.config.values)  #: before any recipe
+#: Settings of JAX that change no program: what the harness sets, and caches.
+_HARMLESS = re.compile(r"jax_(platforms|num_cpu_devices|traceback_\w+|(compilation|persistent)_cache_\w+)")
 
 
 def prepare(platform: str) -> None:
@@ -32,6 +36,11 @@ def prepare(platform: str) -> None:
     """
     # Without JAX's frames, a recipe would be blamed for its errors.
     jax.config.update("jax_traceback_filtering", "off")
+    for name, need in {"jax_enable_x64": False, "jax_default_prng_impl": "threefry2x32"}.items():
+        if (got := jax.config.values[name]) != need:
+            raise UsageError(
+                f"{name} is {got}; need {need}: other numbers make other programs; unset {name.upper()}"
+            )
     # Without a GPU, CUDA would print a page before JAX takes the CPU.
     if platform in ("gpu", "any") and has_gpu():
         return
@@ -42,6 +51,15 @@ def prepare(platform: str) -> None:
     for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
         if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
             jax.config.update(name, value)
+
+
+def changed_settings() -> dict[str, str]:
+    """Return JAX's settings that differ from those at its import, which variables give, and may change a program."""
+    now = jax.config.values
+    changed = (
+        name for name in sorted(now) if now[name] != _AT_IMPORT.get(name) and not _HARMLESS.fullmatch(name)
+    )
+    return {name: str(now[name]) for name in changed}
 
 
 def has_gpu() -> bool:

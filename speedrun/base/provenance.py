@@ -22,7 +22,7 @@ from speedrun.base.sourcefile import IMPORTED, ROOT, check_path, find, join_sour
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
 #: Further ones, on machines with a GPU.
 FOR_GPUS = re.compile(r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?")
-#: Environment variables that may change a run; only these are recorded.
+#: Environment variables that may change a run, and that a record may have.
 VARIABLES = (
     "XLA_FLAGS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -35,6 +35,18 @@ VARIABLES = (
     "NCCL_ALGO",
     "NCCL_PROTO",
     "NVIDIA_TF32_OVERRIDE",
+)
+#: Variables that JAX, XLA, CUDA and NCCL read. Terraform has others that begin with TF_, and they may hold secrets.
+_FAMILIES = re.compile(
+    r"(JAX|XLA|CUDA|NCCL|NVIDIA)_\w+|TF_(XLA|GPU|CUDNN|CUDA|DETERMINISTIC|ENABLE|DISABLE|USE)_?\w*"
+)
+#: Of these, variables that change no program, and are not recorded, since they name places of a machine: labels of
+#: images; caches; where memory comes from; logging; the network of NCCL; what the harness sets itself.
+_HARMLESS = re.compile(
+    r"CUDA_(VERSION|HOME|PATH|ROOT|PKG_VERSION|CACHE_\w+|MODULE_LOADING|DEVICE_ORDER)|NVIDIA_(VISIBLE_DEVICES|\w*VERSION|"
+    r"DRIVER_CAPABILITIES|REQUIRE_\w+|PRODUCT_NAME|BUILD_\w+)|JAX_((PERSISTENT|COMPILATION)_CACHE_\w+|\w*LOG\w*|"
+    r"TRACEBACK_\w+|NUM_CPU_DEVICES|COORDINATOR_ADDRESS)|XLA_PYTHON_CLIENT_(PREALLOCATE|ALLOCATOR)|"
+    r"NCCL_(VERSION|DEBUG\w*|SOCKET_\w+|IB_\w+|NET(_PLUGIN)?)"
 )
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)( ;)?", re.MULTILINE)
 #: Digest of a container image, after its name if it was published. `scripts/docker_run.sh` sets the variable.
@@ -87,9 +99,16 @@ def software() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, **image}
 
 
+def is_read(name: str) -> bool:
+    """Say whether a variable is one that JAX, XLA, CUDA or NCCL may read, and may change a program."""
+    return bool(_FAMILIES.fullmatch(name)) and not _HARMLESS.fullmatch(name)
+
+
 def environment() -> dict[str, str]:
-    """Return `VARIABLES` that are set, and that of `faults`, which V402 refuses."""
-    return {name: os.environ[name] for name in (*VARIABLES, faults.VARIABLE) if name in os.environ}
+    """Return the variables that may change a program: V402 refuses those that are not in `VARIABLES`."""
+    return {
+        name: text for name, text in sorted(os.environ.items()) if is_read(name) or name == faults.VARIABLE
+    }
 
 
 def checkout() -> tuple[str, bool | None]:

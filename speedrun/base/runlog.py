@@ -95,12 +95,13 @@ class DataReady(Event, tag="data", frozen=True):
     val_sha256: Sha256  #: of the val_tokens + 1 scored ids, as little-endian uint16
 
 
-class Exported(Event, tag="exported", frozen=True):
+class Exported(Event, tag="exported", frozen=True, omit_defaults=True):
     """The programs of the run were exported for its record: `record.archive`."""
 
     sha256: Sha256  #: of the archive
     num_bytes: Size
     seconds: Seconds
+    settings: dict[str, str] = {}  #: of JAX, that a recipe changed before they were lowered
 
 
 class Plan(Event, tag="plan", frozen=True, omit_defaults=True):

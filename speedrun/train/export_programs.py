@@ -16,7 +16,7 @@ from jax import export
 from speedrun.base import messages, processes, runlog
 from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Stopwatch
-from speedrun.base.mesh import setting
+from speedrun.base.mesh import changed_settings, setting
 from speedrun.base.track import Track
 from speedrun.record import archive, layout
 from speedrun.record.archive import Archive, Lowered
@@ -42,7 +42,7 @@ def export_to_record(ready: Ready, log: messages.Log) -> None:
         return
     sha256 = layout.sha256(raw)
     write_whole(ready.config.out / archive.name_of(sha256), raw)
-    log.emit(runlog.Exported(sha256, len(raw), watch.seconds))
+    log.emit(runlog.Exported(sha256, len(raw), watch.seconds, changed_settings()))
 
 
 def exported(ready: Ready) -> Archive:

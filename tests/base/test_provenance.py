@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from typed import git, program
 
+from speedrun.base import mesh as meshes
 from speedrun.base import provenance
+from speedrun.base.errors import UsageError
 from speedrun.train import device_benchmark
 
 
@@ -106,3 +108,38 @@ def test_throttling_is_what_the_driver_counts(tmp_path, monkeypatch, said, secon
     tool.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert device_benchmark.throttled_s(mesh) is None
+
+
+def test_what_may_change_a_program_is_recorded(monkeypatch):
+    """And neither where a machine keeps things, nor what Terraform knows."""
+    given = {
+        "NCCL_TOPO_FILE": "rings.xml",
+        "TF_XLA_FLAGS": "--tf_xla_auto_jit=2",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    }
+    others = (
+        "TF_VAR_token",
+        "TF_CLI_CONFIG_FILE",
+        "CUDA_VERSION",
+        "NVIDIA_REQUIRE_CUDA",
+        "NCCL_DEBUG_FILE",
+        "HOME",
+    )
+    for name in others:
+        monkeypatch.setenv(name, "secret")
+    before = provenance.environment().keys()
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    found = provenance.environment()
+    assert {name: found[name] for name in found.keys() - before} == given
+    assert not {*others} & found.keys()
+
+
+def test_numbers_of_another_kind_are_refused_and_other_settings_of_jax_are_named():
+    ours = meshes.changed_settings()  # of the tests
+    with meshes.setting("jax_softmax_custom_jvp", value=True), meshes.setting("jax_enable_x64", value=True):
+        given = {"jax_enable_x64": "True", "jax_softmax_custom_jvp": "True"}
+        assert meshes.changed_settings() == ours | given
+        with pytest.raises(UsageError, match="unset JAX_ENABLE_X64"):
+            meshes.prepare("cpu")
+    assert meshes.changed_settings() == ours

@@ -53,14 +53,22 @@ def _xla_flags(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V402 the environment holds only known variables",
+    "V402 the environment, and what a recipe sets of JAX, are known",
     before="machine",
     why="a variable can load foreign code, and may hold a secret",
     hint="unset what it names; set the precision in the recipe",
 )
-def _variables(run: Run, _record: Record) -> Iterator[str]:
-    if foreign := sorted(run.preflight.environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
-        yield f"{', '.join(foreign)}: not among the known variables"
+def _variables(run: Run, record: Record) -> Iterator[str]:
+    """Settings of JAX, too. What is merely unknown is only named on a track that does not rank."""
+    foreign = sorted(run.preflight.environment.keys() - set(provenance.VARIABLES))
+    if refused := [name for name in foreign if not provenance.is_read(name)]:
+        yield f"{', '.join(refused)}: no variable of a run"
+    if precise := sorted(run.preflight.environment.keys() & _PRECISION):
+        yield f"{', '.join(precise)}: may choose the precision of products"
+    unknown = [name for name in foreign if name not in refused]
+    unknown += sorted(name for made in run.of(runlog.Exported) for name in made.settings)
+    if unknown and not refused and not precise:
+        yield if_ranked(record, f"{', '.join(unknown)}: not known to change no program")
 
 
 @check_run(
