@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -207,7 +208,9 @@ def moments(spec: Spec) -> Moments:
     clock, num_steps = _FakeClock(spec.seed), len(spec.step_s)
     losses = iter(spec.val_losses)
     ends = [range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS) for part in spec.shards]
-    places = [(number, offset) for number, offsets in enumerate(ends) for offset in offsets]
+    names = list(dict.fromkeys(part.name for part in spec.shards))
+    at = accumulate((names.index(part.name) for part in spec.shards), max)
+    places = [(number, offset) for number, offsets in zip(at, ends, strict=True) for offset in offsets]
     for event in _opening(spec, num_steps):
         clock.emit(event, after_s=0.2)
     clock.emit(runlog.ClockStart())
@@ -261,7 +264,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             track_sha256=track.sha256("forged"),
             recipe="tiny",
             recipe_revision=1,
-            overrides={"lr": "0.02"},
+            overrides={"config.lr": "0.02"},
             seed=spec.seed,
             num_steps=num_steps,
             source_sha256=spec.source_sha256,

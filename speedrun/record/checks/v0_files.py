@@ -1,5 +1,6 @@
 """V001 to V009: the files are valid and consistent."""
 
+import ast
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from speedrun.record.reader import Record, read_programs
 from speedrun.record.reproduction import runs_problem
 from speedrun.record.source import split_source
 
+_MOST_SETTING = 200  #: characters
 _SLACK_S = 0.001  #: rounding of sums
 #: Control characters except tab and newline, line separators, invisible characters, and those that turn text around.
 _HOSTILE = re.compile(
@@ -91,8 +93,23 @@ def _config(run: Run, record: Record) -> Iterator[str]:
             yield f"{name} in its config is {number!r}, need a whole number"
     yield same("the recipe in its config", stated, (start.recipe, start.recipe_revision))
     yield same("the hash of its config", layout.config_sha256(config), start.config_sha256)
+    for name, text in start.overrides.items():
+        if name != "size" and not _has(recipe, name, text):  # a size stands for many settings
+            yield f"its config does not have its setting {console.clean(f'{name}={text}', limit=80)}"
     ours, theirs = (layout.config_sha256({"": [one.config, one.overrides]}) for one in (start, first))
     yield same(f"the hash of config and overrides, as in {record.runs[0].folder}", ours, theirs)
+
+
+def _has(recipe: Any, name: str, text: str) -> bool:
+    """Say whether a recipe in a log, which is untrusted, has the value of a setting."""
+    for part in name.split("."):
+        parts = {str(i): one for i, one in enumerate(recipe)} if isinstance(recipe, list) else recipe
+        recipe = parts.get(part) if isinstance(parts, dict) else None
+    try:
+        value = ast.literal_eval(text[:_MOST_SETTING])
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = text
+    return recipe in (text, list(value) if isinstance(value, tuple) else value)
 
 
 @check(
@@ -122,9 +139,20 @@ def _consistent(run: Run, _record: Record) -> Iterator[str]:
     yield same("seconds of validation", end.val_s, _seconds(run.vals), _SLACK_S)
     yield at_most("seconds between its lines", span_s, end.cold_wall_s)
     yield at_most("seconds of waiting for data", end.data_wait_s, run.train_time_s)
+    yield from _unlike_steps(run)
     yield same("errors", [console.clean(error.kind) for error in run.of(runlog.Error)], [])
     if not (run.final_hash and (end.first_batch_sha256 or not run.steps)):
         yield "its end lacks the hash of the final state or of the first batch"
+
+
+def _unlike_steps(run: Run) -> Iterator[str]:
+    """Yield the changes of stage that the inputs of their step and of the one before do not show."""
+    inputs = {step.step: step.inputs for step in run.steps}
+    for change in run.of(runlog.StageChange):
+        before, now = inputs.get(change.step - 1), inputs.get(change.step, {})
+        if before is not None:
+            changed = {name: new for name, new in now.items() if type(new) is int and new != before.get(name)}
+            yield same(f"inputs that change at step {change.step}", change.inputs, changed)
 
 
 def _seconds(events: list[Any]) -> float:

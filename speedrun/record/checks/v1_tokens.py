@@ -55,6 +55,8 @@ def _shard_order(run: Run, record: Record) -> Iterator[str]:
     due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
     if in_order not in due or num_restarts:
         yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
+    elif run.steps and not run.of(runlog.Islands) and len(names) == len(run.data.shards):
+        yield same("the shard of its last cursor", run.steps[-1].cursor[0], listed.index(in_order[-1]))
     due_at = {listed[began]: run.origin.cursor[1]} if began < len(listed) else {}
     for shard in run.data.shards:
         if shard.start > (due := due_at.get(shard.name, 0)):  # V107 reports what is read again

@@ -148,6 +148,9 @@ def _pauses(run: Run, record: Record) -> Iterator[str]:
             got.append(line.event.step)
             yield same(f"line {line.i + 1}: the step of its validation", got[-1], done)
     yield same("steps of validations", got, want)
+    yield same(
+        "reasons of pauses", {pause.reason for pause in run.of(runlog.ClockPause)} - {"validation"}, set()
+    )
     shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
     if not _SHAPE.fullmatch(shape):
         yield "a step lies outside the clock, a validation outside a pause, or a pause holds no validation"
