@@ -1,5 +1,7 @@
 """Exit codes in words."""
 
+import signal
+
 from speedrun.base.errors import HANG, INTERRUPTED
 
 _LOST = 134  #: JAX ends the other processes with SIGABRT, which a shell reports as this code
@@ -22,4 +24,5 @@ EXIT_CODES = {
 def meaning(code: int) -> str:
     """Return an exit code in words; a negative one is the signal that killed the process."""
     known = f"signal {-code}" if code < 0 else EXIT_CODES.get(code, "none of ours")
+    known = f"{known}: it crashed, or another process was lost" if code == -signal.SIGABRT else known
     return f"exit code {code} ({known})"

@@ -30,20 +30,21 @@ _NO_MEMORY = re.compile(
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an expected error of a child process as one line with its exit code."""
+    """Report an expected error of a child process as one line with its exit code; end it after any error at once."""
     own_process()
     try:
         yield
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except BaseException as error:
-        if (known := expected(error)) is None:
+        if isinstance(error, SystemExit):
             raise
-        show_traceback(error)
-        print(f"error: {text_of(known)}", file=sys.stderr)  # noqa: T201
-        if isinstance(known, Terminated):
-            leave(known.exit_code)
-        sys.exit(known.exit_code)
+        if known := expected(error):
+            show_traceback(error)
+            print(f"error: {text_of(known)}", file=sys.stderr)  # noqa: T201
+        else:
+            traceback.print_exception(error)
+        leave((known or SpeedrunError).exit_code)
 
 
 def show_traceback(error: BaseException) -> None:
@@ -53,7 +54,7 @@ def show_traceback(error: BaseException) -> None:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the process without Python's cleanup, which would wait for XLA to finish compiling."""
+    """End the process without Python's cleanup, which would wait for XLA to compile, and for threads of any library."""
     sys.stdout.flush()
     os._exit(exit_code)
 

@@ -320,7 +320,7 @@ class RunLog:
         """Return whether the last line of the file is the last that was written, and so all lines are."""
         assert self._path is not None
         with translate_os_errors(self._path):
-            lines = self._path.read_bytes().splitlines()
+            lines = self._path.read_bytes().splitlines() if self._path.exists() else []
         return not self._index or (lines != [] and digest(lines[-1]) == self._prev)
 
     def __enter__(self) -> Self:

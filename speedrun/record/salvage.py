@@ -33,17 +33,26 @@ def _read(path: Path) -> bytes:
 
 
 def _was_killed(folder: Path) -> bool:
-    """Salvage a log without an end. Remove one without a first line, which says what it ran, and return False."""
+    """Salvage a log without an end. Remove one without a first line, which says what it ran, and return False.
+
+    Raise UsageError for a log that is damaged before its end, which no kill does; it stays as it is.
+    """
     raw, lines = _read(folder / LOG), list[runlog.Line]()
     last = raw.removesuffix(b"\n").rpartition(b"\n")[2]
     if b'"ev":"run_end"' in last and last.endswith(b"}}"):
         if not raw.endswith(b"\n"):  # only that is missing, so the result counts
             write_whole(folder / LOG, raw, b"\n")
         return False
-    for one in raw.split(b"\n")[:-1]:
+    whole = raw.split(b"\n")[:-1]
+    for number, one in enumerate(whole, 1):
         try:
             line = runlog.decode(one)
         except DecodeError:  # a power cut may leave zeros
+            if any(map(_is_line, whole[number:])):
+                raise UsageError(
+                    f"{folder / LOG}: line {number} is damaged, and lines after it are not; restore the file, or move "
+                    f"{folder.name} out of the record; nothing was changed"
+                ) from None
             break
         if isinstance(line.event, runlog.RunEnd):  # with more after it
             break
@@ -57,6 +66,13 @@ def _was_killed(folder: Path) -> bool:
     for stop in (line.i for line in lines if isinstance(line.event, runlog.ClockStop)):
         result = next((line.i for line in lines[stop:] if isinstance(line.event, runlog.Val)), len(lines))
         del lines[result:]
-    if (whole := b"".join(line.encode() + b"\n" for line in lines)) != raw:
-        write_whole(folder / LOG, whole)
+    if (kept := b"".join(line.encode() + b"\n" for line in lines)) != raw:
+        write_whole(folder / LOG, kept)
     return True
+
+
+def _is_line(raw: bytes) -> bool:
+    try:
+        return bool(runlog.decode(raw))
+    except DecodeError:
+        return False

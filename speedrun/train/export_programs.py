@@ -16,6 +16,7 @@ from jax import export
 from speedrun.base import messages, processes, runlog
 from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Stopwatch
+from speedrun.base.errors import UsageError
 from speedrun.base.mesh import changed_settings, setting
 from speedrun.base.track import Track
 from speedrun.record import archive, layout
@@ -35,7 +36,12 @@ _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 def export_to_record(ready: Ready, log: messages.Log) -> None:
     """Write the programs of a run into its record. All runs of a batch have the same file."""
-    watch, raw = Stopwatch(), archive.pack(exported(ready))
+    watch = Stopwatch()
+    try:
+        raw = archive.pack(exported(ready))
+    except NotImplementedError as error:  # of effects, such as those of `jax.debug`
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"its programs cannot be exported ({why}); remove prints and callbacks") from error
     if len(raw) > archive.MOST_BYTES:
         problem = f"programs of {len(raw):,} bytes, above {archive.MOST_BYTES:,}: it cannot be examined"
         log.emit(runlog.Warning(f"{problem}; compute tables from formulas"))

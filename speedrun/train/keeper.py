@@ -10,6 +10,7 @@ import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import PIPE, Popen
@@ -23,21 +24,24 @@ from speedrun.base import track as tracks
 from speedrun.base.atomic_files import write_whole
 from speedrun.base.clock import Phase, Phases
 from speedrun.base.console import Printer
-from speedrun.base.errors import HANG, SpeedrunError
+from speedrun.base.errors import HANG, SpeedrunError, StorageError
 from speedrun.base.exit_codes import meaning
 from speedrun.data import generated
 from speedrun.record import layout
 from speedrun.train.connect import HEARTBEAT_S, MEET_S, Group
 from speedrun.train.run_config import RunConfig
 
-#: Limits for one stay in a phase, such as one step. The end has none.
+#: Limits for one stay in a phase, such as one step.
 DEADLINES_S: dict[Phase, float] = {
-    **dict.fromkeys(("compile", "warm-up", "evaluation", "checkpoint"), 3600.0),
+    **dict.fromkeys(("compile", "warm-up", "evaluation", "checkpoint", "end"), 3600.0),
     **dict.fromkeys(("start", "step", "data"), 900.0),
 }
 CHILD = "speedrun.train.child"
 _LINGER_S = 2.0  #: to write stacks; and for other keepers, whose children would take this one's for lost
 _LOOK_S = 0.5
+_BLOCKED_S = 60.0  #: for a terminal, or a program behind a pipe, that takes no output
+_LONGEST_LINE = 2**16  #: of other output; the rest is another line
+_MOST_MESSAGE_BYTES = 2**26
 _LAST_WORDS_S = 5.0  #: after the end of a child, if one of its own children left its group, with its pipes
 
 
@@ -94,7 +98,10 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
                 thread.join(_LAST_WORDS_S)
     kept.close(code)
     shown.put(None)
-    printing.join()
+    printing.join(_BLOCKED_S)
+    if printing.is_alive():  # Python's own cleanup would wait for it, too
+        os.write(2, b"error: standard output takes nothing; the log of the run is whole\n")
+        os._exit(StorageError.exit_code)
     if kept.error is not None:
         return Ended(kept.error.exit_code, str(kept.error))
     code = 0 if kept.has_result else code  # however the process ended afterwards
@@ -103,9 +110,9 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
 
 def _read(lines: IO[str], take: Callable[[str], None]) -> None:
     with lines:
-        for line in map(str.rstrip, lines):
-            if line:
-                take(line)
+        for line in iter(partial(lines.readline, _LONGEST_LINE), ""):
+            if text := line.rstrip():
+                take(text)
 
 
 def _print(shown: "SimpleQueue[str | runlog.Line | None]", printer: Printer) -> None:
@@ -123,7 +130,7 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
         if is_open and ready.poll(_LOOK_S * 1000):
             is_open = bool(raw := events.read(1 << 16))
             *messages, rest = (rest + raw).split(b"\n")
-            for message in messages:
+            for message in messages if len(rest) < _MOST_MESSAGE_BYTES else [rest]:
                 kept.take(message)
         elif done.is_set():
             return
@@ -204,9 +211,14 @@ class Kept:
         except SpeedrunError as error:
             self.error = self.error or error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            self.error = self.error or SpeedrunError(
-                f"the run sent what is no event: {error}; see its recipe"
-            )
+            self._refuse(f"the run sent what is no event: {error}; see its recipe")
+
+    def _refuse(self, why: str) -> None:
+        """Take nothing more: what follows is a consequence."""
+        self.error, self._is_over = self.error or SpeedrunError(why), True
+        if self._log is not None:
+            with suppress(SpeedrunError):
+                self._log.emit(runlog.Error("Refused", why))
 
     def hangs(self) -> bool:
         """Return whether a phase takes longer than it may. Then that is the last line: the rest is a consequence."""
@@ -239,6 +251,8 @@ class Kept:
                 if not (self._is_whole or self._is_over):
                     log.emit(runlog.Error("Killed", f"the process of the run ended with {meaning(code)}"))
                 if not self.error and not log.is_as_written():
-                    self.error = SpeedrunError("something else wrote into the log of the run; see its recipe")
+                    self.error = SpeedrunError(
+                        "something else moved or changed the log of the run; see its recipe"
+                    )
             except SpeedrunError as error:
                 self.error = self.error or error

@@ -51,7 +51,7 @@ def folder_of(record: Path) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps with a checkpoint, the newest first."""
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 

@@ -37,6 +37,21 @@ def test_nobody_has_to_read_what_a_command_says_and_a_full_disk_is_one_line(name
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(("error", "code"), [("UsageError", 2), ("ZeroDivisionError", 1)])
+def test_a_thread_that_never_ends_does_not_hold_a_child_with_an_error(error, code):
+    lines = (
+        "import threading, time",
+        "from speedrun.base.errors import UsageError",
+        "from speedrun.base.output import reported",
+        "with reported():",
+        "    threading.Thread(target=time.sleep, args=(1e5,)).start()",
+        f"    raise {error}('told')",
+    )
+    argv = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (done.returncode, "told" in done.stderr) == (code, True)
+
+
 def test_an_error_keeps_its_code_where_nothing_can_be_said():
     assert ended(["nonsense"], ">/dev/full 2>/dev/full") == (UsageError.exit_code, "")
     assert ended(["nonsense"], ">&- 2>&-") == (UsageError.exit_code, "")

@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,9 +73,9 @@ def test_a_child_that_is_killed_leaves_a_log_with_the_reason_and_no_result(sent,
         (lambda kept, path: kept.take(b'{"event": {"ev": "val"}}\n'), "what is no event"),
         (
             lambda kept, path: path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:-1])),
-            "wrote into",
+            "moved or changed",
         ),
-        (lambda kept, path: path.write_bytes(path.read_bytes() + b"{}\n"), "wrote into"),
+        (lambda kept, path: path.write_bytes(path.read_bytes() + b"{}\n"), "moved or changed"),
     ],
 )
 def test_a_child_that_sends_or_writes_anything_else_fails(sent, kept, tmp_path, harm, said):
@@ -90,7 +92,38 @@ def test_a_log_that_was_deleted_is_an_error_of_one_line(sent, kept, tmp_path):
         kept.take(message)
     log_of(tmp_path).unlink()
     kept.close(0)
-    assert "cannot be written" in str(kept.error)
+    assert "moved or changed" in str(kept.error)
+
+
+def test_what_is_no_event_is_the_last_line_of_the_log(sent, kept, tmp_path):
+    for message in (*sent[:3], b"42", *sent[3:]):
+        kept.take(message)
+    kept.close(1)
+    *_, last = log_of(tmp_path).read_bytes().splitlines()
+    event = runlog.decode(last).event
+    assert isinstance(event, runlog.Error)
+    assert event.message == str(kept.error)
+
+
+#: Prints for nobody.
+LOUD = """
+import sys
+from pathlib import Path
+from speedrun.base import console
+from speedrun.train import keeper, run_config
+keeper._BLOCKED_S = 0.5
+job = keeper.Job(run_config.RunConfig("webmini", Path(sys.argv[1])))
+keeper.trained(job, console.Printer(sys.stdout), module="loud_child")
+"""
+
+
+def test_a_reader_that_takes_nothing_does_not_hold_the_command(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", LOUD, str(tmp_path / "out")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stderr is not None
+        assert run.wait(120) == StorageError.exit_code
+        assert b"standard output takes nothing" in run.stderr.read()
 
 
 def test_a_run_has_its_result_however_its_process_ends_afterwards(sent, kept):
@@ -113,7 +146,7 @@ def test_the_last_error_is_kept_back_and_a_crash_is_named(capsys):
     assert said.error(1, None) == "the process of the run crashed, as it says above"
     assert said.error(1, Group(2, 1)) == ""
     said("process 0: error: its own")
-    assert (said.error(1, Group(2)), said.error(-6, Group(2))[-10:]) == ("", "(signal 6)")
+    assert (said.error(1, Group(2)), said.error(-6, Group(2))[-9:]) == ("", "was lost)")
 
 
 def test_a_log_that_does_not_begin_with_its_run_is_refused(sent, kept, tmp_path):

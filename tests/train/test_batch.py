@@ -163,6 +163,18 @@ def test_salvage_removes_programs_of_nobody_and_nothing_else(folder):
     assert (folder / "runs/notes/a.txt").read_text() == "mine"
 
 
+def test_a_log_that_is_damaged_before_its_end_stays_as_it_is(folder):
+    """No kill does that, and what is left of it is evidence."""
+    forge(folder)
+    log = write_run(folder, Spec(seed=1, attempt="0", edit_log=list)) / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)[:-1]
+    for at in (0, 9):
+        log.write_bytes(raw := b"".join([*lines[:at], b"\0" + lines[at][1:], *lines[at + 1 :]]))
+        with pytest.raises(UsageError, match=rf"line {at + 1} is damaged, .*; nothing was changed"):
+            salvage(folder)
+        assert log.read_bytes() == raw
+
+
 @pytest.mark.parametrize("fill", [Path.mkdir, os.mkfifo])
 def test_a_log_that_is_no_file_is_one_line(folder, fill):
     forge(folder)
