@@ -59,7 +59,7 @@ static const char *path_of(int file, char *room) {
   snprintf(link, sizeof link, "/proc/self/fd/%d", file);
   ssize_t size = readlink(link, room, PATH_MAX - 1);
   room[size < 0 ? 0 : size] = 0;
-  return room;
+  return *room == '/' ? room : NULL; /* a pipe is on no disk */
 }
 
 /* Whether the call is refused; does not come back from a kill. */

@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -66,23 +67,32 @@ class Fork:
     """A function in a process of its own; also in place of a `Popen` of one of our modules."""
 
     def __init__(self, argv: list[str], **_: object) -> None:
-        self.stdout = io.StringIO()  # nothing to read: it prints where we do
+        self.stdout, self.stderr = io.StringIO(), io.StringIO()  # nothing to read: it prints where we do
+        words = argv[argv.index("-m") + 1 :]
         read, write = os.pipe()
 
         def run() -> None:
+            os.setpgid(0, 0)
             os.close(write)
             os.dup2(read, 0)
-            runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
-        self._pid = forked(run, argv[2:])
+        self.pid = forked(run, words)
         os.close(read)
         self.stdin = os.fdopen(write, "w")
 
-    def wait(self) -> int:
-        return code_of(self._pid)
+    def wait(self, _timeout_s: float | None = None) -> int:
+        return code_of(self.pid)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self._pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def forked(function: Callable[[], object], argv: list[str]) -> int:
@@ -353,7 +363,7 @@ class Soak:
             now.words = ["run", "--resume", now.out]
             return False
         if code == 2 and re.search("start it again|no such run", self._call.said):
-            now.words = now.begun
+            now.words = [*now.begun[:2], now.out, *now.begun[3:]]
             return True
         if code != 2 or "start a new run with another --out" not in self._call.said:
             return False

@@ -13,7 +13,7 @@ from typing import IO, Annotated, Literal, Self
 
 import msgspec
 
-from speedrun.base.clock import now
+from speedrun.base.clock import Stamp, now
 from speedrun.base.errors import translate_os_errors
 from speedrun.base.field_types import Count, Natural, Seconds, Sha256, Size, StateHash
 from speedrun.base.rounds import Island, Islands, Round
@@ -289,15 +289,15 @@ class RunLog:
         self._held: list[tuple[Line, bytes]] = []
         self._turn = threading.Lock()
 
-    def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
-        """Write an event, or hold it for one write with the next. Drop a reader that fails.
+    def emit(self, event: AnyEvent, *, hold: bool = False, stamp: Stamp | None = None) -> None:
+        """Write an event, or hold it for one write with the next; `stamp` is when it came. Drop a reader that fails.
 
         After a StorageError, the next call writes the event first.
         """
         if self._file is None:
             return
         with self._turn:
-            stamp = now()
+            stamp = stamp or now()
             line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
             raw = line.encode()
             self._index, self._prev = self._index + 1, digest(raw)

@@ -22,7 +22,7 @@ import msgspec
 from speedrun.base import messages, runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import write_whole
-from speedrun.base.clock import Phase, Phases
+from speedrun.base.clock import Phase, Phases, Stamp, now
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError
 from speedrun.base.exit_codes import meaning
@@ -185,7 +185,7 @@ class Kept:
         self._phases = Phases()
         self._phases.enter("start")
         self._log: runlog.RunLog | None = None
-        self._held: list[runlog.AnyEvent] = []
+        self._held: list[tuple[runlog.AnyEvent, Stamp]] = []
         self._is_whole = self._is_over = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         which = f".process-{group.index}" if group else ""
@@ -202,10 +202,10 @@ class Kept:
                 return
             if self._log is None:
                 self._log = self._opened(message.event)
-            self._held.append(message.event)
+            self._held.append((message.event, now()))
             while self._held and not message.hold:
-                event = self._held.pop(0)
-                self._log.emit(event, hold=bool(self._held))
+                event, stamp = self._held.pop(0)
+                self._log.emit(event, hold=bool(self._held), stamp=stamp)
                 self._is_whole = isinstance(event, runlog.RunEnd)
                 self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
         except SpeedrunError as error:

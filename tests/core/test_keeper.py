@@ -15,6 +15,7 @@ from record_forge import forge
 from small_run import SMALL, log_of, runs_of
 
 from speedrun.base import messages, runlog
+from speedrun.base.clock import now
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError
 from speedrun.record.summary import assemble
@@ -124,6 +125,18 @@ def test_a_reader_that_takes_nothing_does_not_hold_the_command(tmp_path):
         assert run.stderr is not None
         assert run.wait(120) == StorageError.exit_code
         assert b"standard output takes nothing" in run.stderr.read()
+
+
+def test_a_result_is_stamped_when_it_comes_though_it_counts_only_with_the_end(sent, kept, tmp_path):
+    *before, end = sent
+    for message in before:
+        kept.take(message)
+    came_ns = now().mono_ns
+    kept.take(end)
+    kept.close(0)
+    *_, result, last = runlog.read(log_of(tmp_path))
+    assert isinstance(result.event, runlog.Val)
+    assert result.t_mono_ns < came_ns < last.t_mono_ns
 
 
 def test_a_run_has_its_result_however_its_process_ends_afterwards(sent, kept):
