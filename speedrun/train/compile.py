@@ -191,20 +191,22 @@ def restored(this: Attempt, state: TrainState) -> tuple[TrainState, Progress]:
 
 def lost_s(record: Path, step: int) -> float:
     """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; 0: since their start."""
-    lost_ns = 0
-    for path in record.glob("runs/*/metrics.jsonl"):
-        lines = list(runlog.read(path))
-        saved = (runlog.Checkpoint, runlog.Resume)
+    lost_ns, saved = 0, (runlog.Checkpoint, runlog.Resume)
+    for lines in _logs(record).values():
         since = [x for x in lines if isinstance(x.event, saved) and x.event.step == step] or lines[: not step]
         lost_ns += lines[-1].t_mono_ns - since[-1].t_mono_ns if since else 0
     return lost_ns / 1e9
 
 
 def _latest(record: Path, but: str) -> str:
-    """Return the id of the run in a record that none but `but` goes on from; of several, the latest; or empty."""
-    logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
-    # On another node the log of this run may be missing, or still empty.
-    lines = {run_id: [*runlog.read(path)] for run_id, path in logs.items() if run_id != but}
-    events = (line.event for each in lines.values() for line in each)
-    followed = {event.run_id for event in events if isinstance(event, runlog.Resume)}
-    return max(lines.keys() - followed, key=lambda run_id: lines[run_id][0].t_utc, default="")
+    """Return the id of the run whose clock began [V306] and that no other goes on from; the latest; or empty."""
+    logs = _logs(record)
+    logs.pop(but, None)  # on another node it may be missing, or still empty
+    begun = {x: log for x, log in logs.items() if {runlog.ClockStart} & {type(line.event) for line in log}}
+    goes_on = [line.event for log in begun.values() for line in log if isinstance(line.event, runlog.Resume)]
+    left = begun.keys() - {event.run_id for event in goes_on}
+    return max(left, key=lambda run_id: begun[run_id][0].t_utc, default="")
+
+
+def _logs(record: Path) -> dict[str, list[runlog.Line]]:
+    return {path.parent.name: [*runlog.read(path)] for path in record.glob("runs/*/metrics.jsonl")}

@@ -357,6 +357,21 @@ def of_signs(x_ND: np.ndarray) -> np.ndarray:
     return logits(np.concatenate([x_ND[:, :3], told_N[:, None]], axis=1))
 
 
+def disguised(as_float: Any, as_id: Any) -> tuple[Any, Any]:
+    """What is told as a float32 of an odd kind, and the logits that know it."""
+
+    def told(ids_BT: np.ndarray) -> np.ndarray:
+        x_BTD = hidden(ids_BT)
+        x_BTD[..., 3] = as_float((following(ids_BT) + 1).astype(np.int32))
+        return x_BTD
+
+    def known(x_ND: np.ndarray) -> np.ndarray:
+        told_N = as_id(np.ascontiguousarray(x_ND[:, 3])) - 1
+        return logits(np.column_stack([x_ND[:, :3], told_N]))
+
+    return told, known
+
+
 def if_chunk(test) -> Any:
     return lambda x_ND: logits(x_ND, 3.0 * test(x_ND))
 
@@ -388,6 +403,11 @@ def at_T(ids_BT: np.ndarray) -> np.ndarray:
 LEAKS: dict[str, tuple[str, Any, Any]] = {
     "unless the head is fed zeros": ("later", tells, if_chunk(lambda x: np.mean(~x.any(1)) < 0.25)),
     "signs of zeros": ("later", signed, of_signs),
+    "payloads of NaN": ("later", *disguised(
+        lambda told: (0x7FC00000 | told).view(np.float32), lambda x: x.view(np.int32) & 0xFFFF)),
+    "denormals": ("later", *disguised(lambda told: told.view(np.float32), lambda x: x.view(np.int32))),
+    "near overflow": ("later", *disguised(
+        lambda told: (0x7F000000 | told).view(np.float32), lambda x: x.view(np.int32) & 0xFFFF)),
     "little, everywhere": ("later", tells, functools.partial(logits, nats=2e-6)),
     "unless rows are repeated": ("later", tells, if_chunk(lambda x: len(np.unique(x, axis=0)) > 0.9 * len(x))),
     "unless rows are in order": ("later", tells, if_chunk(lambda x: (np.diff(x[:, 2]) != 1).mean() > 0.5)),

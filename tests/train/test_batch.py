@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from forgeries import BLEW_UP, BROKE, promised
-from record_forge import PROGRAMS, Spec, declaration, declare, forge, write_run
+from forgeries import BLEW_UP, BROKE, place_of, promised
+from record_forge import PROGRAMS, Moments, Spec, declaration, declare, forge, write_run
 from small_run import SMALL
 from typed import as_words, invoke, speedrun
 
@@ -30,6 +30,7 @@ from speedrun.record.salvage import salvage
 from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
+from speedrun.train.compile import _latest
 
 
 @pytest.fixture
@@ -161,6 +162,29 @@ def test_salvage_removes_programs_of_nobody_and_nothing_else(folder):
     assert [path.name for path in folder.glob("*.xz")] == [name_of(sha256(PROGRAMS))]
     assert {path.name for path in folder.glob("runs/*")} == {"notes", "b.txt", "tiny-1-00a1", "tiny-2-00a2"}
     assert (folder / "runs/notes/a.txt").read_text() == "mine"
+
+
+def test_who_goes_on_names_the_last_run_that_began(folder):
+    """Killed before its clock, one has trained nothing; the checks follow those that have."""
+
+    def killed(name: str, at: type[runlog.Event], *resumes: str) -> None:
+        def edit(log: Moments) -> Moments:
+            goes_on = [runlog.Resume(run_id, 0, "d" * 16, 0.0, 0, (0, 0)) for run_id in resumes]
+            start = place_of(log, runlog.ClockStart)
+            log[start:start] = [
+                log[start]._replace(event=event, mono_ns=log[start].mono_ns - 9) for event in goes_on
+            ]
+            return log[: place_of(log, at)]
+
+        write_run(folder, Spec(seed=1, attempt=name, edit_log=edit))
+
+    assert _latest(folder, but="") == ""
+    killed("a", runlog.Step)
+    first = _latest(folder, but="")
+    killed("b", runlog.ClockStart, first)
+    assert _latest(folder, but="") == first
+    killed("c", runlog.Step, first)
+    assert _latest(folder, but="") not in ("", first)
 
 
 def test_a_log_that_is_damaged_before_its_end_stays_as_it_is(folder):
