@@ -6,8 +6,9 @@
     hidden     parameters, constants, step, tokens_BT -> hidden state before the head [B, T, D]; one for each `Static`
     logits     parameters, constants, step, x_ND -> [N, V]; one for each `Static`
 
-`jax.export` serialises each for the CPU, without kernels, so that any machine can examine it, and for GPUs if they ran
-it. The file is xz over MessagePack. Equal programs give equal files, so the runs of a batch share one.
+Each is there for the CPU, without kernels, so that any machine can examine it: as StableHLO for one device, which is
+promised to be read for five years. If GPUs ran it, it is there for them as `jax.export` serialises it, for half a year.
+The file is xz over MessagePack. Equal programs give equal files, so the runs of a batch share one.
 """
 
 import lzma
@@ -25,12 +26,36 @@ Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=_MOST)]
 Numbers = Annotated[tuple[int, ...], msgspec.Meta(max_length=_MOST)]
 
 
+class Array(Strict, frozen=True, array_like=True):
+    """An argument or a result of a program."""
+
+    dtype: str
+    shape: Numbers  #: of the whole array
+    axes: tuple[tuple[str, ...], ...]  #: of the mesh, that share each dimension
+
+
+class Portable(Strict, frozen=True):
+    """A program as StableHLO for one device: `train.portable`."""
+
+    stablehlo: str  #: oldest version that reads it
+    sha256: str  #: of `module`
+    mesh: dict[str, int]  #: axes with their sizes, in order
+    per_device: (
+        bool  #: each device runs it on its parts of the arrays; otherwise one runs it on the whole ones
+    )
+    kept: Numbers  #: the arguments that `module` takes
+    ins: tuple[Array, ...]
+    outs: tuple[Array, ...]
+    module: bytes  #: a portable artifact of StableHLO
+
+
 class Lowered(Strict, frozen=True):
     """The programs of a run for one platform, and the order of their calls."""
 
     steps: Names  #: name of the program of each step
     scored: dict[int, str]  #: for each validation, by step: the suffix of "hidden-" and "logits-"
-    programs: dict[str, bytes]
+    programs: dict[str, bytes]  #: files of `jax.export`: for GPUs, and of records until November 2026
+    portable: dict[str, Portable] = msgspec.field(default_factory=dict)
 
 
 class Archive(Strict, frozen=True):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import PartitionSpec as P
 
 from speedrun.base import messages, processes, runlog
 from speedrun.base.atomic_files import write_whole
@@ -24,6 +25,7 @@ from speedrun.record.archive import Archive, Lowered
 from speedrun.science.inputs import Static
 from speedrun.science.params import Params
 from speedrun.train.checkpoint import named
+from speedrun.train.portable import portable
 from speedrun.train.preflight import Ready
 from speedrun.train.program import FOREIGN, Program, StepShape
 
@@ -79,11 +81,25 @@ def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lower
     kinds = {one: str(i) for i, one in enumerate(dict.fromkeys(static.values()))}
     lower = partial(export.export, platforms=[platform], disabled_checks=_ANY_CALL)
     made = {**_training(program, state, steps, lower), **_scoring(program, state.params, kinds, lower)}
+    is_portable = (
+        platform == "cpu"
+    )  # kernels of GPUs are calls of XLA's, which nothing but JAX's own form holds
     return Lowered(
         steps=tuple(steps[shape] for shape in shapes),
         scored={step: kinds[one] for step, one in static.items()},
-        programs={name: bytes(one.serialize()) for name, one in made.items()},
+        programs={} if is_portable else {name: bytes(one.serialize()) for name, one in made.items()},
+        portable={name: _portable(program, name, one) for name, one in made.items()} if is_portable else {},
     )
+
+
+def _portable(program: Program, name: str, one: export.Exported) -> archive.Portable:
+    """Return a program in the portable form, with where its arrays lie: state and batch are shared by the devices."""
+    leaves = jax.tree.leaves(program.specs, is_leaf=lambda x: isinstance(x, P))
+    passed, batch = [P()] * len(program.constants.passed), [P(program.mesh.axis_names)] * 2
+    ins = [*leaves, *passed, *batch] if name.startswith("train") else [P()] * len(one.in_avals)
+    outs = {"init": leaves}.get(name, [P()] * len(one.out_avals))
+    outs = [*leaves, P()] if name.startswith("train") else outs
+    return portable(one, ins, outs, dict(program.mesh.shape))
 
 
 def _training(

@@ -594,7 +594,7 @@ def programs_of(monkeypatch, **functions) -> Programs:
     args = {name: jax.ShapeDtypeStruct((CHUNK, 4), jnp.float32) for name in functions}
     texts = {name: jax.jit(one).lower(args[name]).as_text() for name, one in functions.items()}
     monkeypatch.setattr(Programs, "text", lambda _, name: texts[name])
-    lowered = SimpleNamespace(programs=texts, steps=("train",))
+    lowered = SimpleNamespace(programs=texts, portable={}, steps=("train",))
     given: Any = SimpleNamespace(platforms={"cpu": lowered}, derived=())
     return Programs(given, make_mesh(1))
 
