@@ -111,7 +111,12 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
     if not 0 <= config.seed < 2**31:
         raise UsageError(f"got seed {config.seed}; need 0 to {2**31 - 1}")
     track = tracks.load(config.track)
+    before = provenance.environment()
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    if changed := {name for name, _ in before.items() ^ provenance.environment().items()}:
+        raise UsageError(
+            f"recipe {recipe.name} sets {', '.join(sorted(changed))}; set it where you start the run"
+        )
     _check_out(config)
     meshes.prepare(track.rules.platform)
     _check_platform(track, config)

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from typed import git, program
 
+from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import provenance
 from speedrun.base.errors import UsageError
-from speedrun.train import device_benchmark
+from speedrun.science.recipe import Recipe
+from speedrun.train import device_benchmark, preflight
+from speedrun.train.run_config import RunConfig
 
 
 @pytest.fixture
@@ -143,3 +146,15 @@ def test_numbers_of_another_kind_are_refused_and_other_settings_of_jax_are_named
         with pytest.raises(UsageError, match="unset JAX_ENABLE_X64"):
             meshes.prepare("cpu")
     assert meshes.changed_settings() == ours
+
+
+def test_a_recipe_that_sets_a_variable_of_xla_is_refused(monkeypatch, tmp_path):
+    """It could remove it again before the log is written."""
+
+    def load(name: str) -> Recipe[Any, Any, Any]:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        return recipes.load(name)
+
+    monkeypatch.setattr(preflight, "recipes", SimpleNamespace(load=load))
+    with pytest.raises(UsageError, match="recipe smoke sets XLA_FLAGS"):
+        preflight.prepare(RunConfig("smoke-cpu", tmp_path / "out"))

@@ -32,7 +32,7 @@ from speedrun.record.checks.v6_examination import REPLAY_CHECKS, tolerance
 from speedrun.record.examination import Examination, Findings, Replayed, Stretch
 from speedrun.record.examine import sandbox
 from speedrun.record.examine.causality import Known, Text, apart, changed, places
-from speedrun.record.examine.examiner import _error, _Examiner, examine
+from speedrun.record.examine.examiner import _error, _Examiner, _low, examine
 from speedrun.record.examine.replay import Options, chosen, drawn, examined, stretches
 from speedrun.record.examine.stablehlo import Programs
 from speedrun.record.reader import load, read_programs
@@ -87,6 +87,8 @@ def honest(run) -> Findings:
         shuffled_loss=run.val_loss + 3.0,
         other_loss=run.val_loss + 0.01,
         other_error=1.0,
+        low_gap=0.0,
+        low_error=0.0,
         foreign=False,
         sample=(),
         stretches=(replayed(0, (losses[0], losses[1])), replayed(8, (losses[8], losses[9]))),
@@ -237,7 +239,7 @@ def test_the_log_does_not_choose_the_tolerance(record):
 @pytest.mark.parametrize(
     ("constant_bytes", "gap", "shuffled", "found"),
     [
-        (5_000, 0.01, 3.0, {"V607": "failed"}),
+        (5_001, 0.01, 3.0, {"V607": "failed"}),
         (4_000, 0.03, 3.0, {"V607": "failed", "V608": "warning"}),
         (4_000, 0.01, 3.0, {}),
         (9, 9.0, 3.0, {"V608": "warning"}),  # more than nine bytes can hold
@@ -593,7 +595,7 @@ def test_a_token_that_cannot_follow_hides_nothing(kind, found):
 def programs_of(monkeypatch, **functions) -> Programs:
     args = {name: jax.ShapeDtypeStruct((CHUNK, 4), jnp.float32) for name in functions}
     texts = {name: jax.jit(one).lower(args[name]).as_text() for name, one in functions.items()}
-    monkeypatch.setattr(Programs, "text", lambda _, name: texts[name])
+    monkeypatch.setattr(Programs, "text", lambda _, name: texts.get(name, ""))
     lowered = SimpleNamespace(programs=texts, portable={}, steps=("train",))
     given: Any = SimpleNamespace(platforms={"cpu": lowered}, derived=())
     return Programs(given, make_mesh(1))
@@ -691,12 +693,14 @@ def test_text_that_a_program_knows_is_not_drawn(record, name):
     one = memory(share, at=at, others=others)
     model = one._model([], 9)
     scored_R, others_R = one._nll(model, one._scored), one._nll(model, one._others(stream.Cursor(0, 10**9)))
-    run = record.runs[0]
+    run, low = record.runs[0], _low(scored_R, others_R)
     found = replace(
         honest(run),
         val_loss=float(scored_R.mean()),
         other_loss=float(others_R.mean()),
         other_error=_error(scored_R, others_R, math.log(NUM_IDS)),
+        low_gap=low[0],
+        low_error=low[1],
         shuffled_loss=9.0,
         constant_bytes=4_000,
     )
@@ -713,6 +717,16 @@ def test_wild_losses_hide_no_difference(wild, wild_scored, nats):
     scored_R, others_R = draw.normal(2.0, 0.05, 128), draw.normal(4.0, 0.05, 64)
     others_R[:wild], scored_R[:wild_scored] = nats, nats
     assert 4 * _error(scored_R, others_R, math.log(256)) < others_R.mean() - scored_R.mean()
+
+
+@pytest.mark.parametrize("known", [0, 16])
+def test_who_makes_noise_hides_no_memory(known):
+    """One sequence in eight is known, and one unknown one in four is spoiled: both samples have a large sd."""
+    draw = np.random.default_rng(0)
+    scored_R, others_R = draw.normal(4.0, 0.2, 128), draw.normal(4.0, 0.2, 64)
+    scored_R[:known], others_R[:16] = 0.5, 5.5
+    gap, error = _low(scored_R, others_R)
+    assert (gap > 8 * error) == bool(known)
 
 
 def programs_in(out: Path) -> Path:

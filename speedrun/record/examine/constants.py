@@ -17,6 +17,7 @@ import numpy as np
 _CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>(?: : tensor<([^>]*)>)?')
 #: The bytes of arrays that are printed elsewhere, and texts that look like them.
 _HEX = re.compile(r'"0x([0-9A-F]*)"')
+_LOCATION = re.compile(r'^#loc.*\n| loc\((?:#loc\d*|"[^"]*"(?:\(#loc\d*\))?|[^()\n]*)\)', re.MULTILINE)
 _DTYPES = {"f32": np.float32, "i32": np.int32, "ui32": np.uint32}
 _LZMA: Any = {"format": lzma.FORMAT_RAW, "filters": [{"id": lzma.FILTER_LZMA2, "preset": 6}]}
 
@@ -28,8 +29,11 @@ class Held(NamedTuple):
     num_literals: int  #: distinct numbers that stand alone, each a part of a program's structure
 
 
-def held(texts: Iterable[str]) -> Held:
-    """Code all distinct constants of programs, given as MLIR prints them, together."""
+def held(texts: Iterable[str], tables: str = "") -> Held:
+    """Code all distinct constants of programs, given as MLIR prints them, together.
+
+    Of `tables`, the program that computes constants, the whole text counts: its operations could spell a table.
+    """
     found, hexes = dict[tuple[str, str], None](), set[str]()
     for text in texts:
         found |= dict.fromkeys(_CONSTANT.findall(text))
@@ -38,7 +42,8 @@ def held(texts: Iterable[str]) -> Held:
     numbers = sorted({value for value, _ in found if not value.startswith('"')})
     coded = [_shortest(bytes.fromhex(value), arrays.get(value, "")) for value in sorted(hexes)]
     literals = [value for value in numbers if "[" not in value]
-    return Held(len(_packed(b"".join(coded) + "\n".join(numbers).encode())), len(literals))
+    whole = "\n".join([*numbers, _LOCATION.sub("", tables)])
+    return Held(len(_packed(b"".join(coded) + whole.encode())), len(literals))
 
 
 def _packed(raw: bytes) -> bytes:

@@ -91,6 +91,7 @@ class _Examiner:
         model = self._model(params, self.end)
         nll_R, others_R = self._nll(model, scored), self._nll(model, others)
         compared = min(len(nll_R), len(others_R)) > 1
+        low_gap, low_error = _low(nll_R, others_R) if compared else (0.0, 0.0)
         shuffled = stream.Batch(
             scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
         )
@@ -116,6 +117,8 @@ class _Examiner:
             shuffled_loss=float(self._nll(model, shuffled).mean()),
             other_loss=float(others_R.mean()) if compared else None,
             other_error=_error(nll_R, others_R, math.log(self.track.data.vocab_size)) if compared else 0.0,
+            low_gap=low_gap,
+            low_error=low_error,
             stretches=tuple(replayed),
             foreign=self.foreign,
             sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)),
@@ -242,6 +245,16 @@ def _error(first_R: np.ndarray, second_R: np.ndarray, most: float) -> float:
     """
     sds = [np.minimum(x_R, most).std(ddof=1) for x_R in (first_R, second_R)]
     return float(min(sds) * (1 / len(first_R) + 1 / len(second_R)) ** 0.5)
+
+
+def _low(scored_R: np.ndarray, others_R: np.ndarray) -> tuple[float, float]:
+    """Return by how much losses differ that are cut at the lower quartile of the other text, and its standard error.
+
+    Memory lowers losses below that. A program cannot add to this noise: what it makes worse is cut.
+    """
+    scored_R, others_R = (np.minimum(x_R, np.quantile(others_R, 0.25)) for x_R in (scored_R, others_R))
+    error = others_R.std(ddof=1) * (1 / len(scored_R) + 1 / len(others_R)) ** 0.5
+    return float(others_R.mean() - scored_R.mean()), float(error)
 
 
 if __name__ == "__main__":

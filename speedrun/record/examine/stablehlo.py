@@ -155,7 +155,7 @@ class Programs:
     @cached_property
     def held(self) -> Held:
         """What the constants of all programs hold."""
-        return held(map(self.text, [*self.lowered.programs, *self.lowered.portable]))
+        return held(map(self.text, [*self.lowered.programs, *self.lowered.portable]), self.text("constants"))
 
     def scorer(self, part: str, step: int) -> str:
         """Return the name of the program of a part, "hidden" or "logits", in the validation at a step."""
