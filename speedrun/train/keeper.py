@@ -186,7 +186,7 @@ class Kept:
         self._phases.enter("start")
         self._log: runlog.RunLog | None = None
         self._held: list[tuple[runlog.AnyEvent, Stamp]] = []
-        self._is_whole = self._is_over = self.has_result = False
+        self._is_whole = self._is_over = self._has_hung = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
@@ -224,13 +224,13 @@ class Kept:
         """Return whether a phase takes longer than it may. Then that is the last line: the rest is a consequence."""
         phase, spent_s = self._phases.current()
         limit_s = self._limits_s.get(phase, 0.0)
-        if self._is_over or not limit_s or spent_s <= limit_s:
+        if self._has_hung or not limit_s or spent_s <= limit_s:
             return False
         took = f"{phase} has taken {spent_s:.1f} s; its deadline is {limit_s:g} s"
         hint = f"--deadline {phase}=SECONDS sets it; {self.stacks.name} has the stacks of all threads"
         self.error = self.error or SpeedrunError(f"{took}; {hint}", HANG)
-        self._is_over = True
-        if self._log is not None:
+        was_over, self._is_over, self._has_hung = self._is_over, True, True
+        if self._log is not None and not was_over:
             with suppress(SpeedrunError):
                 self._log.emit(runlog.Error("Hang", f"{took}; {hint}"))
         return True

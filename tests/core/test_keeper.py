@@ -97,8 +97,12 @@ def test_a_log_that_was_deleted_is_an_error_of_one_line(sent, kept, tmp_path):
 
 
 def test_what_is_no_event_is_the_last_line_of_the_log(sent, kept, tmp_path):
+    kept._limits_s["start"] = 1e-9
     for message in (*sent[:3], b"42", *sent[3:]):
         kept.take(message)
+    assert [kept.hangs(), kept.hangs()] == [True, False], (
+        "who ignores that it is refused is killed at its deadline"
+    )
     kept.close(1)
     *_, last = log_of(tmp_path).read_bytes().splitlines()
     event = runlog.decode(last).event
