@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from jax import export
-from jax.extend.mlir import ir
+from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import chlo, func, sdy, stablehlo
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +20,7 @@ from speedrun.base.errors import UsageError
 from speedrun.record.archive import Array, Portable
 from speedrun.record.layout import sha256
 
+_NAMELESS = "builtin.module(strip-debuginfo)"  #: names of operations take half of the bytes
 _AXIS = re.compile(r'axis_ref<name = "([^"]+)"')
 _VERSION = stablehlo.get_version_from_compatibility_requirement(
     stablehlo.StablehloCompatibilityRequirement.WEEK_12
@@ -37,6 +38,7 @@ def portable(one: export.Exported, ins: Sequence[P], outs: Sequence[P], mesh: di
         for op in manual:
             _hoist(module, op)
         _strip(module, mesh)
+        passmanager.PassManager.parse(_NAMELESS).run(module.operation)
         names = {op.name for op in _operations(module.operation)} - {"builtin.module"}
         if others := sorted(name for name in names if not name.startswith(("stablehlo.", "func."))):
             raise UsageError(
