@@ -35,7 +35,7 @@ _LONGEST = 200  #: characters of a stranger's text
 #: The rules of RULES.md that no check can verify.
 PROMISES = (
     "Every run that was started for this record is in it, including those that failed.",
-    "No seed, no number of steps and no run was chosen by its loss.",
+    "No seed, no number of steps and no run was chosen by its loss, and no batch by that of one in private before it.",
     "No trained weights were loaded, and no training token was read before the clock started.",
     "The validation text was used for scoring and for nothing else.",
     "`changes` names every difference from the parent, and the lines it adds are worth their price.",
@@ -141,6 +141,10 @@ def pull_request_text(record: Record, report: Report, archive: str) -> str:
         *facts(record, summary),
         ("status", status_of(record, report)),
         ("test of the mean", proof),
+        (
+            "reproduced",
+            "see reproduction.json" if record.reproduction else "by nobody: its seeds follow from its source",
+        ),
         ("settings", ", ".join(map("=".join, lead.start.overrides.items())) or "the recipe's"),
         ("matmul", quantity(lead.preflight.matmul_gflops * 1e9, "flop/s")),
         ("versions", ", ".join(map(" ".join, lead.preflight.software.items()))),

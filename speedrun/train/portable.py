@@ -120,7 +120,7 @@ def _retyped(function: Any, block: Any) -> list[Any]:
     return outs
 
 
-def _groups(axes: list[str], mesh: dict[str, int]) -> np.ndarray:
+def _groups(axes: list[str], mesh: dict[str, int]) -> Any:
     """Return the devices that take part in a collective over axes of a mesh together: i64 [groups, devices]."""
     devices = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
     own = [[*mesh].index(name) for name in axes]
@@ -134,10 +134,10 @@ def _strip(module: ir.Module, mesh: dict[str, int]) -> None:
     """Remove what says where arrays lie, and attributes of JAX; call what a composite is made of."""
     for op in list(_operations(module.operation)):
         # JAX 0.12 names axes where 0.10 lists devices.
-        if "replica_groups" in op.attributes and (
-            axes := _AXIS.findall(str(op.attributes["replica_groups"]))
+        if axes := _AXIS.findall(
+            str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
         ):
-            op.attributes["replica_groups"] = ir.DenseElementsAttr.get(_groups(axes, mesh))  # pyright: ignore[reportArgumentType, reportCallIssue]
+            op.attributes["replica_groups"] = ir.DenseElementsAttr.get(_groups(axes, mesh))
         if op.name == "sdy.sharding_constraint":
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
