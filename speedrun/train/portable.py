@@ -134,9 +134,8 @@ def _strip(module: ir.Module, mesh: dict[str, int]) -> None:
     """Remove what says where arrays lie, and attributes of JAX; call what a composite is made of."""
     for op in list(_operations(module.operation)):
         # JAX 0.12 names axes where 0.10 lists devices.
-        if axes := _AXIS.findall(
-            str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
-        ):
+        groups = str(op.attributes["replica_groups"]) if "replica_groups" in op.attributes else ""
+        if axes := _AXIS.findall(groups):
             op.attributes["replica_groups"] = ir.DenseElementsAttr.get(_groups(axes, mesh))
         if op.name == "sdy.sharding_constraint":
             op.results[0].replace_all_uses_with(op.operands[0])
