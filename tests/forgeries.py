@@ -147,6 +147,19 @@ FEWER_SCORED = change(
 )
 
 
+def held_out(tokens: int = VAL_TOKENS, loss: float = 3.25, seconds: float = VAL_S) -> Edit:
+    """Other scores of the held-out text, in sequences whose losses differ by 0.1."""
+    nll_sum = loss * tokens
+    val = runlog.Val(10, nll_sum / tokens, tokens, nll_sum.hex(), seconds, (loss - 0.05, loss + 0.05))
+    return change(runlog.HeldOut, val=val)
+
+
+def swapped(log: Moments) -> Moments:
+    """Two events in the place of each other, at the same times."""
+    first, second = log
+    return [second._replace(mono_ns=first.mono_ns, utc_ns=first.utc_ns), second._replace(event=first.event)]
+
+
 def edited(path: str, old: bytes, new: bytes) -> Build:
     """Replaces bytes in a file of an honest record."""
 
@@ -517,7 +530,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V105", "other ids in one run", in_one_run(OTHER_IDS)),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V204", "a validation behind later steps", logged(*PAUSED_EARLY)),
-    ("V205", "an hour after the clock", logged(lambda log: [*log[:-2], *later(log[-2:], 3600.0)], COLD)),
+    ("V205", "an hour after the clock", logged(lambda log: [*log[:-3], *later(log[-3:], 3600.0)], COLD)),
     ("V206", "compiled after the clock", logged(inserted(runlog.Compile("late", 0.0), runlog.Val, -1, 500))),
     ("V310", "sequences that no model gives", logged(NO_LOSSES)),
     ("V001", "a shape beyond all memory", edited(LOG, b'"out":[100000]', b'"out":[%d]' % 2**127)),
@@ -594,6 +607,15 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V312", "a run under another name", beside(attempt="z")),
     ("V312", "a seed that was run again",
      beside(attempt="y", step_s=(0.2,) * 10, edit_log=OTHER_LOSSES)),
+    ("V105", "no held-out text", logged(lambda log: [each for each in log if type(each.event) is not runlog.HeldOut])),
+    ("V105", "less held-out text", logged(held_out(VAL_TOKENS // 2))),
+    ("V204", "held-out text before the result", logged(lambda log: [*log[:-3], *swapped(log[-3:-1]), log[-1]])),
+    ("V205", "held-out text in no time", logged(held_out(seconds=1e-9))),
+    ("V309", "held-out text below the entropy rate", logged(held_out(loss=2.9))),
+    ("V310", "held-out text of another loss than its sum", logged(change(
+        runlog.HeldOut, val=lambda held: replace(held.val, loss=3.1)))),
+    ("V001", "a space in an event of held-out text", edited(LOG, b'"nonce":"', b'"nonce": "')),
+    ("V314", "known by heart", logged(held_out(loss=3.6))),
     ("V404", "one device", logged(change(runlog.Preflight, num_devices=1))),
     ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"))),
     ("V308", "far ahead in the middle", made(val_losses=(5.5, 3.5, 3.4, 3.25))),

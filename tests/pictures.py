@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 MAIN = ("h100", 8)  #: kind and number of devices of the published records
-MAIN_TRACK = "main-8xh100@1"
+MAIN_TRACK = "main-8xh100@2"
 LADDER_TRACK = "smoke-cpu"  #: of the losses of the ladder
 
 

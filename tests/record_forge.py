@@ -57,7 +57,7 @@ def _files_at_or_forged(commit: str, paths: tuple[str, ...]) -> dict[str, bytes]
 
 
 git_history.files_at = _files_at_or_forged
-CURVES["forged"] = {0: 5.5, 400: 4.0, 1000: 2.99}
+CURVES["forged@1"] = {0: 5.5, 400: 4.0, 1000: 2.99}
 CONFIG = {
     "recipe": {
         "kind": "Recipe",
@@ -92,6 +92,7 @@ def _rules() -> str:
         train = "t_train_*.bin"
         val = "t_val_*.bin"
         val_tokens = {VAL_TOKENS}
+        held_tokens = {VAL_TOKENS}
         vocab_size = 256
         document_token = 0
         get = "none"
@@ -226,6 +227,7 @@ def moments(spec: Spec) -> Moments:
     clock.emit(runlog.ClockStop(clock.train_s))
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
+    clock.emit(runlog.HeldOut("0" * 16, _val(num_steps, final)), after_s=PAUSE_S)
     clock.emit(run_end(spec, clock, final))
     return clock.moments
 

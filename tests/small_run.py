@@ -25,7 +25,7 @@ SMALL = {
 
 
 #: A committed record of one run.
-FIRST = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-25-first"
+FIRST = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-29-first"
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from typed import git, invoke
 
 ROOT = Path(__file__).parent.parent
 #: With other runs: the same run in two records is refused.
-ANOTHER = FIRST.with_name("2026-11-25-six-seeds")
+ANOTHER = FIRST.with_name("2026-11-29-six-seeds")
 SCRIPT = ROOT / "scripts" / "validate_changed.sh"
 
 

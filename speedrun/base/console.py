@@ -122,12 +122,9 @@ class TextLog:
             case runlog.Checkpoint() as kept:
                 at, held_s = self._at(kept.step), kept.seconds
                 return f"{at}  checkpoint, state {kept.state_hash[:8]}  ({held_s:.2f} s)"
-            case runlog.ClockStart():
-                self._clock_runs = True
-                return "---- clock start ".ljust(_RULE_WIDTH, "-")
-            case runlog.ClockStop():
-                self._clock_runs = False
-                return "---- clock stop ".ljust(_RULE_WIDTH, "-")
+            case runlog.ClockStart() | runlog.ClockStop() as event:
+                self._clock_runs = isinstance(event, runlog.ClockStart)
+                return f"---- clock {'start' if self._clock_runs else 'stop'} ".ljust(_RULE_WIDTH, "-")
             case runlog.Step() as step:
                 return self._step(step)
             case runlog.StageChange() as change:
@@ -140,6 +137,8 @@ class TextLog:
             case runlog.Val() as val:
                 clock = "clock paused" if self._clock_runs else "clock stopped"
                 return f"{self._at(val.step)}  val {val.loss:.4f}  ({clock}, {val.seconds:.1f} s)"
+            case runlog.HeldOut(val=val):
+                return f"{self._at(val.step)}  held-out text {val.loss:.4f}  ({val.seconds:.1f} s)"
             case runlog.Warning() as warning:
                 return f"warn  {warning.message}"
             case runlog.Error() as error:

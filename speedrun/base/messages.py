@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
@@ -24,7 +25,11 @@ class Entered(msgspec.Struct, frozen=True, tag="entered"):
     phase: Phase
 
 
-Message = Told | Entered
+class Asked(msgspec.Struct, frozen=True, tag="asked"):
+    """The result is told; a nonce is due."""
+
+
+Message = Told | Entered | Asked
 
 #: Return a message from its bytes; raise msgspec.DecodeError for anything else.
 received = msgspec.json.Decoder(Message).decode
@@ -36,6 +41,10 @@ class Log(Protocol):
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
         """Take an event."""
 
+    def nonce(self) -> str:
+        """Return a nonce that was unknown until the result was emitted."""
+        ...
+
 
 class Sender:
     """Sends events through a pipe. Without a keeper this process ends: it must save nothing that no log has."""
@@ -43,6 +52,7 @@ class Sender:
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)  # noqa: FBT003 - it has no name
         self._pipe, self._turn = os.fdopen(descriptor, "wb"), threading.Lock()
+        self.answers = SimpleQueue[str]()  #: of the keeper
 
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
         """Send an event."""
@@ -51,6 +61,11 @@ class Sender:
     def entered(self, phase: Phase) -> None:
         """Send that a phase begins."""
         self._send(Entered(phase))
+
+    def nonce(self) -> str:
+        """Ask the keeper for the nonce."""
+        self._send(Asked())
+        return self.answers.get()
 
     def _send(self, message: Message) -> None:
         with self._turn:

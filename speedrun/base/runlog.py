@@ -193,6 +193,13 @@ class Val(Event, tag="val", frozen=True, omit_defaults=True):
     sequences: tuple[float, ...] = ()  #: nats per token of each, in nine digits; only in the last validation
 
 
+class HeldOut(Event, tag="held_out", frozen=True):
+    """After the result, its state is scored on other text of the validation shard: `track.Data.held_start`."""
+
+    nonce: str  #: of the log's writer, drawn when it had the result
+    val: Val
+
+
 class ClockResume(Event, tag="clock_resume", frozen=True):
     """The clock continued."""
 
@@ -249,8 +256,8 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
 
 AnyEvent = (
     RunStart | Preflight | DataReady | Exported | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
-    | StageChange | Islands | Island | Round | ClockPause | Val | ClockResume | ClockStop | Checkpoint | Warning | Error
-    | RunEnd
+    | StageChange | Islands | Island | Round | ClockPause | Val | HeldOut | ClockResume | ClockStop | Checkpoint
+    | Warning | Error | RunEnd
 )  # fmt: skip
 
 
@@ -268,6 +275,8 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
 
+#: Return a line from its bytes; raise msgspec.DecodeError unless it has exactly the declared form.
+decode = msgspec.json.Decoder(Line).decode
 Reader = Callable[[Line], None]
 
 
@@ -284,8 +293,7 @@ class RunLog:
         self._path, self._reader = path, reader or (lambda _: None)
         with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
-        self._index = 0
-        self._prev = GENESIS
+        self._index, self._prev = 0, GENESIS
         self._held: list[tuple[Line, bytes]] = []
         self._turn = threading.Lock()
 
@@ -316,6 +324,10 @@ class RunLog:
             except OSError:
                 self._reader = lambda _: None
 
+    def nonce(self) -> str:
+        """Return a nonce for the held-out text; the result must have been emitted."""
+        return os.urandom(8).hex()
+
     def is_as_written(self) -> bool:
         """Return whether the last line of the file is the last that was written, and so all lines are."""
         assert self._path is not None
@@ -330,10 +342,6 @@ class RunLog:
         if self._file is not None:
             with translate_os_errors(self._path):
                 self._file.close()
-
-
-#: Return a line from its bytes; raise msgspec.DecodeError unless it has exactly the declared form.
-decode = msgspec.json.Decoder(Line).decode
 
 
 def read(path: Path) -> Iterator[Line]:

@@ -13,6 +13,7 @@ import msgspec
 
 from speedrun.base.errors import UsageError, translate_read_errors, unknown
 
+ALIGNED = 128  #: Held-out text starts at a multiple, as lines of synthetic text fill the blocks of attention.
 TRACKS_DIR = Path(__file__).parent.parent / "tracks"
 
 
@@ -34,8 +35,14 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int  #: every id is smaller
     document_token: int  #: first token of each document
     get: str  #: the command that makes or downloads the shards
+    held_tokens: int = 0  #: number of later targets that are scored after the result, at a drawn place
     sha256: dict[str, str] = {}  #: shard name -> digest; empty if any shards may be used
     hub: Hub | None = None  #: None: not on the hub
+
+    def held_start(self, nonce: str, shard_tokens: int) -> int:
+        """Return the first input of the held-out text in a validation shard of this size, drawn by a nonce."""
+        draw, spare = hashlib.sha256(nonce.encode()), shard_tokens - self.val_tokens - self.held_tokens - 1
+        return self.val_tokens + ALIGNED * (int(draw.hexdigest(), 16) % (spare // ALIGNED + 1))
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,10 +110,16 @@ def files() -> dict[str, Path]:
     return dict(sorted((path.stem, path) for path in found))
 
 
-def load(name: str) -> Track:
-    """Load a track by name, or raise UsageError."""
-    if (path := files().get(name)) is None:
+def _file(name: str) -> Path:
+    past = {path.stem: path for path in TRACKS_DIR.glob("past/*.toml")}
+    if (path := (files() | past).get(name)) is None:
         raise unknown("track", name, files())
+    return path
+
+
+def load(name: str) -> Track:
+    """Load a track by name, or a past version that a record names, by its id; or raise UsageError."""
+    path = _file(name)
     advice = "a track file must hold exactly the fields of speedrun/base/track.py"
     with translate_read_errors(path, advice, kind=UsageError):
         return msgspec.convert(tomllib.loads(path.read_text()), Track)
@@ -114,4 +127,4 @@ def load(name: str) -> Track:
 
 def sha256(name: str) -> str:
     """Return the digest of the track's file."""
-    return hashlib.sha256(files()[name].read_bytes()).hexdigest()
+    return hashlib.sha256(_file(name).read_bytes()).hexdigest()

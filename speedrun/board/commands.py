@@ -22,7 +22,7 @@ from speedrun.record.validate import examine
 
 
 @cli.command(
-    "speedrun plot records/smoke-cpu/2026-11-25-first",
+    "speedrun plot records/smoke-cpu/2026-11-29-first",
     "speedrun plot runs/first --kind all",
 )
 def plot(
@@ -92,7 +92,7 @@ def _of_group(group: foreign_logs.Group) -> str:
 
 @cli.command(
     "speedrun describe RECORD --title 'smoke in 380 steps' --author ada --change 'twenty steps fewer'",
-    "speedrun describe RECORD --parent records/smoke-cpu/2026-11-25-first",
+    "speedrun describe RECORD --parent records/smoke-cpu/2026-11-29-first",
 )
 def describe(
     record: Path,
@@ -236,7 +236,7 @@ MODEL_FORMS = {
 
 
 @cli.command(
-    "speedrun export records/smoke-cpu/2026-11-25-first --to csv",
+    "speedrun export records/smoke-cpu/2026-11-29-first --to csv",
     "speedrun export runs/docs --to safetensors --out docs-model",
     "speedrun export runs/docs --to web --out docs-web",
     silent=True,

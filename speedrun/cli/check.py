@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
 
 
-@cli.command("speedrun validate records/smoke-cpu/2026-11-25-first", "speedrun validate --explain V104")
+@cli.command("speedrun validate records/smoke-cpu/2026-11-29-first", "speedrun validate --explain V104")
 def validate(
     ctx: click.Context,
     records: Annotated[tuple[Path, ...], "RECORD..."] = (),

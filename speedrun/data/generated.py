@@ -49,10 +49,14 @@ def make(track: Track, folder: Path) -> Manifest:
 def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
     """Make the shards of a track that has generated ones, unless they are complete or `data` names others."""
     folder = data_folder(track, None)
-    if data is not None or (track.synthetic is None and track.python_docs is None) or _is_complete(folder):
+    if (
+        data is not None
+        or (track.synthetic is None and track.python_docs is None)
+        or _is_complete(track, folder)
+    ):
         return
     with lock_folder(folder, say):
-        if _is_complete(folder):  # another program made them
+        if _is_complete(track, folder):  # another program made them
             return
         made = make(track, folder)
     kind = "shards of Python's documentation" if track.synthetic is None else "synthetic shards"
@@ -61,9 +65,13 @@ def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
     say(f"made  {len(made.shards)} {kind} in {folder}: {tokens:,} tokens, {size}")
 
 
-def _is_complete(folder: Path) -> bool:
-    found = read_manifest(folder)
-    return found is not None and found.complete
+def _is_complete(track: Track, folder: Path) -> bool:
+    """Return whether all shards are there, and none is of another version of the track."""
+    if (found := read_manifest(folder)) is None or not found.complete:
+        return False
+    data, need = track.data, track.data.val_tokens + track.data.held_tokens
+    old = (one.sha256 != data.sha256.get(name, one.sha256) for name, one in found.shards.items())
+    return not any(old) and any(one.tokens > need for one in found.shards.values())
 
 
 def installed() -> dict[str, Path]:

@@ -169,7 +169,7 @@ def data_folder(track: Track, explicit: Path | None) -> Path:
 def open_track(folder: Path, data: Data) -> TrackShards:
     """Open the shards of a track; check names, headers, sizes and the counts in the manifest."""
     train, val = (_open_split(folder, pattern, data) for pattern in (data.train, data.val))
-    need = data.val_tokens + 1
+    need = data.val_tokens + data.held_tokens + 1
     if val[0].num_tokens < need:
         raise DataError(f"{val[0].path}: {val[0].num_tokens:,} tokens; validation needs {need:,}: {data.get}")
     scored = {shard.identity for shard in val}

@@ -178,7 +178,7 @@ def imitated(num_tokens: int, *, vocab_size: int, document_token: int, seed: int
 def write_imitation(folder: Path, rules: Data, train_tokens: int) -> None:
     """Write a training shard and a validation shard, with the names that tracks use."""
     folder.mkdir(parents=True, exist_ok=True)
-    counts = {"val_000000": rules.val_tokens + 1, "train_000001": train_tokens}
+    counts = {"val_000000": rules.val_tokens + rules.held_tokens + 1, "train_000001": train_tokens}
     for seed, (part, count) in enumerate(counts.items()):
         ids = imitated(count, vocab_size=rules.vocab_size, document_token=rules.document_token, seed=seed)
         write_shard(folder / f"imitation_{part}.bin", ids.astype(np.uint16))

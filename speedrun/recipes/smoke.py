@@ -1,7 +1,6 @@
 """smoke: record 21's architecture at laptop size, for the synthetic stream of the smoke-cpu track.
 
-Claim: 3.3307 nats per token (sd 0.26, 6 seeds, 2026-11-25): four reach 3.16 to 3.21, two learn to copy lines late.
-The optimum is 3.00.
+Claim: 3.0908 nats per token (sd 0.011, 60 seeds, 2026-11-29), all between 3.070 and 3.117. The optimum is 3.00.
 Run: speedrun run --track smoke-cpu
 Credits: the architecture is modded-nanogpt's record 21; the numbers were tuned here (docs/LOG.md).
 """
@@ -16,7 +15,7 @@ RECIPE = Recipe(
     name="smoke",
     summary="record 21 at laptop size on the synthetic stream",
     parent=None,
-    revision=1,
+    revision=2,
     config=record21.Config(
         vocab_size=256,
         padded_vocab_size=256,
@@ -27,7 +26,7 @@ RECIPE = Recipe(
         attention_kinds=("long", "short", "none", "long"),
         value_tables=(0, record21.NO_TABLE, record21.NO_TABLE, 0),
         block_tokens=16,
-        attention_scale=0.5,
+        attention_scale=0.25,
         logit_cap=15.0,
         document_token=0,
         table_dtype="float32",
@@ -59,7 +58,5 @@ RECIPE = Recipe(
     eval_seq_len=1024,
     compute_dtype="float32",
     features=variants.FEATURES,
-    expected=Expected(
-        "smoke", "smoke-cpu", 3.3307, 0.26, 6, "records/smoke-cpu/2026-11-25-six-seeds: two learn late"
-    ),
+    expected=Expected("smoke", "smoke-cpu", 3.0908, 0.011, 60, "one device, docs/LOG.md"),
 )

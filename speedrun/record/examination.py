@@ -24,6 +24,7 @@ class Examination(Strict, frozen=True):
     run_seed: int
     platform: str  #: from the log, as JAX names it
     num_steps: int  #: from the log
+    held_nonce: str  #: of the held-out text; empty if the track has none
     num_devices: int
     replicas: int
     checkpoints: Path | None  #: of the run
@@ -75,4 +76,5 @@ class Findings(Strict, frozen=True):
     low_error: float  #: its standard error, by the other text alone
     stretches: tuple[Replayed, ...]  #: none on another platform
     foreign: bool  #: whether the run was on another platform
-    sample: tuple[tuple[int, float], ...]  #: index and loss of scored sequences; of some on another platform
+    #: Index and loss of sequences, of the scored and then of the held-out text; of some on another platform.
+    sample: tuple[tuple[int, float], ...]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from statistics import variance
 from typing import TypeVar
 
 import msgspec
@@ -132,6 +133,20 @@ class Run:
         """All training steps."""
         return self.of(runlog.Step)
 
+    @property
+    def held_out(self) -> runlog.Val | None:
+        """Scores of the held-out text; None if its track has none."""
+        return next((one.val for one in self.of(runlog.HeldOut)), None)
+
+    @property
+    def held_gap(self) -> tuple[float, float] | None:
+        """By how much the loss of held-out text is above the result, and the standard error over sequences."""
+        if self.held_out is None:
+            return None
+        parts = [val.sequences for val in (self.held_out, self.vals[-1])]
+        error = sum(variance(each) / len(each) for each in parts if len(each) > 1) ** 0.5
+        return loss_of(self.held_out) - self.val_loss, error
+
     @cached_property
     def vals(self) -> list[runlog.Val]:
         """All validations; the last one is the result."""
@@ -229,10 +244,11 @@ def _read_line(raw_line: bytes) -> runlog.Line:
         line = runlog.decode(raw_line)
         check_moment(line.t_utc)
         check_range(line)
-        if isinstance(line.event, runlog.Val):
-            check_range(nll := float.fromhex(line.event.nll_sum))
-            if nll.hex() != line.event.nll_sum:
-                raise FormatError(f"{line.event.nll_sum!r} is another form of {nll.hex()}")
+        val = line.event.val if isinstance(line.event, runlog.HeldOut) else line.event
+        if isinstance(val, runlog.Val):
+            check_range(nll := float.fromhex(val.nll_sum))
+            if nll.hex() != val.nll_sum:
+                raise FormatError(f"{val.nll_sum!r} is another form of {nll.hex()}")
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(str(error)) from None
     if line.encode() != raw_line:

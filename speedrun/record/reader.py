@@ -8,6 +8,7 @@ import lzma
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -241,9 +242,11 @@ def known_track(runs: Sequence[Run]) -> Track | None:
     if len(named) != 1:
         return None
     track_id, sha256 = named.pop()
-    name = track_id.rpartition("@")[0]
-    is_known = name in track.files() and (track.load(name).id, track.sha256(name)) == (track_id, sha256)
-    return track.load(name) if is_known else None
+    for name in (track_id.rpartition("@")[0], track_id):
+        with suppress(UsageError):
+            if (track.load(name).id, track.sha256(name)) == (track_id, sha256):
+                return track.load(name)
+    return None
 
 
 def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:

@@ -18,6 +18,7 @@ from speedrun.record.logged_run import Run
 from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, encode, load
 from speedrun.record.statistics import MeanTest, sd
 
+_TWO_SIDED = 1.96  #: standard errors of a 95 % interval
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 
 
@@ -37,6 +38,8 @@ class Summary(Strict, frozen=True, omit_defaults=True):
     num_steps: int
     num_tokens: int
     step_p50_ms: float
+    held_gap: float | None = None  #: mean loss of held-out text above `val_loss_mean`; None without such text
+    held_gap_half_width: float | None = None  #: of its 95 % interval, over sequences
     test: MeanTest | None = None  #: None without a declared batch, or before its first look
 
 
@@ -45,6 +48,7 @@ def summarize(record: Record) -> Summary:
     runs, done, target, declared = record.runs, record.finished, record.rules.target, record.declaration
     losses, times_s = [run.val_loss for run in done], [run.train_time_s for run in done]
     val_loss = record.mean_loss if done else None
+    gaps = [found for run in done if (found := run.held_gap)]
     none_blew_up = all(run.outcome != "non-finite" for run in runs)
     return Summary(
         num_runs=len(runs),
@@ -60,6 +64,9 @@ def summarize(record: Record) -> Summary:
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
         num_tokens=max((at.tokens_seen for run in done for at in (run.origin, *run.steps[-1:])), default=0),
         step_p50_ms=console.quantiles_ms([second for run in done for second in run.step_s])[0],
+        held_gap=fmean(gap for gap, _ in gaps) if gaps else None,
+        # All runs have one scored text in common, so more runs hardly lower this error.
+        held_gap_half_width=_TWO_SIDED * fmean(error for _, error in gaps) if gaps else None,
         test=declared and batch_status(declared, runs, target.loss, target.sigma).test,
     )
 
@@ -140,6 +147,7 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
         ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
         ("validation loss", _spread(summary.val_loss_mean, summary.val_loss_sd, "nats per token", digits=4)),
         ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
+        ("held-out text", held_text(summary)),
         ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
         ("total wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
         ("runs", f"{summary.num_finished} finished of {declared}"),
@@ -152,8 +160,23 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
     ]
     if begun_from := sources(record.runs):
         rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
-    measured = ("validation loss", "target", "train time", "total wall time", "steps", "tokens")
+    measured = (
+        "validation loss",
+        "target",
+        "held-out text",
+        "train time",
+        "total wall time",
+        "steps",
+        "tokens",
+    )
     return [row for row in rows if summary.num_finished or row[0] not in measured]
+
+
+def held_text(summary: Summary) -> str:
+    """Return by how much held-out text loses more, with its interval."""
+    if summary.held_gap is None:
+        return "none"
+    return f"{summary.held_gap:+.4f} ± {summary.held_gap_half_width:.4f} nats per token more"
 
 
 def readme_head(record: Record, summary: Summary) -> str:

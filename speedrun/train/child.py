@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,15 +25,15 @@ from speedrun.train.run_config import decoded
 _T = TypeVar("_T")
 
 
-def end_with_parent() -> None:
-    """Kill this process when its standard input ends: a killed parent has left it alone.
+def end_with_parent(hear: Callable[[str], None]) -> None:
+    """Kill this process when its standard input ends: a killed parent has left it alone. `hear` takes the input.
 
     Linux does so even while another thread holds the interpreter.
     """
 
     def wait() -> None:
-        while os.read(0, 1):
-            pass
+        while said := os.read(0, 64):
+            hear(said.decode())
         os.kill(os.getpid(), signal.SIGKILL)
 
     if sys.platform == "linux":
@@ -47,8 +47,8 @@ def attended(kind: type[_T]) -> Iterator[tuple[_T, dict[str, Any]]]:
     faulthandler.register(signal.SIGUSR1, int(sys.argv[3]))
     with reported():
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
-        end_with_parent()
         sender = messages.Sender(int(sys.argv[2]))
+        end_with_parent(sender.answers.put)
 
         def opened(path: Path | None) -> AbstractContextManager[messages.Log]:
             return nullcontext(sender if path else runlog.RunLog(None))

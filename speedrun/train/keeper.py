@@ -6,6 +6,7 @@ first one the log. Imports no JAX.
 """
 
 import os
+import secrets
 import select
 import signal
 from collections.abc import Callable
@@ -131,7 +132,7 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
             is_open = bool(raw := events.read(1 << 16))
             *messages, rest = (rest + raw).split(b"\n")
             for message in messages if len(rest) < _MOST_MESSAGE_BYTES else [rest]:
-                kept.take(message)
+                _answer(child, kept.take(message))
         elif done.is_set():
             return
         if kept.error is not None and not is_told:
@@ -147,6 +148,13 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
                 write_whole(kept.stacks, text)
             for line in text.decode(errors="replace").splitlines():
                 subprocesses.say(line)
+
+
+def _answer(child: "Popen[str]", text: str) -> None:
+    assert child.stdin is not None
+    with suppress(OSError, ValueError):  # it has ended
+        child.stdin.write(text)
+        child.stdin.flush()
 
 
 class LastWords:
@@ -188,30 +196,52 @@ class Kept:
         self._held: list[tuple[runlog.AnyEvent, Stamp]] = []
         self._is_whole = self._is_over = self._has_hung = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
+        self._nonce = ""  #: of the held-out text, once there is a result
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
-    def take(self, raw: bytes) -> None:
-        """Write what a message says. The first event names the folder of the run, which the child has made."""
+    def take(self, raw: bytes) -> str:
+        """Write what a message says; return an answer, if it asks. The first event names the folder of the run, which
+        the child has made.
+        """
         if self._is_over:
-            return
+            return ""
         try:
             message = messages.received(raw)
             if isinstance(message, messages.Entered):
                 self._phases.enter(message.phase)
-                return
-            if self._log is None:
-                self._log = self._opened(message.event)
-            self._held.append((message.event, now()))
-            while self._held and not message.hold:
-                event, stamp = self._held.pop(0)
-                self._log.emit(event, hold=bool(self._held), stamp=stamp)
-                self._is_whole = isinstance(event, runlog.RunEnd)
-                self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
+            elif isinstance(message, messages.Asked):
+                return self._draw()
+            else:
+                self._take(message)
         except SpeedrunError as error:
             self.error = self.error or error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             self._refuse(f"the run sent what is no event: {error}; see its recipe")
+        return ""
+
+    def _take(self, message: messages.Told) -> None:
+        told = message.event
+        if isinstance(told, runlog.HeldOut) and told.nonce != self._nonce:
+            return self._refuse("the run scored other held-out text than was drawn; see its recipe")
+        if isinstance(told, runlog.Val) and self._nonce:
+            return self._refuse("the run validated again after its held-out text was drawn; see its recipe")
+        if self._log is None:
+            self._log = self._opened(message.event)
+        self._held.append((message.event, now()))
+        while self._held and not message.hold:
+            event, stamp = self._held.pop(0)
+            self._log.emit(event, hold=bool(self._held), stamp=stamp)
+            self._is_whole = isinstance(event, runlog.RunEnd)
+            self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
+
+    def _draw(self) -> str:
+        """Draw the nonce of the held-out text, once; the run cannot change its result afterwards."""
+        if self._nonce or not any(isinstance(event, runlog.Val) for event, _ in self._held):
+            self._refuse("the run asked for its held-out text without a result; see its recipe")
+        else:
+            self._nonce = secrets.token_hex(8)
+        return self._nonce
 
     def _refuse(self, why: str) -> None:
         """Take nothing more: what follows is a consequence."""

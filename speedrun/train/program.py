@@ -283,14 +283,16 @@ def evaluate(
     shard: Shard,
     num_tokens: int,
     poll: Callable[[], None] = lambda: None,
+    start: int = 0,
 ) -> runlog.Val:
-    """Score the first `num_tokens` targets of a shard, each once. The loss is their sum in float64 over their number.
+    """Score `num_tokens` targets of a shard, each once. The loss is their sum in float64 over their number.
 
-    `score` is a compiled `Program.eval_step_for`. `poll` is called after each batch, and may raise.
+    `score` is a compiled `Program.eval_step_for`. `poll` is called after each batch, and may raise. `start` is the
+    first input.
     """
     watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
-    for batch in validation_batches(shard, num_tokens, *shape):
+    for batch in validation_batches(shard, num_tokens, *shape, start):
         tokens_BT, targets_BT = (meshes.shard_own(x, program.mesh) for x in batch)
         nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
         total += float(np.sum(nll_BC, dtype=np.float64))

@@ -115,6 +115,7 @@ def run(this: Attempt, steps: Maker) -> None:
     with processes.handled_by(signals.ignore):  # do not lose the result
         this.final_hash = hash_of_all(state)
         this.matmul_gflops = device_benchmark.matmul_gflops_again(ready.program.mesh, log)
+        score_held_out(this, programs, state)
 
 
 class Mesh:
@@ -197,6 +198,18 @@ def score(
         is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
         this.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)
         this.val_loss = val.loss
+
+
+def score_held_out(this: Attempt, programs: Executables, state: TrainState) -> None:
+    """Score text of the validation shard that nobody knew before the result was told, as large as the track says."""
+    ready, program, step = this.ready, this.ready.program, this.ready.recipe.num_steps
+    shard, data = ready.shards.val[0], ready.track.data
+    if data.held_tokens:
+        with this.phases.within("evaluation"):
+            nonce, score = processes.of_first(this.log.nonce), programs.scores[program.eval_shape_at(step)]
+            start = data.held_start(nonce, shard.num_tokens)
+            val = evaluate(program, score, state, shard, data.held_tokens, start=start)
+            this.log.emit(runlog.HeldOut(nonce, val), hold=True)
 
 
 def save(this: Attempt, state: TrainState, at: Progress, *, wait: bool = False) -> None:

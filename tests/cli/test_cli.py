@@ -21,7 +21,7 @@ from speedrun.cli.options import command as cli_command
 from speedrun.commands import COMMANDS
 from speedrun.science.kernels.dispatch import ATTENTION
 
-RECORD = "records/smoke-cpu/2026-11-25-first"
+RECORD = "records/smoke-cpu/2026-11-29-first"
 HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 
@@ -200,14 +200,14 @@ def test_data_is_made_verified_and_listed(tmp_path, monkeypatch):
     refused = invoke("data", "verify", "--json")
     assert json.loads(refused.stdout)["exit_code"] == refused.exit_code == DataError.exit_code
     made = json.loads(invoke("data", "synth", "--json").stdout)
-    assert (made["track"], made["folder"]) == ("smoke-cpu@1", str(tmp_path / "smoke"))
+    assert (made["track"], made["folder"]) == ("smoke-cpu@2", str(tmp_path / "smoke"))
     verified = json.loads(invoke("data", "verify", "--full", "--json").stdout)
     digests = {shard["name"]: shard["sha256"] for shard in verified["shards"]}
     assert digests == {name: entry["sha256"] for name, entry in made["manifest"]["shards"].items()}
     assert f"ok  {tmp_path / 'smoke' / 'smoke_val_000000.bin'}  " in invoke("data", "verify").stdout
     listed = invoke("data", "list").stdout
-    whole = r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| "
-    part = r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get"
+    whole = r"smoke-cpu@2 +complete +\S+/smoke\n +4 of 4 shards \| 1\.51 Mtokens \| "
+    part = r"main-8xh100@2 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get"
     assert all(re.search(pattern, listed) for pattern in (whole, part)), listed
     found = json.loads(invoke("data", "list", "--json").stdout)
     assert [one["track"] for one in found["tracks"]] == [track.load(name).id for name in track.files()]

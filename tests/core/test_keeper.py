@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from record_forge import forge
 from small_run import SMALL, log_of, runs_of
 
@@ -29,9 +30,21 @@ from speedrun.train.run_config import RunConfig
 def sent(forged) -> list[bytes]:
     """What a child sends of a whole run."""
     forge(out := forged / "record")
-    lines = [*runlog.read(sorted(out.glob("runs/*/metrics.jsonl"))[0])]
-    ends = {len(lines) - 2}  # the result, which is held for the end
-    return [msgspec.json.encode(messages.Told(line.event, i in ends)) + b"\n" for i, line in enumerate(lines)]
+    told = [messages.Told(line.event) for line in runlog.read(sorted(out.glob("runs/*/metrics.jsonl"))[0])]
+    ends = [replace(one, hold=True) for one in told[-3:-1]]  # the result and held-out text, held for the end
+    sent = [*told[:-3], ends[0], messages.Asked(), ends[1], told[-1]]
+    return [msgspec.json.encode(message) + b"\n" for message in sent]
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch) -> str:
+    monkeypatch.setattr(keeper.secrets, "token_hex", lambda _: "0" * 16)
+    return "0" * 16
+
+
+def without_question(sent: list[bytes]) -> list[runlog.AnyEvent]:
+    told = map(messages.received, sent)
+    return [message.event for message in told if isinstance(message, messages.Told)]
 
 
 @pytest.fixture
@@ -47,7 +60,7 @@ def test_a_whole_log_is_stamped_and_chained(sent, kept, tmp_path):
         kept.take(message)
     kept.close(0)
     lines = [*runlog.read(log_of(tmp_path))]
-    assert [line.event for line in lines] == [messages.received(message).event for message in sent]
+    assert [line.event for line in lines] == without_question(sent)
     assert [line.t_mono_ns for line in lines] == sorted({line.t_mono_ns for line in lines})
     assert runs_of(tmp_path)[0].chain_break is None
     assert kept.error is None
@@ -59,7 +72,7 @@ def test_a_child_that_is_killed_leaves_a_log_with_the_reason_and_no_result(sent,
     kept.close(-9)
     last = [*runlog.read(log_of(tmp_path))][-1].event
     assert last == runlog.Error("Killed", "the process of the run ended with exit code -9 (signal 9)")
-    assert len([*runlog.read(log_of(tmp_path))]) == len(sent) - 1, "and not the result, which was held"
+    assert len([*runlog.read(log_of(tmp_path))]) == len(sent) - 3, "and not the result, which was held"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +151,7 @@ def test_a_result_is_stamped_when_it_comes_though_it_counts_only_with_the_end(se
     came_ns = now().mono_ns
     kept.take(end)
     kept.close(0)
-    *_, result, last = runlog.read(log_of(tmp_path))
+    *_, result, _, last = runlog.read(log_of(tmp_path))
     assert isinstance(result.event, runlog.Val)
     assert result.t_mono_ns < came_ns < last.t_mono_ns
 
@@ -150,6 +163,31 @@ def test_a_run_has_its_result_however_its_process_ends_afterwards(sent, kept):
     assert kept.has_result
     kept.close(-11)
     assert kept.error is None
+
+
+def test_the_held_out_text_is_drawn_once_and_only_after_the_result(sent, kept, drawn):
+    *before, result, asked, held, end = sent
+    for message in (*before, result):
+        assert kept.take(message) == ""
+    assert kept.take(asked) == drawn
+    other = held.replace(drawn.encode(), b"1" * 16)
+    for wrong, said in ((other, "other held-out text"), (result, "validated again"), (asked, "asked")):
+        kept.error, kept._is_over = None, False
+        kept.take(wrong)
+        assert said in str(kept.error)
+    kept.error, kept._is_over = None, False
+    for message in (held, end):
+        kept.take(message)
+    assert kept.has_result
+    kept.close(0)
+
+
+def test_without_a_result_nothing_is_drawn(sent, kept):
+    for message in sent[:5]:
+        kept.take(message)
+    assert kept.take(msgspec.json.encode(messages.Asked())) == ""
+    assert "without a result" in str(kept.error)
+    kept.close(1)
 
 
 def test_the_last_error_is_kept_back_and_a_crash_is_named(capsys):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from record_forge import Spec, forge, state
-from small_run import SMALL
+from small_run import SMALL, events
 from typed import as_words, invoke, speedrun
 
 from speedrun.base import runlog, track
@@ -743,6 +743,7 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
         run_seed=config.seed,
         platform="cpu",
         num_steps=12,
+        held_nonce=events(config.out, runlog.HeldOut)[0].nonce,
         num_devices=8,
         replicas=1,
         checkpoints=folder_of(config.out),

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from speedrun.base import track
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.runlog import ShardRange
 from speedrun.data.shards import Shard, write_shard
@@ -291,3 +293,13 @@ def test_an_error_is_raised_with_its_batch(folder):
             with pytest.raises(DataError, match="has 8 tokens left"):
                 next(ahead)
         assert ahead.cursor == Cursor(0, 12)
+
+
+@pytest.mark.parametrize("spare", [1, 128, 129, 5_000])
+def test_held_out_text_begins_at_any_aligned_place_behind_the_scored_text(spare):
+    rules = replace(track.load("smoke-cpu").data, val_tokens=2_048, held_tokens=1_024)
+    starts = {rules.held_start(f"{nonce:016x}", 2_048 + 1_024 + spare) for nonce in range(1_000)}
+    assert starts == {*range(2_048, 2_048 + spare, track.ALIGNED)}
+    line = track.load("smoke-cpu").synthetic
+    assert line is not None
+    assert track.ALIGNED % (1 + line["line_words"]) == 0

@@ -400,7 +400,7 @@ def test_a_file_of_git_is_found_by_its_commit_only(history):
 def test_the_reference_of_the_smoke_track_is_the_committed_record():
     run = load(FIRST).runs[0]
     seen = {0: 0, **{step.step + 1: step.tokens_seen for step in run.steps}}
-    assert CURVES["smoke-cpu"] == pytest.approx({seen[val.step]: val.loss for val in run.vals}, abs=1e-4)
+    assert CURVES["smoke-cpu@2"] == pytest.approx({seen[val.step]: val.loss for val in run.vals}, abs=1e-4)
 
 
 def test_assembling_again_changes_nothing_and_keeps_what_people_wrote(folder):

@@ -300,7 +300,7 @@ ARGS = ("data", "get", "--track", "webmini", "--repo", REPO, "--shards", "2")
 @pytest.fixture
 def big(server, tmp_path) -> FakeHub:
     for i, name in enumerate(NAMES):
-        ids = np.random.default_rng(9 + i).integers(0, 50256, 140_000)
+        ids = np.random.default_rng(9 + i).integers(0, 50256, 270_000)
         ids[0] = 50256
         server.files[name] = write_shard(tmp_path / "x.bin", ids).path.read_bytes()
     return server
@@ -327,7 +327,7 @@ def test_the_command(tmp_path, big, monkeypatch):
     done = invoke(*ARGS, "--out", str(tmp_path / "d"), "--json")
     assert done.exit_code == 0, done.output
     result = msgspec.json.decode(done.stdout)
-    assert result["track"] == "webmini@1"
+    assert result["track"] == "webmini@2"
     assert result["manifest"]["settings"] == {"revision": COMMIT}
     digests = {name: entry["sha256"] for name, entry in result["manifest"]["shards"].items()}
     assert digests == {name: sha256(tmp_path / "d" / name) for name in NAMES[:3]}

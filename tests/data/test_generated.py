@@ -130,7 +130,7 @@ def small() -> track.Track:
     """A track with a vocabulary small enough for a few files."""
     rules = track.load("docs-cpu")
     wanted = {"vocab_size": 400, "shard_tokens": 3_000}
-    data = msgspec.structs.replace(rules.data, vocab_size=400, val_tokens=1_000)
+    data = msgspec.structs.replace(rules.data, vocab_size=400, val_tokens=1_000, held_tokens=1_000)
     return msgspec.structs.replace(rules, data=data, python_docs=wanted)
 
 
@@ -178,7 +178,7 @@ def test_other_shards_are_not_replaced(folder):
     prepare.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prepare.Cut("docs", 10), folder)
     for left in (shards.MANIFEST, "docs_val_000000.bin"):
         before = {path: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(UsageError, match="holds other shards; docs-cpu@1 would replace them"):
+        with pytest.raises(UsageError, match="holds other shards; docs-cpu@2 would replace them"):
             generated.make(small(), folder)
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
         (folder / left).unlink()
@@ -186,5 +186,5 @@ def test_other_shards_are_not_replaced(folder):
 
 def test_too_little_documentation(tmp_path, monkeypatch, roots):
     monkeypatch.setattr(generated, "installed", lambda: roots)
-    with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
+    with pytest.raises(DataError, match="docs-cpu@2 needs 400; this Python has too little"):
         generated.make(small(), tmp_path / "out")

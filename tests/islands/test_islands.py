@@ -474,6 +474,7 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
         run_seed=0,
         platform="cpu",
         num_steps=25,
+        held_nonce=run_.of(runlog.HeldOut)[0].nonce,
         num_devices=1,
         replicas=1,
         checkpoints=None,
@@ -674,8 +675,8 @@ def test_a_fleet_without_a_quorum_ends_with_the_reason(island, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"track": "smoke-cpu"}, "smoke-cpu@1 is for one mesh"),
-        ({"meshes": 0}, "islands-cpu@1 is for several meshes that train together"),
+        ({"track": "smoke-cpu"}, "smoke-cpu@2 is for one mesh"),
+        ({"meshes": 0}, "islands-cpu@2 is for several meshes that train together"),
         ({"meshes": 8, "overrides": {"stages.0.num_steps": "60"}}, "shards last for"),
     ],
 )

@@ -167,18 +167,18 @@ def test_only_samples_of_a_regular_file_are_shown(tmp_path):
 
 def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = rules(str(FIRST), "smoke-cpu@1")
+    found = rules(str(FIRST), "smoke-cpu@2")
     (run,) = load(FIRST).runs
     assert found["target"] == 3.28
     assert found["ghost"]["record"] == FIRST.name
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
-    assert ghost.best(Path("records"), "smoke-cpu@1") is not None
-    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-25-400-steps"
-    assert rules(None, "smoke-cpu@1")["ghost"] is None
+    assert ghost.best(Path("records"), "smoke-cpu@2") is not None
+    assert rules("best", "smoke-cpu@2")["ghost"]["record"] == "2026-11-29-220-steps"
+    assert rules(None, "smoke-cpu@2")["ghost"] is None
     for choice, track, problem in (
         ("best", "smoke-cpu@2", "whose target may differ"),
-        ("docs", "smoke-cpu@1", "no ghost: docs"),
+        ("docs", "smoke-cpu@2", "no ghost: docs"),
         (None, "../x", "no target: unknown track"),
     ):
         assert problem in " ".join(rules(choice, track)["problems"])

@@ -30,7 +30,7 @@ from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 
 TRACK = track.load("smoke-cpu")
-FACTS = {"name": "it", "track": "smoke-cpu@1", "step": 1, "has_text": False}
+FACTS = {"name": "it", "track": "smoke-cpu@2", "step": 1, "has_text": False}
 #: These have all operations of the ladder.
 RECIPES = ("smoke", "muon", "record21")
 Page = Any
@@ -375,7 +375,7 @@ def test_the_page_writes_and_says_what_is_wrong(page, hand):
     assert re.fullmatch(r"“\d+ ”, [<.\d ]+ %", tokens.nth(3).get_attribute("aria-label"))
     assert sections.nth(0).locator(".bars li").count() in (10, 11)
     for prompt, said in (
-        ("0, 256", "“256” is no id of smoke-cpu@1"),
+        ("0, 256", "“256” is no id of smoke-cpu@2"),
         ("7 " * 1024, "The prompt has 1024 tokens"),
     ):
         hand.fill("#prompt", prompt)

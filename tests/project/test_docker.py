@@ -15,7 +15,7 @@ from speedrun.base import provenance
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "docker_run.sh"
 IMAGE = "sha256:" + "1" * 64
-COMMITTED = "records/smoke-cpu/2026-11-25-first"
+COMMITTED = "records/smoke-cpu/2026-11-29-first"
 
 
 @pytest.fixture

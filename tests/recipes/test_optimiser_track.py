@@ -25,7 +25,7 @@ from speedrun.train.run_config import RunConfig
 ROOT = Path(__file__).parents[2]
 FIXING = [name for name in track.files() if track.load(name).fixed is not None]
 #: Of the recipe when the version of the track was made. Another revision is another recipe: make a new version.
-REVISIONS = {"optim-steps@1": 1, "optim-steps-cpu@1": 1}
+REVISIONS = {"optim-steps@2": 1, "optim-steps-cpu@2": 2}
 CPU = track.load("optim-steps-cpu")
 SMOKE = recipes.load("smoke")
 
@@ -117,7 +117,7 @@ def test_a_recipe_that_changes_what_is_fixed_is_refused(changes, named):
     with pytest.raises(UsageError) as caught:
         check(recipe, CPU)
     free = "change only optimizer, schedule and numbers of steps, or choose another track"
-    assert str(caught.value) == f"recipe mine changes {named}, which optim-steps-cpu@1 fixes; {free}"
+    assert str(caught.value) == f"recipe mine changes {named}, which optim-steps-cpu@2 fixes; {free}"
     check(recipe, track.load("smoke-cpu"))
 
 
@@ -128,7 +128,7 @@ def test_optimizer_schedule_and_number_of_steps_are_free():
 
 
 def test_a_run_is_refused_before_its_folder_is_made(tmp_path):
-    with pytest.raises(UsageError, match="recipe smoke changes config, which optim-steps-cpu@1 fixes"):
+    with pytest.raises(UsageError, match="recipe smoke changes config, which optim-steps-cpu@2 fixes"):
         prepare(RunConfig("optim-steps-cpu", tmp_path / "out", overrides={"config.mlp_dim": "512"}))
     assert not (tmp_path / "out").exists()
 

@@ -208,11 +208,11 @@ def test_a_finished_run_whose_record_was_not_is_not_run_again(trained, tmp_path)
     shutil.rmtree(out / "plots", ignore_errors=True)
     result = resumed(out)
     assert result.exit_code == 1, result.output  # the target is out of reach of twelve steps
-    assert "card    smoke-cpu@1: target 3.28 NOT reached" in result.stdout
+    assert "card    smoke-cpu@2: target 3.15 NOT reached" in result.stdout
     facts = msgspec.json.decode(invoke("run", "--resume", out, "--json").stdout)
     assert (facts["summary"]["target_reached"], facts["failed_checks"]) == (False, {})
     assert (out / "plots/loss.png").is_file() == is_here("board")
-    assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@1")
+    assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@2")
     assert [path.name for path in (out / "runs").iterdir()] == [runs_of(trained.out)[0].folder]
     assert not validate(out).having("failed")
 

@@ -388,7 +388,7 @@ REFUSED = {
 
 ABSENT: list[tuple[dict[str, Any], str]] = [
     ({"track": "smoke-gpu"}, "did you mean 'smoke-cpu'"),
-    ({"track": "single-gpu", "overrides": {}}, "found a cpu, single-gpu@1 needs a gpu"),
+    ({"track": "single-gpu", "overrides": {}}, "found a cpu, single-gpu@2 needs a gpu"),
     ({"recipe": "smok"}, "did you mean 'smoke'"),
     ({"num_devices": 3}, "divisor of 8"),
     ({"num_devices": 64}, "found 8 cpu devices, need 64"),

@@ -148,6 +148,9 @@ def _val_tokens(run: Run, record: Record) -> Iterator[str]:
     scored = {data.val_tokens for data in run.of(runlog.DataReady)} | {event.tokens for event in run.vals}
     yield same("scored positions", (val.start, val.stop), (0, rules.val_tokens))
     yield same("numbers of scored tokens", scored, {rules.val_tokens})
+    if run.vals:  # it has begun
+        held = [one.val.tokens for one in run.of(runlog.HeldOut)]
+        yield same("numbers of held-out tokens", held, [rules.held_tokens] * bool(rules.held_tokens))
     first = record.finished[0]
     yield same(f"the scored ids, as in {first.folder}", run.data.val_sha256, first.data.val_sha256)
 

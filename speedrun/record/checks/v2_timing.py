@@ -24,9 +24,9 @@ _MOST_SLOWER = 10.0  #: factor on pauses, for a machine whose speed changed
 _BENCH_SLACK = 1.25  #: other programs may have slowed the benchmark more than the run
 #: One letter for each event: their order must match `_SHAPE`.
 _LETTERS: dict[type, str] = {runlog.Step: "s", runlog.ClockStart: "(", runlog.ClockPause: "["}
-_LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")"}
-#: Steps only while the clock runs, one validation in each pause, and one after the stop.
-_SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
+_LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")", runlog.HeldOut: "h"}
+#: Steps only while the clock runs, one validation in each pause, one after the stop, then the held-out text.
+_SHAPE = re.compile(r"\(s*(\[v\]s*)*\)vh?")
 
 
 @check_run(
@@ -169,7 +169,7 @@ def _val_time(run: Run, _record: Record) -> Iterator[str]:
     token_s = run.steps[-1].train_time_s / run.steps[-1].tokens_seen if run.steps else 0.0
     paused_ns, scored = 0, 0
     for line in run.lines:
-        match line.event:
+        match line.event.val if isinstance(line.event, runlog.HeldOut) else line.event:
             case runlog.ClockPause() | runlog.ClockStop():
                 paused_ns, scored = line.t_mono_ns, 0
             case runlog.Val() as val:

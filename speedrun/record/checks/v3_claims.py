@@ -1,8 +1,10 @@
-"""V301, V308 to V311, V313: there is a result, and it is plausible."""
+"""V301, V308 to V311, V313, V314: there is a result, and it is plausible."""
 
+import math
 from collections.abc import Iterator
 from statistics import fmean
 
+from speedrun.base import runlog
 from speedrun.record.checks.table import Skip, check, check_run, if_ranked, same
 from speedrun.record.logged_run import Run, loss_of
 from speedrun.record.reader import Record
@@ -10,6 +12,7 @@ from speedrun.record.summary import summarize
 
 _ROUNDING = 1e-6  #: nats between a stated loss and its exact sum
 _MOST_NATS = 1e4  #: a larger loss would need logits that far apart
+_HELD_NOISE = 6.0  #: standard errors
 _SUSPICIOUS = 0.1  #: nats below the reference; at the end of record 21 they take a fifth of its steps
 
 
@@ -21,11 +24,11 @@ _RECORD_21 = {
 }  # fmt: skip
 _FINEWEB = {step * _RECORD_21_STEP: loss for step, loss in _RECORD_21.items()}
 
-#: Validation losses of honest runs by trained tokens, by track name. For smoke-cpu: the record 2026-11-25-first.
+#: Validation losses of honest runs by trained tokens, by track. For smoke-cpu: the record 2026-11-29-first.
 CURVES: dict[str, dict[int, float]] = {
-    "main-8xh100": _FINEWEB,
-    "single-gpu": _FINEWEB,
-    "smoke-cpu": {0: 5.5452, 204_800: 4.1498, 409_600: 3.2569, 573_440: 3.1705},
+    "main-8xh100@2": _FINEWEB,
+    "single-gpu@2": _FINEWEB,
+    "smoke-cpu@2": {0: 5.5452, 204_800: 3.3122, 409_600: 3.1336, 573_440: 3.0812},
 }
 
 
@@ -47,7 +50,7 @@ def _enough_runs(record: Record) -> Iterator[str]:
     hint="replay it (`speedrun validate RECORD --replay`); once confirmed, its curve becomes the reference",
 )
 def _no_wonder(record: Record) -> Iterator[str]:
-    curve = CURVES.get(record.rules.name)
+    curve = CURVES.get(record.rules.id)
     if curve is None:
         raise Skip(f"{record.rules.name} has no reference curve")
     for run in record.finished:
@@ -69,6 +72,7 @@ def _no_wonder(record: Record) -> Iterator[str]:
 )
 def _possible(run: Run, record: Record) -> Iterator[str]:
     rate, vals = record.rules.target.entropy_rate, [(val.step, loss_of(val)) for val in run.vals]
+    vals += [(one.val.step, loss_of(one.val)) for one in run.of(runlog.HeldOut)]
     if run.outcome == "non-finite":
         yield "the loss became non-finite"
     for step, loss in vals:
@@ -87,7 +91,8 @@ def _possible(run: Run, record: Record) -> Iterator[str]:
     hint="restore the log and assemble again: the loss is the last validation's sum over its tokens",
 )
 def _stated(run: Run, _record: Record) -> Iterator[str]:
-    for val in run.vals:
+    held = [one.val for one in run.of(runlog.HeldOut)]
+    for val in (*run.vals, *held):
         where, loss, each = f"validation before step {val.step}", loss_of(val), val.sequences
         yield same(f"{where}: its loss, by its sum", val.loss, loss, _ROUNDING)
         if each and (val.tokens % len(each) or not all(0 <= x <= _MOST_NATS for x in each)):
@@ -95,6 +100,21 @@ def _stated(run: Run, _record: Record) -> Iterator[str]:
         elif each:
             yield same(f"{where}: the mean of its sequences", fmean(each), loss, _ROUNDING)
     yield same("the loss in run_end", run.end.val_loss, run.vals[-1].loss)
+
+
+@check_run(
+    "V314 held-out text has the same loss",
+    of="finished",
+    severity="warning",
+    why="text that was drawn after the result was tuned on by nobody; a model that knows only the scored text shows it",
+    hint="replay it (`speedrun validate RECORD --replay`); the validation shard may also change behind the scored text",
+)
+def _held_out(run: Run, _record: Record) -> Iterator[str]:
+    if (found := run.held_gap) is None:
+        raise Skip("the track has no held-out text")
+    gap, error = found
+    if gap > _HELD_NOISE * error:
+        yield f"held-out text loses {gap:.4f} nats more, {gap / error if error else math.inf:.1f} standard errors"
 
 
 _PURPOSES = {"unranked": "it was started with --unranked", "sweep": "it is a run of a sweep"}

@@ -72,7 +72,7 @@ def _loss(run: Run, findings: Findings) -> Iterator[str]:
     yield same("sha256 of the scored ids", findings.val_sha256, run.data.val_sha256)
     if findings.own:
         yield same("the state that was scored", findings.final_hash, run.final_hash)
-    logged = run.vals[-1].sequences
+    logged = run.vals[-1].sequences + (run.held_out.sequences if run.held_out else ())
     apart = [nats - logged[at] if at < len(logged) else math.inf for at, nats in findings.sample]
     if findings.foreign:
         for what, worst, most in (

@@ -83,13 +83,17 @@ class _Examiner:
         if own := self.request.checkpoints is not None:
             leaves, cursor = trainer.restored(self.end)
         params = self._params(leaves)
-        scored, others = self._scored, self._others(cursor)
-        sample_R = np.arange(len(scored.tokens_BT))
+        scored, held, others = self._scored, self._held, self._others(cursor)
+        first, sample_R = len(scored.tokens_BT), np.arange(len(scored.tokens_BT) + len(held.tokens_BT))
         if self.foreign:
-            sample_R = self._draw.permutation(sample_R)[:_SAMPLE]
-            scored = stream.Batch(scored.tokens_BT[sample_R], scored.targets_BT[sample_R])
+            drawn = self._draw.permutation(sample_R)
+            sample_R = np.concatenate([drawn[drawn < first][:_SAMPLE], drawn[drawn >= first][:_FEW]])
+        both = (np.concatenate(ids)[sample_R] for ids in zip(scored, held, strict=True))
+        sample, num_scored = stream.Batch(*both), int((sample_R < first).sum())
+        scored = stream.Batch(sample.tokens_BT[:num_scored], sample.targets_BT[:num_scored])
         model = self._model(params, self.end)
-        nll_R, others_R = self._nll(model, scored), self._nll(model, others)
+        sample_nll_R, others_R = self._nll(model, sample), self._nll(model, others)
+        nll_R = sample_nll_R[:num_scored]
         compared = min(len(nll_R), len(others_R)) > 1
         low_gap, low_error = _low(nll_R, others_R) if compared else (0.0, 0.0)
         shuffled = stream.Batch(
@@ -121,7 +125,7 @@ class _Examiner:
             low_error=low_error,
             stretches=tuple(replayed),
             foreign=self.foreign,
-            sample=tuple(zip(sample_R.tolist(), nll_R.tolist(), strict=True)),
+            sample=tuple(zip(sample_R.tolist(), sample_nll_R.tolist(), strict=True)),
         )
 
     # --- scoring
@@ -176,10 +180,19 @@ class _Examiner:
     @cached_property
     def _scored(self) -> stream.Batch:
         """The validation text, in sequences."""
-        num_tokens, length = self.track.data.val_tokens, self._shape_BT[1]
-        num_rows = max(1, num_tokens // length)
-        (text,) = stream.validation_batches(self.shards.val[0], num_tokens, num_rows, length)
-        return text
+        return self._text(self.track.data.val_tokens, 0)
+
+    @property
+    def _held(self) -> stream.Batch:
+        """The held-out text, in sequences; none if the track has none."""
+        nonce, data = self.request.held_nonce, self.track.data
+        start = data.held_start(nonce, self.shards.val[0].num_tokens) if nonce else 0
+        return self._text(data.held_tokens if nonce else 0, start)
+
+    def _text(self, num_tokens: int, start: int) -> stream.Batch:
+        length = self._shape_BT[1]
+        ids = self.shards.val[0].read(start, start + num_tokens + 1).astype(np.int32)
+        return stream.Batch(ids[:-1].reshape(-1, length), ids[1:].reshape(-1, length))
 
     def _others(self, cursor: stream.Cursor) -> stream.Batch:
         """Return drawn sequences that were neither scored nor read up to a cursor, if there are any.

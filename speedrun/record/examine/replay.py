@@ -191,6 +191,7 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) ->
             run_seed=run.start.seed,
             platform=run.preflight.platform,
             num_steps=run.start.num_steps,
+            held_nonce="".join(one.nonce for one in run.of(runlog.HeldOut)),
             num_devices=run.preflight.num_devices,
             replicas=run.start.config.get("replicas", 1),
             checkpoints=checkpoints and checkpoints.absolute(),
