@@ -31,7 +31,7 @@ FILES = {f["file"]: f["code"] for f in BLOCK.finditer((DOCS / "tutorial.md").rea
 LADDER = ("gpt2", "muon", "modern", "shortcuts", "unet", "windows", "values", "record21")
 STEPS = (*(Path(name).stem for name in FILES), *LADDER)
 RUNS = DOCS.parent / "build" / "tutorial"
-LINE = 16  #: tokens of a line of the stream
+LINE = 8  #: tokens of a line of the stream
 LENGTH = 4 * LINE  #: tokens of the text
 BLUE = "#3478c6"  #: seen on white and on black
 NUM_OTHERS = 16  #: words that take the place of a token, in turns
@@ -96,7 +96,7 @@ def draw(number: int, curves: list[tuple[list[int], list[float]]], reach_TT: np.
         at, losses = curves[-1]
         left.plot(at, losses, color=VAL, linewidth=2, zorder=3)
         plots.label(left, (at[-1], losses[-1]), f"{losses[-1]:.3f}", (0, 8), ha="right", fontweight="bold")
-        plots.level(left, 3.28, "target 3.28", TARGET)
+        plots.level(left, 3.15, "target 3.15", TARGET)
         left.set(xlim=(0, 290), ylim=(3.0, 5.6), xlabel="step", ylabel="loss (nats per token)")
         left.set_title(f"{number}. {STEPS[number - 1]}", loc="left", fontsize=11, color=INK)
         if len(curves) > 1:

@@ -15,7 +15,7 @@ import numpy as np
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.runlog import Step
-from speedrun.board.leaderboard import read_built
+from speedrun.board.leaderboard import PROVEN, read_built
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load
 
@@ -121,7 +121,7 @@ def read(folder: Path, track: str) -> Ghost:
 def best(records: Path, track: str) -> Path | None:
     """Return the fastest qualified record of a track on the built board, or None."""
     board = read_built(records)
-    rows = [row for row in (board.of(track) if board else ()) if row.status == "qualified"]
+    rows = [row for row in (board.of(track) if board else ()) if row.status in PROVEN]
     timed = [(row.train_time_s, row.path) for row in rows if row.train_time_s is not None]
     return records / min(timed)[1] if timed else None
 

@@ -14,6 +14,7 @@ from speedrun.base import track as tracks
 from speedrun.base.console import clean, quantity
 from speedrun.base.errors import UsageError, translate_read_errors
 from speedrun.record.reader import Record, load
+from speedrun.record.reproduction import judged
 from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
 from speedrun.record.summary import held_text, summarize
@@ -21,9 +22,11 @@ from speedrun.record.validate import Report, examine
 
 _PATH = re.compile(r"[A-Za-z0-9._/-]+")  #: of a record
 BOARD, CONTEXT = "leaderboard.json", "context.toml"
-#: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
+#: From best to worst. "reproduced": qualified, and runs of somebody else with new seeds have the same loss.
+#: "qualified": a declared batch proves the target. "valid": reached on an unranked track.
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
-STATUSES = ("qualified", "valid", "provisional", "missed", "no result", "refused")
+STATUSES = ("reproduced", "qualified", "valid", "provisional", "missed", "no result", "refused")
+PROVEN = STATUSES[:2]
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, worse held-out text.
 _UNPROVEN = frozenset({"V302", "V308", "V311", "V314"})
 
@@ -242,21 +245,29 @@ def status_of(record: Record, report: Report) -> str:
         return "no result" if failed == ["V301"] else "refused"
     summary = summarize(record)
     if summary.test is not None and summary.test.passed and _UNPROVEN.isdisjoint(warned):
-        return "qualified"
+        return "reproduced" if _is_reproduced(record) else "qualified"
     if not summary.target_reached:
         return "missed"
     return "provisional" if record.rules.rules.ranked else "valid"
 
 
+def _is_reproduced(record: Record) -> bool:
+    found = record.reproduction
+    if found is None or found.same_seeds or found.by in ("", *record.about.authors):
+        return False
+    return judged(found, record.finished, record.rules.target.sigma).verdict != "loss mismatch"
+
+
 def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
-    """Sort by track, status, cost and date, and number the qualified records of ranked tracks."""
+    """Sort by track, status, cost and date, and number the proven records of ranked tracks."""
 
     def order(row: Row) -> tuple[str, int, float, datetime]:
-        return row.track, STATUSES.index(row.status), row.cost or float("inf"), row.moment
+        status = "qualified" if row.status in PROVEN else row.status
+        return row.track, STATUSES.index(status), row.cost or float("inf"), row.moment
 
     rank: dict[str, int] = {}
     for row in sorted(rows, key=order):
-        if row.status == "qualified" and row.rules.ranked:
+        if row.status in PROVEN and row.rules.ranked:
             rank[row.track] = rank.get(row.track, 0) + 1
             yield msgspec.structs.replace(row, rank=rank[row.track])
         else:

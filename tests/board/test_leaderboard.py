@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forgeries import RECIPE, broken_off, other_config, resumed, with_file
+from forgeries import RECIPE, broken_off, other_config, reproduced, resumed, with_file
 from msgspec.structs import replace
 from record_forge import CONFIG, Spec, alone, edit_track, forge, shard
 from typed import invoke
@@ -16,6 +16,7 @@ from speedrun.board import leaderboard as board
 from speedrun.board import leaderboard as board_pages
 from speedrun.record.examine.reproduce import Repetition
 from speedrun.record.examine.rerun import Rerun
+from speedrun.record.reader import encode, load
 from speedrun.record.summary import assemble
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,22 @@ def test_only_qualified_batches_are_ranked_and_only_by_time(records):
     text = board_pages.markdown(unranked)
     assert not re.search(r"\| rank \||lines changed", text), "a column without entries"
     assert "train time" in text
+
+
+@pytest.mark.parametrize(
+    ("by", "more", "status"),
+    [("ada", 0.0, "reproduced"), ("", 0.0, "qualified"), ("me", 0.0, "qualified"), ("ada", 0.2, "qualified")],
+)
+def test_new_seeds_of_somebody_else_with_the_same_loss_are_a_status(records, by, more, status):
+    shutil.rmtree(records / "forged")
+    (folder := records / "forged" / "one").mkdir(parents=True)
+    reproduced(by=by)(folder)
+    assemble(folder, authors=["me"])
+    found = load(folder).reproduction
+    assert found is not None
+    runs = tuple(replace(run, val_loss=(run.val_loss or 0.0) + more) for run in found.runs)
+    (folder / "reproduction.json").write_bytes(encode(replace(found, runs=runs)))
+    assert [(row.status, row.rank) for row in board.read(records).rows] == [(status, 1)]
 
 
 def test_a_track_may_rank_by_steps(records):
