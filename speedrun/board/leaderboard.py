@@ -17,7 +17,7 @@ from speedrun.record.reader import Record, load
 from speedrun.record.reproduction import judged
 from speedrun.record.source import changed_lines
 from speedrun.record.statistics import mean_interval
-from speedrun.record.summary import held_text, summarize
+from speedrun.record.summary import held_out_loss, summarize
 from speedrun.record.validate import Report, examine
 
 _PATH = re.compile(r"[A-Za-z0-9._/-]+")  #: of a record
@@ -110,7 +110,7 @@ class Row(msgspec.Struct, frozen=True):
     num_steps: int
     num_tokens: int
     source_lines: int
-    held_out: str = ""  #: `summary.held_text`
+    held_out: str = ""  #: `held_out_loss`
     changed_lines: int | None = None  #: of science, against the parent; None without a readable parent
     rank: int | None = None  #: among the qualified records of a ranked track
 
@@ -224,7 +224,7 @@ def judge(record: Record, path: str) -> Row | LeftOut:
         num_steps=summary.num_steps,
         num_tokens=summary.num_tokens,
         source_lines=record.source_lines,
-        held_out=held_text(summary),
+        held_out=held_out_loss(summary),
     )
 
 
@@ -278,19 +278,8 @@ def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
 
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
-    *(
-        "track",
-        "rank",
-        "train time",
-        "val loss",
-        "held-out text",
-        "record",
-        "status",
-        "runs",
-        "date",
-        "by our rules",
-    ),
-    *("total wall", "steps", "tokens", "lines changed"),
+    *("track", "rank", "train time", "val loss", "held-out loss", "record", "status", "runs", "date"),
+    *("by our rules", "total wall", "steps", "tokens", "lines changed"),
 )
 _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
@@ -322,7 +311,7 @@ def _of_record(row: Row) -> dict[str, str]:
         "rank": "" if row.rank is None else str(row.rank),
         "train time": _seconds(row.train_time_s, row.train_time_half_width_s),
         "val loss": "" if loss is None else f"{loss:.4f}" + ("" if p is None else f" (p = {p:.1g})"),
-        "held-out text": row.held_out.removesuffix(" nats per token more"),
+        "held-out loss": row.held_out.removesuffix(" nats per token"),
         "runs": str(row.num_runs),
         "status": row.status + (f": {', '.join(row.failed)}" if row.failed else ""),
         "total wall": _seconds(row.cold_wall_s, None),

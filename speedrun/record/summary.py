@@ -147,7 +147,6 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
         ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
         ("validation loss", _spread(summary.val_loss_mean, summary.val_loss_sd, "nats per token", digits=4)),
         ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
-        ("held-out text", held_text(summary)),
         ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
         ("total wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
         ("runs", f"{summary.num_finished} finished of {declared}"),
@@ -158,25 +157,20 @@ def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
         ("authors", ", ".join(about.authors) or "not named"),
         ("parent", about.parent_record or parent),
     ]
+    if held := held_out_loss(summary):
+        rows.insert(4, ("held-out loss", held))
     if begun_from := sources(record.runs):
         rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
-    measured = (
-        "validation loss",
-        "target",
-        "held-out text",
-        "train time",
-        "total wall time",
-        "steps",
-        "tokens",
-    )
+    measured = ("validation loss", "target", "train time", "total wall time", "steps", "tokens")
     return [row for row in rows if summary.num_finished or row[0] not in measured]
 
 
-def held_text(summary: Summary) -> str:
-    """Return by how much held-out text loses more, with its interval."""
-    if summary.held_gap is None:
-        return "none"
-    return f"{summary.held_gap:+.4f} ± {summary.held_gap_half_width:.4f} nats per token more"
+def held_out_loss(summary: Summary) -> str:
+    """Return the mean loss of held-out text, and by how much it is above the result; "" if there is none."""
+    if summary.held_gap is None or summary.val_loss_mean is None:
+        return ""
+    mean, more = summary.val_loss_mean + summary.held_gap, summary.held_gap
+    return f"{mean:.4f} ({more:+.4f} ± {summary.held_gap_half_width:.4f}) nats per token"
 
 
 def readme_head(record: Record, summary: Summary) -> str:

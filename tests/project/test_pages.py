@@ -99,7 +99,7 @@ def test_what_readme_shows_is_in_a_record():
     (log,) = FIRST.glob("runs/*/metrics.jsonl")
     (shown,) = blocks("console", README)
     lines = [line for line in shown if line.startswith(("step", "----", "result"))]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert not set(lines) - set(console.render(runlog.read(log)).splitlines())
 
 
