@@ -21,10 +21,7 @@ from speedrun.record.summary import assemble
 from speedrun.record.validate import examine
 
 
-@cli.command(
-    "speedrun plot records/smoke-cpu/2026-11-29-first",
-    "speedrun plot runs/first --kind all",
-)
+@cli.command("speedrun plot records/smoke-cpu/2026-11-29-first", "speedrun plot runs/first --kind all")
 def plot(
     records: Annotated[tuple[Path, ...], "RECORD..."],
     *,
@@ -221,10 +218,7 @@ def check(*, records: _Records = Path("records")) -> cli.Answer:
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
     """Return the content of every generated file."""
-    return {
-        records / "LEADERBOARD.md": f"{_HEAD}{markdown(board)}".encode(),
-        records / BOARD: encode(board),
-    }
+    return {records / "LEADERBOARD.md": f"{_HEAD}{markdown(board)}".encode(), records / BOARD: encode(board)}
 
 
 #: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.

@@ -272,10 +272,8 @@ def _numbers(result: "Result") -> list[str]:
         return lines
     seeds = {run.start.seed for run in runs}
     counterparts = [run for run in record.finished if run.start.seed in seeds or not found.same_seeds]
-    losses, times_s = (
-        [fmean(getattr(run, fact) for run in side) for side in (done, theirs)]
-        for fact, theirs in (("val_loss", counterparts), ("train_time_s", record.finished))
-    )
+    losses = [fmean(run.val_loss for run in side) for side in (done, counterparts)]
+    times_s = [fmean(run.train_time_s for run in side) for side in (done, record.finished)]
     return [
         *lines,
         f"loss     {losses[0]:.5f}, record {losses[1]:.5f} | {loss.mean:+.5f} nats, "

@@ -258,10 +258,7 @@ def _device(usage: "Usage") -> str:
 def _table(found: "Profile", top: int) -> list[str]:
     """Format the longest operations, then all others in one row."""
     shown, rest = found.rows[:top], found.rows[top:]
-    lines = [
-        f"{'ms':>9} {'share':>6} {'calls':>6}  {'kind':<24} name, source",
-        *map(_line, shown),
-    ]
+    lines = [f"{'ms':>9} {'share':>6} {'calls':>6}  {'kind':<24} name, source", *map(_line, shown)]
     if rest:
         ms, share = sum(row.ms for row in rest), sum(row.share for row in rest)
         lines.append(f"{ms:9.3f} {share:6.1%} {'':>6}  {len(rest)} others")

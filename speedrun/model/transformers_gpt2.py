@@ -207,11 +207,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
         raise UsageError(
             f"transformers has no architecture like {recipe.name}'s; choose --to safetensors or --to web"
         )
-    named, table, opens = (
-        named_arrays(trained),
-        trained.program.layout.table,
-        trained.track.data.document_token,
-    )
+    named, opens = named_arrays(trained), trained.track.data.document_token
     sizes = cfg.vocab_size, cfg.max_positions, cfg.model_dim, cfg.num_layers, cfg.num_heads, cfg.mlp_dim
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -229,7 +225,8 @@ def write(trained: Trained, out: Path) -> list[Path]:
     if trained.track.synthetic is not None:
         tokenizer = "# Its ids are those of synthetic data, and stand for no text."
     load = _LOAD.format(name=out.name, tokenizer=tokenizer, document_token=opens)
-    there = {name_of(name): outward(name, spec, named[name]) for name, spec in table.items()}
+    specs = trained.program.layout.table.items()
+    there = {name_of(name): outward(name, spec, named[name]) for name, spec in specs}
     files = {
         WEIGHTS: save(there, metadata={"format": "pt"}),  # without it, transformers refuses the file
         CONFIG: _json(config),

@@ -83,10 +83,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     def facts(self) -> dict[str, Any]:
         """Return all fields and derived figures, for JSON."""
-        names = ("fits", "memory_bytes", "total_s")
-        derived: dict[str, object] = {name: getattr(self, name) for name in names}
-        derived["relative_error"] = self.error
-        return msgspec.structs.asdict(self) | derived
+        derived = {"fits": self.fits, "memory_bytes": self.memory_bytes, "total_s": self.total_s}
+        return {**msgspec.structs.asdict(self), **derived, "relative_error": self.error}
 
     def lines(self) -> list[str]:
         """Return the plan as text."""
@@ -228,10 +226,8 @@ def _stage(
     number, sent = program.num_devices, counted[0][1].sent
     lines = cost.mean([(share, _lines(one, number, device)) for share, one in counted])
     gathered, scattered = (cost.sent_bytes(sent, kind) for kind in ("all-gather", "reduce-scatter"))
-    step_s, traffic = (
-        sum(line.seconds for line in lines),
-        sum(x.num_bytes for x in lines if x.bound != "links"),
-    )
+    step_s = sum(line.seconds for line in lines)
+    traffic = sum(line.num_bytes for line in lines if line.bound != "links")
     weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / number
     return StagePlan(
         num_steps=stage.num_steps,

@@ -17,11 +17,9 @@ from jax.extend.core import Jaxpr
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
 from speedrun.plan.efficiencies import KIND, Kind
-from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, mlp, qk_norm_triton
+from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, mlp
 from speedrun.science.kernels.attention import Window, first_key
-from speedrun.science.kernels.cross_entropy import Losses, Targets, as_cap
-from speedrun.science.kernels.dispatch import Kernels
-from speedrun.science.kernels.qk_norm import Angles
+from speedrun.science.kernels.dispatch import Choice, Kernels
 from speedrun.train.program import Program
 
 #: Issue slots of a logit in each pass of `cross_entropy_mosaic`: tanh and exp2 take eight each, as an H100 has one
@@ -85,19 +83,12 @@ class Stated(Kernels):
     """Operations whose fast implementations state their work."""
 
     def attention(
-        self,
-        q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
-        first_BT: jax.Array,
-        /,
-        **more: Any,
+        self, q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, first_BT: jax.Array, /, **more: Any
     ) -> jax.Array:
         """Visit the tiles of FineWeb's documents."""
         window: Window = more["window"]
         (rows, num_tokens, heads, width), block_tokens = q_BTHK.shape, more["block_tokens"]
-        here = (rows, num_tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
-        call = dispatch.AttentionCall(*here, window.most * block_tokens)
+        call = dispatch.AttentionCall(q_BTHK.shape, *self._on(q_BTHK), window.most * block_tokens)
         choice = dispatch.choose_attention(self.wanted_attention, call)
         if getattr(choice.function, "func", None) is not attention_triton.attention:
             return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
@@ -105,33 +96,13 @@ class Stated(Kernels):
         each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, block_tokens))
         return _attention(_Attended(*each, norms=int(more.get("angles") is not None)), q_BTHK, k_BTHK, v_BTHK)
 
-    def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-        """Read and write each number once, where the kernel can run."""
-        call = dispatch.QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
-        if (choice := dispatch.qk_norm_impl(call)).function is qk_norm_triton.qk_norm:
-            return _normed(q_BTHK), _normed(k_BTHK)
-        return choice.function(q_BTHK, k_BTHK, angles)
-
-    def mlp(
-        self, x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: mlp.Factors = "float32"
-    ) -> jax.Array:
-        """Multiply and square in one kernel, where it can run."""
-        here = x_D.dtype, self.platform, self.compute_capability
-        call = dispatch.MlpCall(x_D.size // x_D.shape[-1], x_D.shape[-1], len(up_FD), *here)
-        if (choice := dispatch.mlp_impl(call)).function is not mlp.mlp:
-            return _mlp(factors, x_D.reshape(-1, x_D.shape[-1]), up_FD, down_DF).reshape(x_D.shape)
-        return choice.function(x_D, up_FD, down_DF, factors=factors)
-
-    def weighted_cross_entropy(
-        self, x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Any, fp8: Any
-    ) -> Losses:
-        """Take the chosen implementation; Mosaic's passes state their work."""
-        here = x_ND.dtype, self.platform, self.compute_capability
-        call = dispatch.HeadCall(len(x_ND), len(head_VD), *here, fp8, as_cap(cap), self.head_tokens)
-        impl: Any = dispatch.choose_head(call).function
-        if getattr(impl, "keywords", {}).get("passes", cross_entropy_gpu.PASSES) != cross_entropy_gpu.PASSES:
-            impl = partial(impl, passes=cross_entropy_gpu.Passes(_sum_exp, _softmax_gradient))
-        return impl(x_ND, head_VD, targets, cap=as_cap(cap))
+    def _chosen(self, what: str, choice: Choice) -> Choice:
+        """Take the chosen implementation; kernels, and Mosaic's passes over logits, state their work."""
+        passes = getattr(choice.function, "keywords", {}).get("passes", cross_entropy_gpu.PASSES)
+        stated = _STATED.get(choice.name, choice.function)
+        if passes != cross_entropy_gpu.PASSES:
+            stated = partial(stated, passes=cross_entropy_gpu.Passes(_sum_exp, _softmax_gradient))
+        return super()._chosen(what, choice._replace(function=stated))
 
 
 def _sum_exp(z_NV: jax.Array, *_: Any) -> jax.Array:
@@ -195,6 +166,10 @@ def _mlp_backward(_: mlp.Factors, saved: tuple[jax.Array, ...], dy_ND: jax.Array
     return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
 
 
+def _mlp_of_states(x_D: jax.Array, *weights: jax.Array, factors: mlp.Factors) -> jax.Array:
+    return _mlp(factors, x_D.reshape(-1, x_D.shape[-1]), *weights).reshape(x_D.shape)
+
+
 def _norm_forward(x_BTHK: jax.Array) -> Any:
     y_BTHK, r_BTH = kernel("elementwise", [x_BTHK, Struct(x_BTHK.shape[:-1], jnp.float32)], x_BTHK)
     return y_BTHK, (y_BTHK, r_BTH)
@@ -203,3 +178,5 @@ def _norm_forward(x_BTHK: jax.Array) -> Any:
 _attention = _stated(_attention_forward, _attention_backward, nondiff_argnums=(0,))
 _mlp = _stated(_mlp_forward, _mlp_backward, nondiff_argnums=(0,))
 _normed = _stated(_norm_forward, lambda saved, dy: tuple(kernel("elementwise", [dy], dy, *saved)))
+#: Of QK-norm and of the MLP, by the name of the choice.
+_STATED = {"triton": lambda q, k, _: (_normed(q), _normed(k)), "mosaic": _mlp_of_states}

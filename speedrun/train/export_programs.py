@@ -81,9 +81,8 @@ def _lowered(program: Program, track: Track, state: Any, platform: str) -> Lower
     kinds = {one: str(i) for i, one in enumerate(dict.fromkeys(static.values()))}
     lower = partial(export.export, platforms=[platform], disabled_checks=_ANY_CALL)
     made = {**_training(program, state, steps, lower), **_scoring(program, state.params, kinds, lower)}
-    is_portable = (
-        platform == "cpu"
-    )  # kernels of GPUs are calls of XLA's, which nothing but JAX's own form holds
+    # Kernels of GPUs are calls of XLA's, which nothing but JAX's own form holds.
+    is_portable = platform == "cpu"
     return Lowered(
         steps=tuple(steps[shape] for shape in shapes),
         scored={step: kinds[one] for step, one in static.items()},

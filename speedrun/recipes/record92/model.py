@@ -82,11 +82,8 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
     in_training = replace(inputs, values={**inputs.values, **own})
     x_BTD, v = forward(p, batch.tokens_BT, in_training, cfg, kernels), cfg.vocab_size
     score = partial(kernels.weighted_cross_entropy, cap=CAP, fp8=cfg.head_fp8)
-    num_columns, swept_B, targets = (
-        inputs["columns"],
-        batch.carry["swept"],
-        partial(targets_of, inputs=inputs),
-    )
+    targets = partial(targets_of, inputs=inputs)
+    num_columns, swept_B = inputs["columns"], batch.carry["swept"]
     if 0 < num_columns < v:
         starts_B = v * (batch.index_B % cfg.sweep_starts) // cfg.sweep_starts
         given = zip(batch.targets_BT, (starts_B + swept_B) % v, strict=True)

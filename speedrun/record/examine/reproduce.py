@@ -13,20 +13,13 @@ from speedrun.base.atomic_files import is_occupied, lock_record, make_folder, re
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
+from speedrun.record import reproduction
 from speedrun.record.batch import seeds_from
 from speedrun.record.examine.rerun import Rerun
 from speedrun.record.layout import Strict
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, encode, load, load_result
-from speedrun.record.reproduction import (
-    REPRODUCTION,
-    Judgement,
-    Point,
-    Reproduction,
-    judged,
-    outcome_of,
-    point,
-)
+from speedrun.record.reproduction import Judgement, Point, Reproduction
 from speedrun.record.validate import examine
 
 PLAN = "plan.json"
@@ -114,10 +107,10 @@ class Repetition:
             software=provenance.software(),
             same_seeds=plan.same_seeds,
             points=self.points,
-            runs=tuple(outcome_of(run) for run in runs),
+            runs=tuple(reproduction.outcome_of(run) for run in runs),
         )
-        write_whole(self.folder / REPRODUCTION, encode(found))
-        judgement = judged(found, self.record.finished, self.record.rules.target.sigma)
+        write_whole(self.folder / reproduction.REPRODUCTION, encode(found))
+        judgement = reproduction.judged(found, self.record.finished, self.record.rules.target.sigma)
         return Result(self.record, runs, found, judgement)
 
 
@@ -134,16 +127,16 @@ def _points(record: Record) -> Iterator[Point]:
     """Compare checks, packages and lock files. Source and flags are always the record's."""
     failed = ", ".join(result.check.id for result in examine(record).having("failed"))
     here = f"{failed} failed" if failed else "all pass"
-    yield point("checks", "all pass", here, lost="the record's own claims")
+    yield reproduction.point("checks", "all pass", here, lost="the record's own claims")
     theirs, software = record.reference_run.preflight, provenance.software()
     for name in {**theirs.software, **software}:
         if theirs.platform == "cpu" and provenance.FOR_GPUS.fullmatch(name):
             continue  # CPUs do not use these
         versions = theirs.software.get(name, "none"), software.get(name, "none")
-        yield point(name, *versions, lost="equal bits and equal times")
+        yield reproduction.point(name, *versions, lost="equal bits and equal times")
     ours = provenance.lock()
     locks = (f"{theirs.lock} {theirs.lock_sha256[:16]}", f"{ours.name} {ours.sha256[:16]}")
-    yield point("lock", *(lock.strip() or "none" for lock in locks), lost="the same packages")
+    yield reproduction.point("lock", *(lock.strip() or "none" for lock in locks), lost="the same packages")
 
 
 def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO) -> list[list[Run]]:

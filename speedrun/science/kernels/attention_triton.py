@@ -124,10 +124,8 @@ def _forward(settings: _Settings, *args: jax.Array) -> tuple[jax.Array, tuple[An
 def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
     q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, of_q, of_k = residuals
     (_, tiles, by_keys), back = settings.tiling, " tile angles" if of_q else ""
-    starts_BN, ends_BM = (
-        bounds(first_BT, tiles).first_key_tile_BN,
-        bounds(first_BT, by_keys).end_query_tile_BM,
-    )
+    starts_BN = bounds(first_BT, tiles).first_key_tile_BN
+    ends_BM = bounds(first_BT, by_keys).end_query_tile_BM
     operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, starts_BN, *of_q
     results, parts = [_like(q_BTHK), _rows(q_BTHK)], "tile all all tile tile tile tile one" + back
     dq_BTHK, delta_BHT = _call(_query_kernel, tiles.queries, tiles, settings, parts, operands, results)

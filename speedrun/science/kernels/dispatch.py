@@ -50,7 +50,7 @@ class Implementation(NamedTuple):
 class AttentionCall(NamedTuple):
     """Static facts of a call of attention."""
 
-    shape_BTHK: tuple[int, int, int, int]  #: on one device
+    shape_BTHK: tuple[int, ...]  #: on one device
     dtype: jnp.dtype
     platform: str  #: as JAX names it: cpu, gpu
     compute_capability: str  #: of an NVIDIA GPU, such as 9.0; empty elsewhere
@@ -227,13 +227,10 @@ class Kernels:
         angles: Angles | None = None,
     ) -> jax.Array:
         """Compute `kernels.attention`, after `qk_norm` by the angles; `first_BT` is `first_key` of this window."""
-        rows, tokens, heads, width = q_BTHK.shape
-        here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
-        call = AttentionCall(*here, window.most * block_tokens)
-        choice = choose_attention(self.wanted_attention, call)
+        call = AttentionCall(q_BTHK.shape, *self._on(q_BTHK), window.most * block_tokens)
         kind = "fixed" if isinstance(window.blocks, int) else "traced"
-        shape = f"{rows}x{tokens}x{heads}x{width}"
-        self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
+        what = f"attention {_spec(q_BTHK)}, {kind} window of {window.most} blocks"
+        choice = self._chosen(what, choose_attention(self.wanted_attention, call))
         more: dict[str, Any] = {"scale": scale}
         if angles is not None and choice.name == "triton":
             more["normed"] = fused.normed(k_BTHK, angles)
@@ -244,9 +241,8 @@ class Kernels:
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""
-        call = QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
-        choice = qk_norm_impl(call)
-        self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
+        call = QkNormCall(q_BTHK.shape[3], *self._on(q_BTHK))
+        choice = self._chosen(f"qk_norm {_spec(q_BTHK)}", qk_norm_impl(call))
         return choice.function(q_BTHK, k_BTHK, angles)
 
     def mlp(
@@ -254,10 +250,9 @@ class Kernels:
     ) -> jax.Array:
         """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`."""
         num_tokens, (mlp_dim, model_dim) = math.prod(x_D.shape[:-1]), up_FD.shape
-        here = x_D.dtype, self.platform, self.compute_capability
-        choice = mlp_impl(MlpCall(num_tokens, model_dim, mlp_dim, *here))
+        call = MlpCall(num_tokens, model_dim, mlp_dim, *self._on(x_D))
         kind = factors if jnp.finfo(factors).bits == 8 else x_D.dtype
-        self.choices[f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}"] = choice
+        choice = self._chosen(f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}", mlp_impl(call))
         with jax.named_scope("mlp"):
             return choice.function(x_D, up_FD, down_DF, factors=factors)
 
@@ -272,12 +267,23 @@ class Kernels:
         self, x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: float | Cap, fp8: Fp8 | None
     ) -> Losses:
         """Return the losses of all tokens and targets. See `kernels.cross_entropy`."""
-        sizes, capped = (len(x_ND), len(head_VD)), as_cap(cap)
-        here = x_ND.dtype, self.platform, self.compute_capability
-        choice = choose_head(HeadCall(*sizes, *here, fp8, capped, self.head_tokens))
-        factors = x_ND.dtype if fp8 is None else "fp8"
-        call = f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"
-        num_targets = targets.ids_NM.shape[1]
-        self.choices[call if num_targets == 1 else f"{call}, {num_targets} targets"] = choice
+        num_columns, num_targets = len(head_VD), targets.ids_NM.shape[1]
+        call = HeadCall(len(x_ND), num_columns, *self._on(x_ND), fp8, as_cap(cap), self.head_tokens)
+        many = f", {num_targets} targets" if num_targets > 1 else ""
+        what = f"head {_spec(x_ND, None if fp8 is None else 'fp8')}, {num_columns} columns{many}"
+        choice = self._chosen(what, choose_head(call))
         with jax.named_scope("loss_head"):
-            return choice.function(x_ND, head_VD, targets, cap=capped)
+            return choice.function(x_ND, head_VD, targets, cap=call.cap)
+
+    def _on(self, x: jax.Array) -> tuple[jnp.dtype, str, str]:
+        """Return the fields of any call that say where it runs, and on which dtype."""
+        return x.dtype, self.platform, self.compute_capability
+
+    def _chosen(self, what: str, choice: Choice) -> Choice:
+        """Record and return the choice for a call."""
+        self.choices[what] = choice
+        return choice
+
+
+def _spec(x: jax.Array, dtype: str | None = None) -> str:
+    return f"{'x'.join(map(str, x.shape))} {dtype or x.dtype}"
