@@ -66,6 +66,13 @@ def give_name(partial: Path, path: Path) -> None:
         _sync(path.parent)  # the rename itself is durable only now
 
 
+def make_record(path: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Make a folder with its files, as `make_folder`, while it is locked as a record; return the files."""
+    with lock_record(path):
+        make_folder(path, files)
+    return [path / name for name in files]
+
+
 def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
     """Make a folder with its files by relative path, atomically unless it is fixed. Nobody else may make it meanwhile.
 

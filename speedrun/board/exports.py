@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from speedrun.base import console, runlog, subprocesses
-from speedrun.base.atomic_files import lock_record, make_folder
+from speedrun.base.atomic_files import make_record
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.log_follower import LogFollower
@@ -121,9 +121,7 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
         files = _csv(record)
     else:
         files = {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
-    with lock_record(out):
-        make_folder(out, files)
-    return [out / name for name in files]
+    return make_record(out, files)
 
 
 # --- runs as they grow

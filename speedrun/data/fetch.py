@@ -19,17 +19,9 @@ import msgspec
 from speedrun.base.atomic_files import give_name, lock_folder
 from speedrun.base.errors import DataError, UsageError
 from speedrun.base.track import Data, Hub, Track
-from speedrun.data import hub
+from speedrun.data import hub, shards
 from speedrun.data.overview import read_whole
-from speedrun.data.shards import (
-    MANIFEST,
-    Manifest,
-    ShardEntry,
-    open_shard,
-    open_track,
-    read_manifest,
-    write_manifest,
-)
+from speedrun.data.shards import MANIFEST, Manifest, ShardEntry
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
@@ -64,7 +56,7 @@ def fetch(folder: Path, data: Data, source: Hub, report: Report, say: Callable[[
     folder needs no network. `report` gets the bytes that are there, and their total.
     """
     with lock_folder(folder, say):
-        manifest = read_manifest(folder)
+        manifest = shards.read_manifest(folder)
         revision = _revision(folder, source, manifest)
         if manifest is None or not _is_complete(folder, data, source, manifest):
             try:
@@ -79,7 +71,7 @@ def fetch(folder: Path, data: Data, source: Hub, report: Report, say: Callable[[
                     f"run the same command again to continue, or copy shards into {folder}, or make them with "
                     "data/fineweb_prep.py"
                 ) from None
-        open_track(folder, data)
+        shards.open_track(folder, data)
         shutil.rmtree(folder / STAGING, ignore_errors=True)
     return manifest
 
@@ -167,9 +159,9 @@ class _Download:
     def _finish(self, name: str, entry: ShardEntry) -> None:
         """Name a shard in the manifest, then in the folder: a kill in between leaves no unknown file."""
         self._received[name] = self._size_bytes([name])
-        shards = dict(sorted({**self._manifest.shards, name: entry}.items()))
-        self._manifest = msgspec.structs.replace(self._manifest, shards=shards)
-        write_manifest(self._folder, self._manifest)
+        named = dict(sorted({**self._manifest.shards, name: entry}.items()))
+        self._manifest = msgspec.structs.replace(self._manifest, shards=named)
+        shards.write_manifest(self._folder, self._manifest)
         if not (self._folder / name).exists():
             give_name(self._staging / name, self._folder / name)
 
@@ -200,7 +192,7 @@ class _Download:
 
     def _checked(self, path: Path, advice: str) -> ShardEntry:
         """Compare a shard with all known digests, and check every id."""
-        shard, lfs = open_shard(path, vocab_size=self._data.vocab_size), self._remote[path.name].lfs
+        shard, lfs = shards.open_shard(path, vocab_size=self._data.vocab_size), self._remote[path.name].lfs
         known = self._manifest.shards.get(path.name)
         digests = {"the hub": lfs.sha256 if lfs else None, MANIFEST: known.sha256 if known else None}
         return read_whole(shard, self._data, digests, advice)

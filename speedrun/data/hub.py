@@ -138,12 +138,7 @@ def _client_errors() -> Iterator[None]:
     All threads share a session. A thread that cannot connect closes it, and the others then raise a network error, a
     RuntimeError or an AttributeError.
     """
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub import errors
     from huggingface_hub.utils import get_session, httpx
 
     try:
@@ -155,15 +150,16 @@ def _client_errors() -> Iterator[None]:
         yield
     except UnicodeEncodeError:  # of a header
         raise HubError("HF_TOKEN holds a letter that no token has: mend or unset it") from None
-    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError, AttributeError) as error:
+    except (httpx.HTTPError, errors.HFValidationError, OSError, RuntimeError, AttributeError) as error:
         was_closed = session is not get_session()
         is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed
         if is_ours or (isinstance(error, OSError) and error.errno is not None):
             raise
-        if isinstance(error, LocalEntryNotFoundError):
+        if isinstance(error, errors.LocalEntryNotFoundError):
             error = error.__cause__ or error
-        is_final = isinstance(error, httpx.ConnectError | OfflineModeIsEnabled | HFValidationError)
-        if isinstance(error, HfHubHTTPError):
+        final = httpx.ConnectError, errors.OfflineModeIsEnabled, errors.HFValidationError
+        is_final = isinstance(error, final)
+        if isinstance(error, errors.HfHubHTTPError):
             is_final = error.response.status_code not in _BUSY
         raise HubError(_reason(error), may_pass=was_closed or not is_final) from None
 

@@ -10,16 +10,8 @@ import numpy as np
 from speedrun.base.console import quantity
 from speedrun.base.errors import DataError
 from speedrun.base.track import Data, Track
-from speedrun.data.shards import (
-    HEADER_BYTES,
-    MANIFEST,
-    Shard,
-    ShardEntry,
-    data_folder,
-    open_track,
-    read_manifest,
-    sha256,
-)
+from speedrun.data import shards
+from speedrun.data.shards import HEADER_BYTES, MANIFEST, Shard, ShardEntry
 
 _CHUNK_TOKENS = 2**24  #: held in memory at a time
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes
@@ -72,16 +64,16 @@ def verify(
     If `full`, read every byte: check the digests of track and manifest, ids, the number of documents, and the document
     token at the start of each validation shard. `report` gets bytes read and bytes in total.
     """
-    train, val = open_track(folder, data)
-    manifest = read_manifest(folder)
+    train, val = shards.open_track(folder, data)
+    manifest = shards.read_manifest(folder)
     if full:
         for shard in val:
             first, need = shard.read(0, 1)[0], data.document_token
             if first != need:
                 raise DataError(f"{shard.path}: begins with id {first}; need {need}: {data.get}")
-    verified, shards = list[Verified](), (*train, *val)
-    sizes = [HEADER_BYTES + 2 * shard.num_tokens for shard in shards]
-    for shard in shards:
+    verified, every = list[Verified](), (*train, *val)
+    sizes = [HEADER_BYTES + 2 * shard.num_tokens for shard in every]
+    for shard in every:
         report(sum(sizes[: len(verified)]), sum(sizes))
         entry = manifest.shards.get(shard.path.name) if manifest else None
         digests = {MANIFEST: entry.sha256 if entry else None}
@@ -98,7 +90,7 @@ def read_whole(shard: Shard, data: Data, digests: dict[str, str | None], advice:
     starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
     chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
     documents = sum(int(np.count_nonzero(chunk == data.document_token)) for chunk in chunks)
-    got = sha256(shard.path)
+    got = shards.sha256(shard.path)
     for authority, need in {"the track": data.sha256.get(shard.path.name), **digests}.items():
         if need not in (got, None):
             raise DataError(f"{shard.path}: sha256 is {got}; {authority} says {need}; {advice}")
@@ -107,13 +99,13 @@ def read_whole(shard: Shard, data: Data, digests: dict[str, str | None], advice:
 
 def holding(track: Track) -> Holding:
     """Describe the folder of a track."""
-    folder, data = data_folder(track, None), track.data
+    folder, data = shards.data_folder(track, None), track.data
     paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
     tokens, documents, source, problem = 0, None, None, None
     try:
         tokens = sum(shard.tokens for shard in verify(folder, data, full=False))
-        if manifest := read_manifest(folder):
+        if manifest := shards.read_manifest(folder):
             source = manifest.source
             documents = sum(manifest.shards[path.name].documents for path in paths)
         if expected is not None and len(paths) < expected:
@@ -138,7 +130,7 @@ def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
 
     Tokens and bytes are those that the track scores; None if the manifest lacks them.
     """
-    manifest = read_manifest(folder)
+    manifest = shards.read_manifest(folder)
     if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:
         return None
     return loss * data.val_tokens / manifest.scored_bytes / math.log(2)

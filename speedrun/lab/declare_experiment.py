@@ -13,7 +13,7 @@ import msgspec
 from speedrun import recipes
 from speedrun.base import signals
 from speedrun.base import track as tracks
-from speedrun.base.atomic_files import lock_record, make_folder
+from speedrun.base.atomic_files import make_record
 from speedrun.base.clock import now
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
@@ -68,8 +68,7 @@ def design(request: Request) -> Experiment:
         confirming=confirming,
         created_utc=now().utc,
     )
-    with lock_record(request.config.out):
-        make_folder(request.config.out, {experiments.EXPERIMENT: encode(found)})
+    make_record(request.config.out, {experiments.EXPERIMENT: encode(found)})
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from speedrun import recipes
 from speedrun.base import mesh as meshes
 from speedrun.base import track as tracks
-from speedrun.base.atomic_files import lock_record, make_folder
+from speedrun.base.atomic_files import make_record
 from speedrun.base.console import clean
 from speedrun.base.errors import DataError, UsageError, translate_read_errors
 from speedrun.base.recipe_files import is_shipped
@@ -183,9 +183,7 @@ def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list
         raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
     texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
     refuse_secrets(texts, "remove it from the record's title or the settings")
-    with lock_record(out):
-        make_folder(out, files)
-    return [out / name for name in files]
+    return make_record(out, files)
 
 
 def tokenizer_file(trained: Trained) -> dict[str, bytes]:

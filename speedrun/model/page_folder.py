@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import msgspec
 import safetensors.numpy
 
-from speedrun.base.atomic_files import lock_record, make_folder
+from speedrun.base.atomic_files import make_record
 from speedrun.base.bpe_pairs import replayed
 from speedrun.base.errors import DataError
 from speedrun.base.track import Track
@@ -51,10 +51,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
     if words.encoder:
         described = described_tokenizer(words.encoder.name, words.encoder.raw, words.tokens)
         files["tokenizer.json"] = msgspec.json.encode(described)
-    written = site({name: files})
-    with lock_record(out):
-        make_folder(out, written)
-    return [out / path for path in written]
+    return make_record(out, site({name: files}))
 
 
 def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from speedrun.base import signals
 from speedrun.base import track as tracks
-from speedrun.base.atomic_files import lock_record, make_folder
+from speedrun.base.atomic_files import make_record
 from speedrun.base.clock import now
 from speedrun.base.output import reported
 from speedrun.base.subprocesses import say
@@ -51,9 +51,8 @@ def declare(request: BatchRequest) -> Preregistration:
         purpose=request.config.purpose,
         created_utc=now().utc,
     )
-    with lock_record(request.config.out):
-        files = {"source.txt": ready.source.encode(), layout.BATCH: encode(declaration)}
-        make_folder(request.config.out, files)
+    files = {"source.txt": ready.source.encode(), layout.BATCH: encode(declaration)}
+    make_record(request.config.out, files)
     return declaration
 
 

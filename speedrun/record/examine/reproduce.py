@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TextIO
 import msgspec
 
 from speedrun.base import clock, provenance
-from speedrun.base.atomic_files import is_occupied, lock_record, make_folder, read_regular, write_whole
+from speedrun.base.atomic_files import is_occupied, make_record, read_regular, write_whole
 from speedrun.base.clock import Stopwatch
 from speedrun.base.console import clean, duration
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, UsageError
@@ -181,6 +181,5 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
     derived = seeds_from(" ".join(ids), now, num_runs + len(known))
     seeds = recorded if same_seeds else [seed for seed in derived if seed not in known]
     plan = ReproductionPlan(ids, same_seeds, tuple(seeds[:num_runs]), now)
-    with lock_record(folder):
-        make_folder(folder, {PLAN: encode(plan)})
+    make_record(folder, {PLAN: encode(plan)})
     return plan
