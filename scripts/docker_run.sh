@@ -11,13 +11,10 @@
 # Environment: SPEEDRUN_DATA (data folder), SPEEDRUN_SHM (shared memory, default 16g), and the variables that a run
 # records. No other variable is passed on.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "${1:-}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# The same as `provenance.VARIABLES`.
-variables=(XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION JAX_PLATFORMS JAX_DEFAULT_MATMUL_PRECISION JAX_ENABLE_X64
-  CUDA_VISIBLE_DEVICES CUDA_DEVICE_MAX_CONNECTIONS NCCL_NVLS_ENABLE NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE)
+variables=$(sed -n '/^VARIABLES = (/,/^)/s/^ *"\(.*\)",$/\1/p' "$root/speedrun/base/provenance.py")
 
 has_gpus() {
   nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null 2>&1
@@ -52,7 +49,7 @@ main() {
   options=(--rm --init --no-healthcheck --user "$(id -u):$(id -g)" --cap-drop ALL --security-opt no-new-privileges
     --shm-size "${SPEEDRUN_SHM:-16g}" --ulimit memlock=-1 --ulimit stack=67108864
     --env "SPEEDRUN_IMAGE=$named")
-  for name in "${variables[@]}"; do
+  for name in $variables; do
     if [[ -n ${!name+set} ]]; then options+=(--env "$name"); fi
   done
   if has_gpus; then options+=(--gpus all); fi

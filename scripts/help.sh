@@ -8,7 +8,7 @@ for word; do
   if [[ $word == -h || $word == --help ]]; then
     while IFS= read -r line && [[ $line == '#'* ]]; do
       line=${line#\#}
-      if [[ $line != '!'* && $line != ' shellcheck '* ]]; then echo "${line# }"; fi
+      if [[ $line != '!'* ]]; then echo "${line# }"; fi
     done <"$0"
     exit
   fi

@@ -17,7 +17,6 @@
 # Nothing is installed outside .venv. Every package is pinned by digest. pip uses the index that you configured, but no
 # constraint and no other place. Python 3.11 gets the last JAX that supports it, newer ones the newest.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export died=1 # a machine that lacks something is no wrong argument

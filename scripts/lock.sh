@@ -7,7 +7,6 @@
 # The locks are universal: one file for Linux, macOS, x86-64 and arm64, for Python 3.11 (with the last JAX that supports
 # it) and newer versions (with the newest JAX). They name no index: pip uses the one that you configured.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -20,7 +20,6 @@
 # Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures, with 2 if JAX cannot use the GPU.
 # Whether the kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/science/test_gpu.py
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${SPEEDRUN_PYTHON:-python3}

@@ -2,7 +2,6 @@
 # Makes a validated record from a bare checkout: installs, checks the machine, trains on the smoke track.
 # Only the install needs a network. Arguments go to `speedrun run`, for instance --seed 1.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -5,6 +5,5 @@
 #   scripts/run_8gpu.sh [--dry-run] [OPTIONS OF speedrun batch]     for instance --recipe record89
 #
 # First prints time, disk space and cost. Log and environment: see scripts/run_track.sh.
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 exec "$(dirname "${BASH_SOURCE[0]}")/run_track.sh" main-8xh100 8 "$@"

@@ -17,7 +17,6 @@
 #
 # All output is also in runs/TRACK.log. Exits as the step that failed; with 1 if the batch does not prove its target.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

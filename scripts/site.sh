@@ -6,7 +6,6 @@
 #
 # SITE_REPOSITORY is the URL for links to source files; without it, the site has copies of them.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build/pages

@@ -6,7 +6,6 @@
 #   scripts/test.sh --page [ARGUMENTS OF PYTEST]      pages in a browser: needs Chromium on the PATH
 #   scripts/test.sh --all [ARGUMENTS OF PYTEST]       all of these, with a limit of processor time for each test of the default group
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "${1:-}"
 group=default
 case ${1:-} in

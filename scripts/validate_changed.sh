@@ -8,7 +8,6 @@
 # installed: git lists the changes, `speedrun validate` reads the files. Exits with 1 if a record is refused or
 # removed, or the board is another.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 export LC_ALL=C PYTHONUTF8=1 # file names may be any bytes
 checkout=${1:?need a checkout} base=${2:?need a commit}

@@ -7,7 +7,6 @@
 # Needs slurmctld, slurmd, sbatch and munged (Debian, Ubuntu: apt install slurmctld slurmd slurm-client munge), and a
 # `speedrun` on the PATH. Ends with the exit code of the job; $OUT then holds job.sh, job.log and the record.
 set -euo pipefail
-# shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/help.sh" "${1:-}"
 
 out=$(realpath -m "${1:?need a new folder for the record}")
