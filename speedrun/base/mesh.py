@@ -56,10 +56,8 @@ def prepare(platform: str) -> None:
 def changed_settings() -> dict[str, str]:
     """Return JAX's settings that differ from those at its import, which variables give, and may change a program."""
     now = jax.config.values
-    changed = (
-        name for name in sorted(now) if now[name] != _AT_IMPORT.get(name) and not _HARMLESS.fullmatch(name)
-    )
-    return {name: str(now[name]) for name in changed}
+    changed = (name for name in sorted(now) if now[name] != _AT_IMPORT.get(name))
+    return {name: str(now[name]) for name in changed if not _HARMLESS.fullmatch(name)}
 
 
 def has_gpu() -> bool:

@@ -129,11 +129,9 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
 
 def relayed(record: Path, project: str) -> AbstractContextManager[None]:
     """Inside the block, send the logs of a record's new runs to wandb."""
-    old = [path.name for path in record.glob("runs/*")]
+    words = [str(record), project, *(path.name for path in record.glob("runs/*"))]
     remedy = "the record holds all numbers: " + shlex.join(["speedrun", "export", str(record), "--to", "csv"])
-    return subprocesses.beside(
-        "wandb", "speedrun.board.exports", [str(record), project, *old], remedy, leave_s=_LEAVE_S
-    )
+    return subprocesses.beside("wandb", "speedrun.board.exports", words, remedy, leave_s=_LEAVE_S)
 
 
 def _sent(path: Path, begin: Callable[[runlog.Line], Any]) -> Iterator[None]:

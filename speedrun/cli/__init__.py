@@ -140,8 +140,6 @@ def main() -> None:
         lost = LOST.get(sys.stdout.fileno())
         if lost is None or isinstance(lost, BrokenPipeError):  # complete, or its reader closed it
             raise
-        click.echo(
-            f"error: standard output: {lost.strerror}; everything else is done; redirect it to a disk with room",
-            err=True,
-        )
+        said = f"{lost.strerror}; everything else is done; redirect it to a disk with room"
+        click.echo(f"error: standard output: {said}", err=True)
         sys.exit(end.code or UsageError.exit_code)

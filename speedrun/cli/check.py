@@ -179,12 +179,9 @@ def reproduce(
 def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
     """Write `comparison.json`, and return the answer about a record and its candidate."""
     record, candidate = ({run.start.seed: run for run in result.runs if run.finished} for result in results)
+    pairs = {seed: (record[seed], candidate[seed]) for seed in record if seed in candidate}
     try:
-        found = compared(
-            "candidate",
-            "record",
-            {seed: (record[seed], candidate[seed]) for seed in record if seed in candidate},
-        )
+        found = compared("candidate", "record", pairs)
     except ValueError as error:  # numbers that no honest run has
         raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
     if found.log_time is None or found.loss is None or found.together_s is None:
@@ -250,12 +247,9 @@ def _table(result: "Result") -> list[str]:
 def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
     """Return the number of step losses that equal those of the same seed to the last bit."""
     recorded = {run.start.seed: run.steps for run in record.finished}
-    pairs = [
-        (old.loss, new.loss)
-        for run in runs
-        for old, new in zip(recorded[run.start.seed], run.steps, strict=False)
-    ]
-    num_losses = sum(len(recorded[run.start.seed]) for run in runs)
+    sides = [(recorded[run.start.seed], run.steps) for run in runs]
+    pairs = [(old.loss, new.loss) for side in sides for old, new in zip(*side, strict=False)]
+    num_losses = sum(len(steps) for steps, _ in sides)
     largest = max((abs(old - new) for old, new in pairs), default=0.0)
     num_equal = sum(old == new for old, new in pairs)
     return f"{num_equal} of {num_losses} losses are equal, the largest difference is {largest:.3g}"

@@ -151,9 +151,8 @@ def run(
     job = keeper.Job(config, group, processes.heartbeat, processes.meet_within, single.init_from)
     same = {name: value for name, value in extras._asdict().items() if name != "watch"}
     same["watch_port"] = extras.watch_port or (cli.WATCH_PORT if extras.watch else None)
-    done = single_run.run(
-        job, single_run.Extras(**same, stream=sys.stderr if ctx.params["as_json"] else None)
-    )
+    stream = sys.stderr if ctx.params["as_json"] else None
+    done = single_run.run(job, single_run.Extras(**same, stream=stream))
     return None if done is None else told(done)
 
 

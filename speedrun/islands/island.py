@@ -57,10 +57,8 @@ class Island:
 
 def config_sha256(ready: Ready) -> str:
     """Return the digest of everything in which islands must agree: recipe, split over devices, data and packages."""
-    same = {
-        name: ready.facts[name] for name in ("training shards", "validation tokens", "packages", "source")
-    }
-    return layout.config_sha256({**ready.described, **same})
+    facts, same = ready.facts, ("training shards", "validation tokens", "packages", "source")
+    return layout.config_sha256({**ready.described, **{name: facts[name] for name in same}})
 
 
 def weights_of(state: TrainState) -> dict[str, np.ndarray]:

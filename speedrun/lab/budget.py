@@ -157,10 +157,8 @@ def _parts(asked: BatchRequest | Request, rules: Track) -> tuple[list[tuple[Reci
         return [(recipe, number)], mean if number > 1 else None  # one run proves nothing
     first, *others = (recipe for _, recipe, _ in declare_experiment.arms(asked)[0])
     # The arm that is confirmed, and its reference, are priced as the first one.
-    return [
-        (first, asked.num_runs + 2 * asked.num_confirming),
-        *((one, asked.num_runs) for one in others),
-    ], None
+    number = asked.num_runs
+    return [(first, number + 2 * asked.num_confirming), *((one, number) for one in others)], None
 
 
 class _Time(NamedTuple):

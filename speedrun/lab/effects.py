@@ -60,9 +60,8 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
     ended = [seed for seed in seeds if (arm.name, seed) in runs]
     finished = {key for key, run in runs.items() if run.finished}
     paired = [seed for seed in ended if {(arm.name, seed), (other.name, seed)} <= finished]
-    found = compared(
-        arm.name, other.name, {seed: (runs[other.name, seed], runs[arm.name, seed]) for seed in paired}
-    )
+    pairs = {seed: (runs[other.name, seed], runs[arm.name, seed]) for seed in paired}
+    found = compared(arm.name, other.name, pairs)
     num_non_finite = sum(not runs[arm.name, seed].finished for seed in ended)
     return msgspec.structs.replace(found, num_non_finite=num_non_finite)
 

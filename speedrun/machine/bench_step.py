@@ -59,11 +59,7 @@ class StepTimings(msgspec.Struct, frozen=True):
 
 
 def step(
-    program: Program,
-    *,
-    num_steps: int,
-    first_step: int = 0,
-    shards: Sequence[Shard] = (),
+    program: Program, *, num_steps: int, first_step: int = 0, shards: Sequence[Shard] = ()
 ) -> StepTimings:
     """Time the training step of a recipe, after two steps of warm-up from the initial state.
 

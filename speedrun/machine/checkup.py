@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from speedrun.base import provenance, runlog
 from speedrun.base import track as tracks
@@ -106,14 +105,9 @@ def refusals(track: Track, machine: check_devices.Machine) -> list[Result]:
     """Return the checks that a record of the track's own recipe would fail, whatever its losses."""
     source = provenance.closure(source_roots(track.recipe), [tracks.files()[track.name]])
     num_devices = track.rules.num_devices or machine.num_devices
-    same: dict[str, Any] = {
-        "track": track.id,
-        "track_sha256": tracks.sha256(track.name),
-        "recipe": track.recipe,
-    }
     start = runlog.RunStart(
-        2, "", **same, recipe_revision=0, overrides={}, seed=0, num_steps=0, source_sha256="",
-        config={"num_devices": num_devices}, config_sha256="",
+        2, "", track.id, tracks.sha256(track.name), track.recipe, recipe_revision=0, overrides={}, seed=0,
+        num_steps=0, source_sha256="", config={"num_devices": num_devices}, config_sha256="",
     )  # fmt: skip
     here = provenance.software(), provenance.environment()
     seen = runlog.Preflight(machine.platform, machine.kind, num_devices, *here, 0.0, **provenance.code())
@@ -123,11 +117,8 @@ def refusals(track: Track, machine: check_devices.Machine) -> list[Result]:
 def advice(checks: list[Check], *, asked: str | None) -> str:
     """Return the next command for the chosen track, or for the largest ranked track that fits."""
     marks = {check.name: check.ok for check in checks}
-    ranked = [
-        track
-        for track in map(tracks.load, tracks.files())
-        if track.rules.ranked and marks.get(f"track {track.name}")
-    ]
+    fit = (track for track in map(tracks.load, tracks.files()) if marks.get(f"track {track.name}"))
+    ranked = [track for track in fit if track.rules.ranked]
 
     def difficulty(track: tracks.Track) -> tuple[int, bool]:
         return track.rules.num_devices, track.rules.most_params is None

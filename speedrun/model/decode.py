@@ -178,11 +178,9 @@ class Text:
         if not self._words.tokens:
             return "".join(f"{index} " for index in ids)
         raw = b"".join(self._words.tokens.get(int(index), b"") for index in ids)
+        text = self._decoder.decode(raw, is_last)
         # A model may write control characters of terminals.
-        return "".join(
-            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-            for c in self._decoder.decode(raw, is_last)
-        )
+        return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def decoder_of(trained: Trained, num_positions: int) -> Decoder:

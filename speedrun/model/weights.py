@@ -138,9 +138,8 @@ class Trained:
     def params(self) -> Params:
         """Parameters by name, as the forward pass gets them: in the compute dtype, vectors in float32."""
         layout, dtype = self.program.layout, self.program.recipe.compute_dtype
-        return layout.unpack(
-            {name: x if name in layout.vectors else x.astype(dtype) for name, x in self.packed.items()}
-        )
+        cast = {name: x if name in layout.vectors else x.astype(dtype) for name, x in self.packed.items()}
+        return layout.unpack(cast)
 
 
 def load(

@@ -42,13 +42,9 @@ def problems(
     lines = tuple(runlog.Line(i, i, now().utc, "", event) for i, event in enumerate(events))
     run, raw = Run((), lines, _RUN), {SOURCE: source.encode()}
     one = Record(Path(), raw, {}, (), (run,), About(), None, None, rules, whole=True)
-    batch = replace(one, runs=(run,) * (num_runs or 0))
-    records = (
-        {"machine": one}
-        | ({"run": one} if run.of(runlog.Plan) else {})
-        | ({"batch": batch} if num_runs else {})
-    )
-    found = (ask(check, records[check.before]) for check in CHECKS if check.before in records)
+    batch = replace(one, runs=(run,) * num_runs) if num_runs else None
+    records = {"machine": one, "run": one if run.of(runlog.Plan) else None, "batch": batch}
+    found = (ask(check, record) for check in CHECKS if (record := records.get(check.before)))
     return [result for result in found if result.status in ("failed", "warning")]
 
 

@@ -245,9 +245,8 @@ class Layout:
             if packed in self.vectors:
                 bad |= {name for name, part in self.split(packed, found).items() if part.any()}
             else:
-                names = (
-                    [m.name for m in self.banks[packed]] if packed in self.banks else [packed] * len(found)
-                )
+                members = self.banks.get(packed)
+                names = [m.name for m in members] if members else [packed] * len(found)
                 bad |= {name for name, flag in zip(names, found, strict=False) if flag}
         return next((name for name in self.table if name in bad), None)
 

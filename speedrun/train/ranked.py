@@ -15,10 +15,8 @@ def approve(ready: Ready, first: recorded.Opening, num_runs: int | None = None) 
     """
     config, rules = ready.config, ready.track.rules
     health_s = device_benchmark.throttled_s(ready.program.mesh)
-    due = [
-        runlog.ShardRange(one.path.name, "", one.num_tokens, 0, 1)
-        for one in ready.shards.train[: ready.num_shards]
-    ]
+    read = ready.shards.train[: ready.num_shards]
+    due = [runlog.ShardRange(one.path.name, "", one.num_tokens, 0, 1) for one in read]
     end = prospect.end(ready.data_read(due), None if health_s is None else 0.0)
     events = *first, compile.plan(ready, temp_bytes=0), end
     found = prospect.problems(ready.track, ready.source, events, num_runs)

@@ -46,9 +46,8 @@ def mix_weights(x_BTD: jax.Array, p: Params) -> jax.Array:
 
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
     """Compute what all layers share."""
-    segment_BT = segments(
-        tokens_BT, cfg.document_token, inputs.values.get("segment_tokens", tokens_BT.shape[1])
-    )
+    most = inputs.values.get("segment_tokens", tokens_BT.shape[1])
+    segment_BT = segments(tokens_BT, cfg.document_token, most)
     short, long = ((inputs[f"{kind}_rotary"], inputs[f"{kind}_scale"]) for kind in ("short", "long"))
     views = record89.views(segment_BT, inputs, short, long, cfg)
     ngram_BTD = ngrams(p, tokens_BT, inputs["bigram_signs"])

@@ -41,13 +41,7 @@ class RowAdamState(NamedTuple):
 
 
 def row_adam(
-    names: Collection[str],
-    periods: Sequence[RowPeriod],
-    lr: float,
-    *,
-    eps: float,
-    decay: float,
-    when: str,
+    names: Collection[str], periods: Sequence[RowPeriod], lr: float, *, eps: float, decay: float, when: str
 ) -> optax.GradientTransformationExtraArgs:
     """Adam without a mean, with one mean square for each row, at some steps; other gradients pass unchanged.
 

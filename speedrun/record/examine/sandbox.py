@@ -177,9 +177,8 @@ def run(
             argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        relay = threading.Thread(
-            target=_relay, args=(child.stdout, console.Printer(stdout), hear), daemon=True
-        )
+        shown = console.Printer(stdout)
+        relay = threading.Thread(target=_relay, args=(child.stdout, shown, hear), daemon=True)
         relay.start()
         timer = threading.Timer(wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True

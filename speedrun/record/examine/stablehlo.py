@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,16 +62,9 @@ def of_portable(one: Portable, mesh: Mesh, platform: str) -> Readable:
     made = dataclasses.replace(stub, mlir_module_serialized=one.module, module_kept_var_idx=one.kept)
     call, num_devices = made.call, 1
     if one.per_device:
-        specs = ([x.sharding.spec for x in some] for some in (ins, outs))
-        in_specs, out_specs = map(tuple, specs)
-        num_devices = mesh.size
-        call = jax.shard_map(
-            lambda *args: tuple(made.call(*args)),
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
+        in_specs, out_specs = (tuple(x.sharding.spec for x in some) for some in (ins, outs))
+        split = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        call, num_devices = split(lambda *args: tuple(made.call(*args))), mesh.size
     return Readable(ins, outs, num_devices, made.mlir_module(), call)
 
 
