@@ -58,9 +58,8 @@ def import_log(
     names = foreign_logs.names(files)
     contexts = tuple(foreign_logs.import_file(path, name) for path, name in zip(files, names, strict=True))
     runs = (run for one in contexts for run in one.runs)
-    chosen = foreign_logs.distinct(
-        run for run in runs if not match or any(text in run.name for text in match)
-    )
+    named = (run for run in runs if not match or any(text in run.name for text in match))
+    chosen = foreign_logs.distinct(named)
     if match and not chosen:
         raise UsageError(f"no run has {' or '.join(match)} in its name; choose with another --match")
     groups = tuple(foreign_logs.groups(chosen))

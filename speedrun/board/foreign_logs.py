@@ -329,15 +329,9 @@ def noise(found: Sequence[Group]) -> Noise | None:
     several = [group for group in found if group.sd is not None]
     if not several:
         return None
-    freedom = sum(len(group.losses) - 1 for group in several)
+    num_runs = sum(len(group.losses) for group in several)
+    freedom = num_runs - len(several)
     squares = sum(variance(group.losses) * (len(group.losses) - 1) for group in several)
     pooled = math.sqrt(squares / freedom)
     low, high = (pooled * math.sqrt(freedom / special.chdtri(freedom, tail)) for tail in (0.025, 0.975))
-    return Noise(
-        num_runs=sum(len(group.losses) for group in several),
-        num_groups=len(several),
-        freedom=freedom,
-        pooled_sd=pooled,
-        low=float(low),
-        high=float(high),
-    )
+    return Noise(num_runs, len(several), freedom, pooled, float(low), float(high))

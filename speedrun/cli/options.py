@@ -198,7 +198,6 @@ _KINDS = {Path: Place()}
 _METAVARS = {int: "N", float: "X", Path: "PATH"}
 
 Count = Annotated[int, Integer(1)]
-Seed = Annotated[int, Integer(0, 2**31 - 1)]
 Natural = Annotated[int, Integer(0, 2**31 - 1)]  #: as large as JAX counts
 Amount = Annotated[float, Number(0)]
 Folder = Annotated[Path, Place(file_okay=False)]

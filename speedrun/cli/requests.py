@@ -21,15 +21,14 @@ class RunOptions(NamedTuple):
 
     Options:
         recipe: Recipe to train: a name, or your own file, path/to/mine.py. Default: the track's.
+        num_devices: Number of devices. Default: the track's, or all.
         microbatches: Parts of a step's batch. Default: 8, or one for each device if there are more.
         out: New folder. Default: below runs/, with date, track and a number.
     """
 
     track: Track = "smoke-cpu"
     recipe: Recipe | None = None
-    num_devices: Annotated[
-        Count | None, "--devices N", "Number of devices. Default: the track's, or all."
-    ] = None
+    num_devices: Annotated[Count | None, "--devices N"] = None
     attention: Attention = "auto"
     microbatches: Count | None = None
     data: Data = None
@@ -49,13 +48,12 @@ class Size(NamedTuple):
 
     Options:
         runs: Number of runs. Default: what proves the target 9 of 10 times, by --expect or the recipe's own claim.
+        then: Total number, if the first (interim) look proves nothing.
         expect: Expected mean loss; declares enough runs to prove it 9 of 10 times.
     """
 
     runs: Annotated[int | None, Integer(2)] = None
-    then: Annotated[int | None, Integer(3), "Total number, if the first (interim) look proves nothing."] = (
-        None
-    )
+    then: Annotated[int | None, Integer(3)] = None
     expect: Annotated[Amount | None, "--expect LOSS"] = None
 
 
@@ -64,13 +62,12 @@ class DryRun(NamedTuple):
 
     Options:
         dry_run: Declare and run nothing; print time, cost, disk space and the chance of a proof.
+        kind: Price it on such GPUs. Default: the track's, or h100.
         dollars: Price of one of its devices for an hour.
     """
 
     dry_run: bool = False
-    kind: Annotated[
-        str | None, "--device-kind KIND", "Price it on such GPUs. Default: the track's, or h100."
-    ] = None
+    kind: Annotated[str | None, "--device-kind KIND"] = None
     dollars: Amount | None = None
 
     def is_asked(self) -> bool:

@@ -53,7 +53,7 @@ class Single(NamedTuple):
         check: Only a few steps: does it run, and does the loss fall? Writes no record, and keeps compiled programs.
     """
 
-    seed: Annotated[cli.Seed, "Seed of the initial weights."] = 0
+    seed: Annotated[cli.Natural, "Seed of the initial weights."] = 0
     replicas: cli.Count | None = None
     init_from: Annotated[Path | None, "--init-from SOURCE"] = None
     checkpoint_every: cli.Count | None = None
@@ -74,15 +74,14 @@ class Processes(NamedTuple):
     Options:
         coordinator: Address of process 0. SLURM and Open MPI set this themselves.
         heartbeat: End the run if a process is silent for this long.
+        meet_within: Time for all processes to connect.
     """
 
     coordinator: Annotated[str | None, "--coordinator HOST:PORT"] = None
     processes: Annotated[cli.Count | None, "Number of processes."] = None
     process: Annotated[cli.Natural | None, "--process I", "Index of this process."] = None
     heartbeat: Annotated[int, cli.Integer(5), "--heartbeat SECONDS"] = connect.HEARTBEAT_S
-    meet_within: Annotated[cli.Count, "--meet-within SECONDS", "Time for all processes to connect."] = (
-        connect.MEET_S
-    )
+    meet_within: Annotated[cli.Count, "--meet-within SECONDS"] = connect.MEET_S
 
 
 class Extras(NamedTuple):

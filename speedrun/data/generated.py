@@ -147,11 +147,8 @@ def _make_docs(track: Track, folder: Path) -> Manifest:
             f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
             "little documentation: install the packages of a run"
         )
-    cut = prepare.Cut(
-        prefix=track.data.val.partition("_val_")[0],
-        shard_tokens=settings["shard_tokens"],
-        scored_tokens=track.data.val_tokens,
-    )
+    prefix = track.data.val.partition("_val_")[0]
+    cut = prepare.Cut(prefix, settings["shard_tokens"], scored_tokens=track.data.val_tokens)
     source = open_source([str(folder / CORPUS)])
     source.name = SOURCE  # independent of the folder's path
     chosen = tokenizer.load(str(folder / TOKENIZER))

@@ -19,11 +19,7 @@ from speedrun.base.sourcefile import RECIPES_VARIABLE
 
 TOKEN = "RAY_AUTH_TOKEN"
 #: Read when ray is imported, and by the processes that it starts.
-_SETTINGS = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-}
+_SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 #: Variables that other nodes take over.
 _SENT = (RECIPES_VARIABLE, "SPEEDRUN_DATA", *(name for name in provenance.VARIABLES if "VISIBLE" not in name))
 _ANSWER_S = 10.0  #: of the head

@@ -72,7 +72,7 @@ def run(
     options: requests.RunOptions,
     fleet: Fleet,
     *,
-    seed: Annotated[cli.Seed, "Seed of the initial weights."] = 0,
+    seed: Annotated[cli.Natural, "Seed of the initial weights."] = 0,
     address: Annotated[str | None, "--address HOST:PORT"] = None,
     resume: Annotated[Path | None, "--resume DIR", "Resume the run in DIR from its snapshot."] = None,
 ) -> cli.Answer | None:

@@ -1,6 +1,7 @@
 """The commands that study runs: `stats` and `sweep`."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -178,12 +179,11 @@ def sweep(
     """
     from speedrun.lab.sweep import run_sweep  # NumPy comes with it
 
+    asked = partial(_request, variants, config)
     if dry.is_asked():
-        return dry.answer(ctx, _request(variants, config))
+        return dry.answer(ctx, asked())
     trained = cli.on_nodes(ctx, on, say)
-    folder = requests.begun(
-        ctx, "speedrun.lab.declare_experiment", lambda: _request(variants, config), "data", "on"
-    )
+    folder = requests.begun(ctx, "speedrun.lab.declare_experiment", asked, "data", "on")
     found = run_sweep(folder, config.data, say, trained)
     return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 

@@ -21,7 +21,7 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import DataError, SpeedrunError, UsageError
 from speedrun.data import synthetic
 from speedrun.data.shards import UINT16_IDS, Shard, open_shard
-from speedrun.data.stream import Batch, Prefetch, TokenStream
+from speedrun.data.stream import Batch, Prefetch, TokenStream, rows_of
 from speedrun.machine.bench_kernels import middle
 from speedrun.record.statistics import Interval, mean_interval
 from speedrun.science.params import Layout
@@ -128,13 +128,9 @@ def _state(program: Program, first_step: int) -> TrainState:
 
 def _imitated(program: Program, first_step: int) -> Batch:
     shape, config = program.shape_at(first_step), program.recipe.config
-    ids = synthetic.imitated(
-        shape.num_sequences * shape.seq_len + 1,
-        vocab_size=config.vocab_size,
-        document_token=getattr(config, "document_token", 0),
-        seed=0,
-    )
-    return Batch(*(x.reshape(shape.num_sequences, shape.seq_len) for x in (ids[:-1], ids[1:])))
+    number, opens = shape.num_sequences * shape.seq_len + 1, getattr(config, "document_token", 0)
+    ids = synthetic.imitated(number, vocab_size=config.vocab_size, document_token=opens, seed=0)
+    return rows_of(ids, shape.num_sequences)
 
 
 def folder_shards(folder: Path) -> list[Shard]:

@@ -63,14 +63,11 @@ def found() -> list[Gpu]:
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"nvidia-smi gave no answer in {_ANSWER_S:.0f} s") from None
     lines = [line for line in done.stdout.splitlines() if line]
-    rows = [match for line in lines if (match := re.fullmatch(r"(.+), (\d[\d.]*), (.+)", line))]
+    rows = [match.groups() for line in lines if (match := re.fullmatch(r"(.+), (\d[\d.]*), (.+)", line))]
     if done.returncode or len(rows) < len(lines):  # a lost GPU is a sentence between the others
         said = " ".join((done.stdout + done.stderr).split())
         raise NoAnswerError(f"nvidia-smi says: {said[-160:]}")
-    return [
-        Gpu(name, driver, int(used) if used.isdigit() else 0)
-        for name, driver, used in (row.groups() for row in rows)
-    ]
+    return [Gpu(name, driver, int(used) if used.isdigit() else 0) for name, driver, used in rows]
 
 
 def quiet(gpus: list[Gpu]) -> Iterator[Check]:

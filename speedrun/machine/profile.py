@@ -187,9 +187,8 @@ def compared(rows: list[Row], counted: Iterable[Line]) -> list[Compared]:
     sums: defaultdict[str | None, float] = defaultdict(float)
     for row in rows:
         sums[row.work] += row.ms
-    found = [
-        Compared(line.kind, sums[line.kind], 1e3 * line.seconds) for line in counted if line.kind in sums
-    ]
+    both = (line for line in counted if line.kind in sums)
+    found = [Compared(line.kind, sums[line.kind], 1e3 * line.seconds) for line in both]
     return sorted(found, key=lambda one: -one.ms)
 
 

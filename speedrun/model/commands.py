@@ -90,12 +90,10 @@ def sample(
     ids: Annotated[tuple[str, ...], "--ids I,J,...", "A prompt as token ids."] = (),
     tokens: Annotated[cli.Count, "Number of tokens to write."] = 100,
     samples: Annotated[int, cli.Integer(1, 1000), "Number of texts for each prompt."] = 1,
-    temperature: Annotated[
-        float, cli.Number(0, 10), "Softmax temperature; 0: always the most probable token."
-    ] = 0.8,
+    temperature: Annotated[float, cli.Number(0, 10)] = 0.8,
     top_k: Annotated[cli.Natural, "--top-k K", "Draw from the K most probable tokens; 0: all."] = 0,
     top_p: Annotated[float, cli.Number(0, 1), "--top-p P"] = 1.0,
-    seed: Annotated[cli.Seed, "Seed of the draws."] = 0,
+    seed: Annotated[cli.Natural, "Seed of the draws."] = 0,
     dtype: cli.Dtype = None,
 ) -> cli.Answer:
     """Continue prompts with the weights of RUN, trained with --checkpoint-every.
@@ -105,6 +103,7 @@ def sample(
 
     Options:
         prompts: Start of the text. Default: the start of a document.
+        temperature: Softmax temperature; 0: always the most probable token.
         top_p: Draw from the most probable tokens that have the probability P together.
     """
     from speedrun.model import decode, weight_sources

@@ -40,9 +40,8 @@ class Portable(Strict, frozen=True):
     stablehlo: str  #: oldest version that reads it
     sha256: str  #: of `module`
     mesh: dict[str, int]  #: axes with their sizes, in order
-    per_device: (
-        bool  #: each device runs it on its parts of the arrays; otherwise one runs it on the whole ones
-    )
+    #: Each device runs it on its parts of the arrays; otherwise one runs it on the whole ones.
+    per_device: bool
     kept: Numbers  #: the arguments that `module` takes
     ins: tuple[Array, ...]
     outs: tuple[Array, ...]

@@ -50,9 +50,8 @@ class Adam:
 
     def at(self, lr: float) -> optax.GradientTransformation:
         """Return the transformation for a learning rate."""
-        return optax.chain(
-            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.eps)), optax.scale(-lr)
-        )
+        adam = in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.eps))
+        return optax.chain(adam, optax.scale(-lr))
 
 
 def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
