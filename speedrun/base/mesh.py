@@ -38,9 +38,8 @@ def prepare(platform: str) -> None:
     jax.config.update("jax_traceback_filtering", "off")
     for name, need in {"jax_enable_x64": False, "jax_default_prng_impl": "threefry2x32"}.items():
         if (got := jax.config.values[name]) != need:
-            raise UsageError(
-                f"{name} is {got}; need {need}: other numbers make other programs; unset {name.upper()}"
-            )
+            said = f"{name} is {got}"
+            raise UsageError(f"{said}; need {need}: other numbers make other programs; unset {name.upper()}")
     # Without a GPU, CUDA would print a page before JAX takes the CPU.
     if platform in ("gpu", "any") and has_gpu():
         return
@@ -111,9 +110,8 @@ def accelerator(mesh: Mesh) -> tuple[str, str]:
     if device.platform not in ("cpu", "gpu", "cuda"):
         raise UsageError(f"JAX found a {device.platform}, need a CPU or GPU; set JAX_PLATFORMS=cpu or cuda")
     if len(kinds := sorted({one.device_kind for one in mesh.devices.flat})) > 1:
-        raise UsageError(
-            f"JAX found {' and '.join(kinds)}, need one kind; name its GPUs in CUDA_VISIBLE_DEVICES"
-        )
+        found = f"JAX found {' and '.join(kinds)}, need one kind"
+        raise UsageError(f"{found}; name its GPUs in CUDA_VISIBLE_DEVICES")
     return ("cpu", "") if device.platform == "cpu" else ("gpu", str(device.compute_capability))
 
 

@@ -209,9 +209,8 @@ def _check_alike(*records: Record) -> None:
     machines = [(one.rules.id, one.reference_run.preflight) for one in records]
     ran_on = [f"{id} on {here.num_devices} devices ({clean(here.platform)})" for id, here in machines]
     if len(set(ran_on)) > 1:
-        raise UsageError(
-            f"{' and '.join(ran_on)} do not compare; need the same for both; choose other records"
-        )
+        found = f"{' and '.join(ran_on)} do not compare"
+        raise UsageError(f"{found}; need the same for both; choose other records")
 
 
 def _differences(points: Sequence[Point]) -> list[str]:

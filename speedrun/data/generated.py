@@ -129,9 +129,8 @@ def _make_docs(track: Track, folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     is_ours = manifest is not None and manifest.source == SOURCE
     if not is_ours and (manifest or any(folder.glob("*.bin"))):
-        raise UsageError(
-            f"{folder}: holds other shards; {track.id} would replace them; choose another folder, or remove them"
-        )
+        found = f"{folder}: holds other shards"
+        raise UsageError(f"{found}; {track.id} would replace them; choose another folder, or remove them")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for pattern in (track.data.train, track.data.val, MANIFEST):

@@ -139,9 +139,8 @@ def _found(out: Path, fresh: Manifest) -> Manifest:
             )
     for name, entry in found.shards.items():
         if shards.open_shard(out / name, vocab_size=fresh.vocab_size).num_tokens != entry.tokens:
-            raise DataError(
-                f"{out / name}: not its {entry.tokens:,} tokens of {MANIFEST}; choose another --out"
-            )
+            said = f"{out / name}: not its {entry.tokens:,} tokens of {MANIFEST}"
+            raise DataError(f"{said}; choose another --out")
     return found
 
 
@@ -218,9 +217,8 @@ class _Writer:
         if self._filled:
             self._write()
         if not self._manifest.shards:
-            raise DataError(
-                f"{self._manifest.source}: holds no document; need at least one; name another --source"
-            )
+            found = f"{self._manifest.source}: holds no document"
+            raise DataError(f"{found}; need at least one; name another --source")
         self._manifest = msgspec.structs.replace(self._manifest, complete=True)
         write_manifest(self._out, self._manifest)
         return self._manifest

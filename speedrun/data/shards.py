@@ -94,9 +94,8 @@ def sha256(path: Path) -> str:
 def write_shard(path: Path, tokens: np.ndarray) -> Shard:
     """Write a shard of tokens [N], integers from 0 to 65,535, atomically, into an existing folder."""
     if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(
-            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
-        )
+        found = f"{path}: got {tokens.dtype}{list(tokens.shape)}"
+        raise DataError(f"{found}; need 1 to {MAX_TOKENS:,} integers in one dimension")
     if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
         raise DataError(f"{path}: ids of {tokens.min()} to {tokens.max()}; need 0 to {UINT16_IDS - 1:,}")
     header = np.zeros(256, "<i4")

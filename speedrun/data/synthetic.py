@@ -135,9 +135,8 @@ def write(track: Track, folder: Path) -> Manifest:
         if not path.is_file() or sha256(path) != want:
             write_shard(path, tokens)
         if want not in (got := sha256(path), None):
-            raise DataError(
-                f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes; report it"
-            )
+            found = f"{path}: sha256 is {got}, {track.id} says {want}"
+            raise DataError(f"{found}; this machine makes other bytes; report it")
         shards[name] = ShardEntry(tokens.size, int(np.sum(tokens == DOCUMENT)), got)
     ids = track.data.vocab_size, track.data.document_token
     manifest = Manifest(f"speedrun data synth --track {track.name}", dict(settings), *ids, shards)

@@ -99,7 +99,6 @@ class Actors:
             self._starting.remove(name)
             self._failed += 1
         if self._failed == _MOST_FAILED:
-            raise SpeedrunError(
-                f"{self._failed} islands in a row did not start: {why}; fix that, and --resume"
-            )
+            found = f"{self._failed} islands in a row did not start: {why}"
+            raise SpeedrunError(f"{found}; fix that, and --resume")
         return Lost(name, why)

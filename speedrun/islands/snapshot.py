@@ -80,9 +80,8 @@ def resumed(record: Path) -> RunConfig:
     repair(record)
     kept, runs = load(record), read(record).runs
     if kept.run_id not in (run.start.run_id for run in runs):
-        raise CheckpointError(
-            f"{_path_of(record)} is of another run, {kept.run_id}; start again with another --out"
-        )
+        found = f"{_path_of(record)} is of another run, {kept.run_id}"
+        raise CheckpointError(f"{found}; start again with another --out")
     counted = [one.version for _, one in rounds_of(runs) if one.digest]
     if max(counted, default=-1) >= kept.version:
         got = f"of round {kept.version}, but the log has round {max(counted) + 1}"

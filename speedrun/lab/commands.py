@@ -54,9 +54,8 @@ def proof(folder: Path, parent: Path | None) -> Stats:
         test = statistics.mean_below([*losses, *blown_up], target, known_sigma=sigma)
     elif (test := batch_status(declared, record.runs, target, sigma).test) is None:
         need = declared.looks[0].num_runs
-        raise UsageError(
-            f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume {folder}'"
-        )
+        found = f"{folder}: {len(runs)} of the {need} runs before its first look"
+        raise UsageError(f"{found}; 'speedrun batch --resume {folder}'")
     others = [] if parent is None else [run.val_loss for run in load_result(parent).finished]
     if parent is not None and min(len(others), len(losses)) < 2:
         raise UsageError(f"--against compares {len(losses)} runs with {len(others)}; need two on each side")

@@ -96,9 +96,8 @@ def read(folder: Path) -> tuple[Experiment, str]:
     """Read `experiment.json` with its digest, and check that it was not edited."""
     found, digest = read_declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
     if (found.seeds, found.confirming) != seeds_for(found.arms, len(found.seeds), len(found.confirming)):
-        raise UsageError(
-            f"{folder / EXPERIMENT}: its seeds do not follow from its arms; restore it, or start a new sweep"
-        )
+        got = f"{folder / EXPERIMENT}: its seeds do not follow from its arms"
+        raise UsageError(f"{got}; restore it, or start a new sweep")
     return found, digest
 
 
@@ -124,9 +123,8 @@ def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> 
                     continue
                 start = run.start.seed, run.start.config_sha256, run.start.source_sha256
                 if start != (seed, arm.config_sha256, arm.source_sha256):
-                    raise UsageError(
-                        f"{attempt} holds another run than the declared arm {arm.name!r} with seed {seed}; move it away"
-                    )
+                    got = f"{attempt} holds another run than the declared arm {arm.name!r} with seed {seed}"
+                    raise UsageError(f"{got}; move it away")
                 found.setdefault((arm.name, seed), run)
     return found
 

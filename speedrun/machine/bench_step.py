@@ -204,9 +204,8 @@ def run_baseline(argv: Sequence[str], num_steps: int) -> Curve:
         with suppress(msgspec.DecodeError):  # other output
             lines.append(msgspec.json.decode(text, type=_BaselineLine))
     if len(lines) != num_steps:
-        raise SpeedrunError(
-            f"the baseline printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
-        )
+        found = f"the baseline printed {len(lines)} steps, need {num_steps}"
+        raise SpeedrunError(f"{found}; a line of JSON for each: step, time_s, loss")
     ms = 1e3 * np.diff([0.0, *(line.time_s for line in lines)])
     return Curve("baseline", ms.tolist(), [line.loss for line in lines])
 
@@ -215,9 +214,8 @@ def executable(folder: Path) -> Path:
     """Return the path of the program in a folder."""
     path = folder.absolute() / "run"
     if not path.is_file() or not path.stat().st_mode & 0o100:
-        raise UsageError(
-            f"{path} is no executable file; need one that trains; see 'speedrun bench baseline --help'"
-        )
+        found = f"{path} is no executable file"
+        raise UsageError(f"{found}; need one that trains; see 'speedrun bench baseline --help'")
     return path
 
 

@@ -125,9 +125,8 @@ class ProgramOptions(NamedTuple):
 
         chosen = recipes.load(self.recipe).override(self.settings)
         if self.first_step >= chosen.num_steps:
-            raise UsageError(
-                f"--first-step {self.first_step}: {self.recipe} has {chosen.num_steps} steps; need fewer"
-            )
+            found = f"--first-step {self.first_step}: {self.recipe} has {chosen.num_steps} steps"
+            raise UsageError(f"{found}; need fewer")
         mesh.prepare("any")
         devices = mesh.make_mesh(self.devices or len(jax.devices()))
         return Program(chosen, devices, self.microbatches, self.attention)

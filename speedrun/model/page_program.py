@@ -143,9 +143,8 @@ class _Writer:
             self._alias[out] = self._emit(taken[0], xs, out, **taken[1])
         else:
             shapes = ", ".join(str(x.aval) for x in eqn.invars)
-            raise UsageError(
-                f"the model uses {name} of {shapes}, which the page lacks; choose another recipe"
-            )
+            found = f"the model uses {name} of {shapes}, which the page lacks"
+            raise UsageError(f"{found}; choose another recipe")
 
     def _split(self, eqn: JaxprEqn, xs: list[Operand]) -> dict[Any, Operand]:
         """Rewrite a split as slices; the parts of an unstack also lose the axis."""

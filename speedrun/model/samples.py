@@ -51,16 +51,14 @@ def beside(config: RunConfig, every: int | None, prompts: tuple[str, ...]) -> Ab
         UsageError: for prompts without samples, steps without a checkpoint, and samples of another run.
     """
     if every is None or (prompts and tracks.load(config.track).synthetic is not None):
-        raise UsageError(
-            f"--sample-prompt {prompts[0][:40]!r}; need --sample-every, and a track of text, not {config.track}"
-        )
+        found = f"--sample-prompt {prompts[0][:40]!r}"
+        raise UsageError(f"{found}; need --sample-every, and a track of text, not {config.track}")
     path = path_of(config.out)
     if not config.resume and path.exists():
         raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
     if every % (config.checkpoint_every or every):
-        raise UsageError(
-            f"--sample-every {every}; need a multiple of --checkpoint-every {config.checkpoint_every}"
-        )
+        found = f"--sample-every {every}"
+        raise UsageError(f"{found}; need a multiple of --checkpoint-every {config.checkpoint_every}")
     request = Request(config.out, every, prompts, config.recipe, config.data)
     sent = [msgspec.json.encode(request, enc_hook=str).decode()]
     again = shlex.join(["speedrun", "sample", str(config.out)])
@@ -131,6 +129,5 @@ if __name__ == "__main__":
         request = decoded(sys.argv[1].encode(), Request)
         if missed := follow(request, sys.stdin.buffer):
             steps = ", ".join(map(str, missed))
-            raise UsageError(
-                f"checkpoints of steps {steps} were deleted before their turn; keep all with --keep-checkpoints 0"
-            )
+            found = f"checkpoints of steps {steps} were deleted before their turn"
+            raise UsageError(f"{found}; keep all with --keep-checkpoints 0")

@@ -112,9 +112,8 @@ def _read_config(folder: Path) -> Config:
         if (got := given.get(name, known[0])) not in known:
             raise UsageError(f"{path}: {name} is {got!r}; ours has {known[0]!r}; load it with transformers")
     if config.n_embd % config.n_head:
-        raise DataError(
-            f"{path}: width {config.n_embd}, {config.n_head} heads; need a multiple; copy it again"
-        )
+        found = f"{path}: width {config.n_embd}, {config.n_head} heads"
+        raise DataError(f"{found}; need a multiple; copy it again")
     return config
 
 
@@ -204,9 +203,8 @@ def write(trained: Trained, out: Path) -> list[Path]:
     recipe, cfg = trained.program.recipe, trained.program.recipe.config
     is_gpt2 = recipe.forward is gpt2.forward and recipe.table is gpt2.table
     if not is_gpt2 or cfg.num_heads * cfg.head_dim != cfg.model_dim:
-        raise UsageError(
-            f"transformers has no architecture like {recipe.name}'s; choose --to safetensors or --to web"
-        )
+        found = f"transformers has no architecture like {recipe.name}'s"
+        raise UsageError(f"{found}; choose --to safetensors or --to web")
     named, opens = named_arrays(trained), trained.track.data.document_token
     sizes = cfg.vocab_size, cfg.max_positions, cfg.model_dim, cfg.num_layers, cfg.num_heads, cfg.mlp_dim
     config = {

@@ -97,9 +97,8 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
     if source.exists() or folder_of(source).exists():
         return source, {"weights": source.resolve().name}
     if (repo := ON_THE_HUB.get(str(source))) is None:
-        raise UsageError(
-            f"{source}: no such folder; name a run, a folder of weights, or one of {', '.join(ON_THE_HUB)}"
-        )
+        found = f"{source}: no such folder"
+        raise UsageError(f"{found}; name a run, a folder of weights, or one of {', '.join(ON_THE_HUB)}")
     try:
         folder = hub.model_folder(repo, (transformers_gpt2.CONFIG, WEIGHTS))
     except hub.HubError as error:
@@ -123,9 +122,8 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
     """
     track = tracks.load(config.track)
     if track.rules.ranked:
-        raise UsageError(
-            f"--init-from on {track.id}, which is ranked; need random weights there; choose --track webmini"
-        )
+        found = f"--init-from on {track.id}, which is ranked"
+        raise UsageError(f"{found}; need random weights there; choose --track webmini")
     if (count := processes.count()) > 1:
         raise UsageError(f"--init-from in {count} processes; need one; start only one")
     folder = folder_of(config.out)

@@ -74,9 +74,8 @@ class Words:
     def needed(self) -> tokenizer.Tokenizer:
         """Return the tokenizer; raise UsageError if ids stand for no text."""
         if self.encoder is None:
-            raise UsageError(
-                f"ids of {self.track.id} stand for no text; choose a run on text, or give `speedrun sample` --ids 1,2,3"
-            )
+            found = f"ids of {self.track.id} stand for no text"
+            raise UsageError(f"{found}; choose a run on text, or give `speedrun sample` --ids 1,2,3")
         return self.encoder
 
     def encode(self, text: str) -> np.ndarray:
@@ -180,9 +179,8 @@ def load(
         sys.stderr.write(f"warning: checkpoint {at} is damaged ({damage}); {facts.step} is used\n")
     for name, x in arrays.items():
         if not bool(jnp.all(jnp.isfinite(x.astype(jnp.float32)))):
-            raise DataError(
-                f"{folder / str(facts.step)}: {name} holds NaN or infinity; choose another --step"
-            )
+            found = f"{folder / str(facts.step)}: {name} holds NaN or infinity"
+            raise DataError(f"{found}; choose another --step")
     packed = {name.removeprefix("params."): x for name, x in arrays.items()}
     record = folder.with_name(folder.name.removesuffix(".checkpoints")), facts.run_id
     return Trained(program, track, shards, facts.step, packed, record)

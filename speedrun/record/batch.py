@@ -57,9 +57,8 @@ def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[i
 def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[Look, ...]:
     """Return one look after `num_runs`; or two at half the level each, the second after `then` runs in total."""
     if then is not None and then <= num_runs:
-        raise UsageError(
-            f"got {num_runs} runs, then {then}; the second counts all runs, so it must be larger"
-        )
+        found = f"got {num_runs} runs, then {then}"
+        raise UsageError(f"{found}; the second counts all runs, so it must be larger")
     counts = [num_runs] if then is None else [num_runs, then]
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
 

@@ -61,7 +61,6 @@ def require(rules: Track, results: Sequence[Result], purpose: runlog.Purpose) ->
     """
     fatal = [one for one in results if one.status == "failed" or one.check.before == "batch"]
     if fatal and rules.rules.ranked and not purpose:
-        raise UsageError(
-            f"no ranked record on {rules.id} could hold this run: {told(fatal)}; mend that, or pass --unranked"
-        )
+        found = f"no ranked record on {rules.id} could hold this run: {told(fatal)}"
+        raise UsageError(f"{found}; mend that, or pass --unranked")
     return [f"validate will not pass this run: {told(results)}"] if results else []

@@ -60,9 +60,8 @@ class ParamSpec:
         if len(self.shape) < {"bank": 2, "rows": 1, "vector": 0}[self.packed]:
             raise ValueError(f"shape {self.shape} has too few dimensions for a {self.packed}")
         if self.reads and (self.packed != "rows" or self.shape[0] < SHARDS):
-            raise ValueError(
-                f"a {self.packed} of shape {self.shape} is read; need a table of {SHARDS} rows or more"
-            )
+            found = f"a {self.packed} of shape {self.shape} is read"
+            raise ValueError(f"{found}; need a table of {SHARDS} rows or more")
 
     @property
     def size(self) -> int:

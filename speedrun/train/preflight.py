@@ -114,9 +114,8 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
     before = provenance.environment()
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
     if changed := {name for name, _ in before.items() ^ provenance.environment().items()}:
-        raise UsageError(
-            f"recipe {recipe.name} sets {', '.join(sorted(changed))}; set it where you start the run"
-        )
+        got = f"recipe {recipe.name} sets {', '.join(sorted(changed))}"
+        raise UsageError(f"{got}; set it where you start the run")
     _check_out(config)
     meshes.prepare(track.rules.platform)
     _check_platform(track, config)
@@ -160,13 +159,11 @@ def _check_out(config: RunConfig) -> None:
     except OSError as error:
         raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
     if declared != config.batch_sha256:
-        raise UsageError(
-            f"{config.out / layout.BATCH} is not the declared one; restore it, or declare a new batch"
-        )
+        found = f"{config.out / layout.BATCH} is not the declared one"
+        raise UsageError(f"{found}; restore it, or declare a new batch")
     if taken and not (config.batch_sha256 or config.resume):
-        raise UsageError(
-            f"{config.out} exists already; need a new folder, or an empty one; remove it or pass another --out"
-        )
+        found = f"{config.out} exists already"
+        raise UsageError(f"{found}; need a new folder, or an empty one; remove it or pass another --out")
 
 
 def _check_platform(track: tracks.Track, config: RunConfig) -> None:

@@ -37,9 +37,8 @@ def averages(
     """
     known = {group for name, group in layout.groups.items() if name not in layout.reads}
     if others := {*rescaled, *(group for one in given for group in one.groups)} - known:
-        raise UsageError(
-            f"no averages of {', '.join(sorted(others))}; need some of {', '.join(sorted(known))}"
-        )
+        found = f"no averages of {', '.join(sorted(others))}"
+        raise UsageError(f"{found}; need some of {', '.join(sorted(known))}")
     names = [[name for name, group in layout.groups.items() if group in one.groups] for one in given]
 
     def init(params: Params) -> Means:

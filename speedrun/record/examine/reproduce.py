@@ -165,9 +165,8 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
     recorded = [run.start.seed for run in records[0].finished]
     ids = tuple(record.id for record in records)
     if same_seeds and num_runs > len(recorded):
-        raise UsageError(
-            f"--runs {num_runs} --same-seeds: the record has {len(recorded)} finished runs; ask for at most that many"
-        )
+        found = f"--runs {num_runs} --same-seeds: the record has {len(recorded)} finished runs"
+        raise UsageError(f"{found}; ask for at most that many")
     if is_occupied(folder):
         try:
             plan = msgspec.json.decode(read_regular(folder / PLAN), type=ReproductionPlan)

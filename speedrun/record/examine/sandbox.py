@@ -186,9 +186,8 @@ def run(
         code = subprocesses.wait_for(child)
         relay.join(_LAST_WORDS_S)
         if timer.finished.is_set():
-            raise SpeedrunError(
-                f"the record's code was still running after {wall_s:.0f} s; nothing was judged"
-            )
+            found = f"the record's code was still running after {wall_s:.0f} s"
+            raise SpeedrunError(f"{found}; nothing was judged")
         timer.cancel()
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
 

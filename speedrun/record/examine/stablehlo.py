@@ -105,10 +105,8 @@ class Programs:
         except UsageError:
             raise
         except Exception as error:  # noqa: BLE001 - parsing untrusted bytes can raise anything
-            why = f"cannot be read by this JAX ({clean(repr(error), limit=120)})"
-            raise UsageError(
-                f"program {clean(name)} {why}; lower it again with the JAX of the record"
-            ) from None
+            found = f"program {clean(name)} cannot be read by this JAX ({clean(repr(error), limit=120)})"
+            raise UsageError(f"{found}; lower it again with the JAX of the record") from None
         self._read[name] = one
         return one
 

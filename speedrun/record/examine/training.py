@@ -107,9 +107,8 @@ class Trainer:
         assert self.request.checkpoints is not None
         folder = self.request.checkpoints.absolute() / str(step)
         if not folder.is_dir():
-            raise CheckpointError(
-                f"{self.request.checkpoints}: no checkpoint {step}; need it; train with --keep-checkpoints 0"
-            )
+            found = f"{self.request.checkpoints}: no checkpoint {step}"
+            raise CheckpointError(f"{found}; need it; train with --keep-checkpoints 0")
         wanted = dict(zip(self.archive.leaves, self.programs.state, strict=True))
         try:
             facts = checkpoint.read_facts(folder.parent, step)
