@@ -68,10 +68,8 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         raise SpeedrunError(f"{root} is refused: {bad}; {why}")
     loss, target = record.mean_loss, record.rules.target.loss
     if status_of(record, report) == "missed" and not missed:
-        raise SpeedrunError(
-            f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass --missed "
-            "to submit it as a run that missed"
-        )
+        found = f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}"
+        raise SpeedrunError(f"{found}; train longer, or pass --missed to submit it as a run that missed")
 
 
 def require_outside(record: Path, out: Path) -> None:

@@ -84,10 +84,8 @@ def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:
     is_pinned = _COMMIT.fullmatch(source.revision) is not None
     got, need = (manifest.source, recorded), (source.repo, source.revision if is_pinned else recorded)
     if got != need:
-        raise DataError(
-            f"{folder / MANIFEST}: shards of {'@'.join(got)}; need those of {'@'.join(need)}; "
-            "choose another folder with --out"
-        )
+        found = f"{folder / MANIFEST}: shards of {'@'.join(got)}"
+        raise DataError(f"{found}; need those of {'@'.join(need)}; choose another folder with --out")
     return recorded
 
 

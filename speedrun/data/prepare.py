@@ -133,10 +133,8 @@ def _found(out: Path, fresh: Manifest) -> Manifest:
     for key in {**found.settings, **fresh.settings}:
         got, need = fresh.settings.get(key, "nothing"), found.settings.get(key, "nothing")
         if got != need:
-            raise UsageError(
-                f"{out} was begun with {key} {need}, this is {key} {got}; need the same to continue; "
-                "choose another --out, or remove the folder"
-            )
+            what = f"{out} was begun with {key} {need}, this is {key} {got}"
+            raise UsageError(f"{what}; need the same to continue; choose another --out, or remove the folder")
     for name, entry in found.shards.items():
         if shards.open_shard(out / name, vocab_size=fresh.vocab_size).num_tokens != entry.tokens:
             said = f"{out / name}: not its {entry.tokens:,} tokens of {MANIFEST}"

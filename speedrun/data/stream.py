@@ -122,10 +122,8 @@ class TokenStream:
                     return np.stack([found.tokens(*one)[: shape.seq_len + 1] for one in taken])
                 starts = len(found.bounds) - is_end
             if not starts and not offset:
-                raise DataError(
-                    f"{shard.path}: {ahead:,} tokens without document token {self._document_token}; need documents; "
-                    "check where the shard came from"
-                )
+                got = f"{shard.path}: {ahead:,} tokens without document token {self._document_token}"
+                raise DataError(f"{got}; need documents; check where the shard came from")
         raise self._too_short(f"documents for {shape.num_sequences} x {shape.seq_len:,} tokens")
 
     def _advance(self, index: int, start: int, num_tokens: int, skipped: int = 0) -> None:
@@ -195,10 +193,8 @@ def require_steps(shards: Sequence[Shard], shapes: Sequence[Shape], document_tok
         while left and (stop := end(left[0], offset, shape)) is None:
             left, offset = left[1:], 0
         if not left:
-            raise DataError(
-                f"{len(shards)} training shards last for {step:,} steps; the recipe takes {len(shapes):,}; "
-                "get more shards or run fewer steps"
-            )
+            got = f"{len(shards)} training shards last for {step:,} steps"
+            raise DataError(f"{got}; the recipe takes {len(shapes):,}; get more shards or run fewer steps")
         offset = stop or 0
     return len(shards) - len(left) + 1
 

@@ -166,10 +166,8 @@ class FromFile:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         if any((of_text == self.document_token).any() for of_text in ids):
-            raise DataError(
-                f"{self.name}: a text became token {self.document_token}, the document token; need a special token "
-                "in the file; mark it so"
-            )
+            found = f"{self.name}: a text became token {self.document_token}, the document token"
+            raise DataError(f"{found}; need a special token in the file; mark it so")
         return ids
 
     @cached_property

@@ -168,10 +168,8 @@ def _track(folder: Path, config: Config) -> Track:
     for track in map(tracks.load, _TRACKS):
         if config.vocab_size == track.data.vocab_size and config.bos_token_id == track.data.document_token:
             return track
-    raise UsageError(
-        f"{folder}: {config.vocab_size:,} ids, first token {config.bos_token_id}; need the vocabulary of one of the "
-        f"tracks {', '.join(_TRACKS)}"
-    )
+    found = f"{folder}: {config.vocab_size:,} ids, first token {config.bos_token_id}"
+    raise UsageError(f"{found}; need the vocabulary of one of the tracks {', '.join(_TRACKS)}")
 
 
 # --- out

@@ -168,10 +168,8 @@ def load(
     def read(at: int) -> tuple[checkpoint.CheckpointFacts, dict[str, jax.Array]]:
         facts = checkpoint.read_facts(folder, at)
         if facts.config_sha256 != config_sha256:
-            raise UsageError(
-                f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, "
-                "or name its own recipe with --recipe"
-            )
+            got = f"{run} was trained with other settings than {chosen.name} has now"
+            raise UsageError(f"{got}; check out the commit of the run, or name its own recipe with --recipe")
         return facts, checkpoint.read_arrays(folder, facts, wanted)
 
     (facts, arrays), damaged = checkpoint.newest_whole(folder, steps if step is None else [step], read)

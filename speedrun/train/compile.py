@@ -19,7 +19,7 @@ from speedrun.science.step import TrainState
 from speedrun.train import memory
 from speedrun.train.attempt import Attempt, Progress
 from speedrun.train.checkpoint import state_hash
-from speedrun.train.preflight import Ready
+from speedrun.train.preflight import Ready, shapes_of
 from speedrun.train.program import StepShape, finite, finite_step, inspect
 from speedrun.train.run_config import folder_of, steps_in
 
@@ -72,7 +72,7 @@ def compile_all(this: Attempt) -> Executables:
         log.emit(runlog.Compile(name, seconds, answers[-1] if answers else "off"))
         return done[text]
 
-    planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
+    planned = tuple(map(partial(_planned, ready), range(recipe.num_steps), shapes_of(recipe)))
     shapes = dict.fromkeys(each.shape for each in planned)
     steps = {shape: compiled(f"train/{shape}", program.traced_step(shape).lower()) for shape in shapes}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
@@ -84,13 +84,10 @@ def compile_all(this: Attempt) -> Executables:
     return Executables(steps, scores, planned)
 
 
-def _planned(ready: Ready, step: int) -> Planned:
-    program, at = ready.program, ready.recipe.stage_of(step)
-    stage = ready.recipe.stages[at]
-    batch = stream.Shape(stage.num_sequences, stage.seq_len, stage.document_tokens)
-    row = program.step.plan.rows[step].items()
-    inputs = {k: v for k, v in row if np.ndim(v) == 0 and not isinstance(v, str)}
-    return Planned(program.shape_at(step), at, batch, {k: np.asarray(v).item() for k, v in inputs.items()})
+def _planned(ready: Ready, step: int, batch: stream.Shape) -> Planned:
+    row = ready.program.step.plan.rows[step].items()
+    inputs = {k: np.asarray(v).item() for k, v in row if np.ndim(v) == 0 and not isinstance(v, str)}
+    return Planned(ready.program.shape_at(step), ready.recipe.stage_of(step), batch, inputs)
 
 
 @contextmanager

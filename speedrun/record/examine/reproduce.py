@@ -76,10 +76,8 @@ class Repetition:
                 said = f"{error}; run the same command again to continue in {self.folder}"
                 raise SpeedrunError(said, error.exit_code) from None
         if (found := self._result(seed)) is None:
-            raise SpeedrunError(
-                f"the source left no run with seed {seed} and a result in {out}; need one, and no other; "
-                "see its output above"
-            )
+            got = f"the source left no run with seed {seed} and a result in {out}"
+            raise SpeedrunError(f"{got}; need one, and no other; see its output above")
         return found
 
     def _result(self, seed: int) -> Run | None:
