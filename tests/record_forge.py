@@ -236,7 +236,7 @@ def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
     """The sums of an honest run whose log began after four seconds."""
     log_s = (clock.mono_ns - clock.begun_ns) / 1e9
     num_vals = sum(isinstance(moment.event, runlog.Val) for moment in clock.moments)
-    spent = {"compile": 0.5, "warm-up": 0.2, "step": clock.train_s, "evaluation": PAUSE_S * num_vals}
+    spent = {"compile": 0.5, "warm-up": 0.2, "step": clock.train_s, "evaluation": PAUSE_S * (num_vals + 1)}
     return runlog.RunEnd(
         status="finished",
         val_loss=final,

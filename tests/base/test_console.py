@@ -30,8 +30,8 @@ def test_a_run_reads_from_top_to_bottom_with_its_numbers(lines):
         "100.0 ms/step",
         "1.00 ktok/s",
         "val 3.2500  (clock stopped",
-        "result  finished | val 3.2500 | train 1.00 s | total wall 9.2 s",
-        "wall 9.2 s = start 5.1, compile 0.5, warm-up 0.2, step 1.0, evaluation 2.4",
+        "result  finished | val 3.2500 | train 1.00 s | total wall 9.8 s",
+        "wall 9.8 s = start 5.1, compile 0.5, warm-up 0.2, step 1.0, evaluation 3.0",
         "data wait 1.0%",
     ):
         assert shown in text

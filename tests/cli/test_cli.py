@@ -97,7 +97,8 @@ def test_a_wrong_word_ends_with_what_to_type(words, suggestion):
 WRONG = f"""
 data synth --track webmini | plot | reproduce a b | stats nowhere | play | sample nowhere | watch README.md
 run --seed -1 | run --seed | run --deadline nap=3 | run --deadline step=x | run --set a
-batch --dry-run | batch --expect 3.2 --dry-run | batch --track main-8xh100 --expect 3.29 --dry-run
+batch --set optimizer.muon_lr=0.04 --dry-run | batch --expect 3.2 --dry-run
+batch --track main-8xh100 --expect 3.29 --dry-run
 batch --resume nowhere | batch --resume nowhere --runs 9
 batch --runs 2 --dollars 2 | run --device-kind h100
 eval nowhere --limit 3 | describe {RECORD} | describe {RECORD} --parent docs

@@ -169,7 +169,7 @@ def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = rules(str(FIRST), "smoke-cpu@2")
     (run,) = load(FIRST).runs
-    assert found["target"] == 3.28
+    assert found["target"] == 3.15
     assert found["ghost"]["record"] == FIRST.name
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
@@ -177,7 +177,7 @@ def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch):
     assert rules("best", "smoke-cpu@2")["ghost"]["record"] == "2026-11-29-220-steps"
     assert rules(None, "smoke-cpu@2")["ghost"] is None
     for choice, track, problem in (
-        ("best", "smoke-cpu@2", "whose target may differ"),
+        ("best", "smoke-cpu@3", "whose target may differ"),
         ("docs", "smoke-cpu@2", "no ghost: docs"),
         (None, "../x", "no target: unknown track"),
     ):
@@ -309,7 +309,7 @@ def test_a_run_is_watched_from_start_to_end(page, tmp_path):
         check_numbers(page, RAW)
         says(page, "finished", "#status")
         log = events_of(RAW)
-        at = next(i for i, one in enumerate(log) if isinstance(one, runlog.Val) and one.loss <= 3.28)
+        at = next(i for i, one in enumerate(log) if isinstance(one, runlog.Val) and one.loss <= 3.15)
         time_s = [one.train_time_s for one in log[:at] if isinstance(one, runlog.Step)][-1]
         says(page, f"loss {log[at].loss:.4f} after {time_s:.1f} s", "#tiles")
         says(page, f"ghost: {FIRST.name}", "#key")
