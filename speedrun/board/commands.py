@@ -174,8 +174,8 @@ def _line(finding: Leak) -> str:
 _Records = Annotated[Path, "--records DIR", "Folder of <track>/<record>/."]
 _HEAD = (
     "# The board, or leaderboard\n\n± gives the 95 % interval of a mean. What others published or claim is in italics: "
-    "unranked, not verified by us. `validate --replay` can read the programs of a GPU's record for half a year after its "
-    "date; those for CPUs for five years.\n\n"
+    "unranked, not verified by us. `validate --replay` reads programs for GPUs for half a year after a record's date, "
+    "those for CPUs for five.\n\n"
 )
 
 
