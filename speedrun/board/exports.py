@@ -99,6 +99,8 @@ def _log(run: Any, line: runlog.Line) -> None:
     match line.event:
         case runlog.Val() as event:
             step, numbers = event.step, {"val/loss": loss_of(event)}
+        case runlog.HeldOut(val=event):
+            step, numbers = event.step, {"held_out/loss": loss_of(event)}
         case runlog.Step() as event:
             found = {"loss": event.loss, "time_s": event.train_time_s, "tokens": event.tokens_seen}
             step = event.step + 1

@@ -82,6 +82,8 @@ def test_what_grows_in_the_log_arrives(record, fake, tmp_path, capfd):
     validations = {event["step"]: event["loss"] for event in events if event["ev"] == "val"}
     scored = {step: number for (step, key), number in found.items() if key == "val/loss"}
     assert scored == pytest.approx(validations)
+    (held,) = (event["val"] for event in events if event["ev"] == "held_out")
+    assert found[held["step"], "held_out/loss"] == pytest.approx(held["loss"])
     assert "warning" not in capfd.readouterr().err
 
 
