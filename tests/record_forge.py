@@ -38,9 +38,17 @@ RECIPE = "speedrun/recipes/tiny.py"
 SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train.recorded"], []))}
 LOCK = "run.lock"
 NAMES = ("init", "constants", "train", "hidden-eval", "logits-eval")
-#: An archive of empty programs.
-_STEPS = Lowered(("train",) * 10, dict.fromkeys((0, 4, 8, 10), "eval"), dict.fromkeys(NAMES, b""))
-PROGRAMS = archive.pack(Archive(("step", "params.w"), 1, (0,) * 10, {"cpu": _STEPS}))
+
+
+def programs_of(num_steps: int) -> bytes:
+    """An archive of empty programs."""
+    steps = Lowered(
+        ("train",) * num_steps, dict.fromkeys((0, 4, 8, num_steps), "eval"), dict.fromkeys(NAMES, b"")
+    )
+    return archive.pack(Archive(("step", "params.w"), 1, (0,) * num_steps, {"cpu": steps}))
+
+
+PROGRAMS = programs_of(10)
 LOCK_RAW = git_history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
 SOFTWARE = {name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")}
@@ -164,6 +172,7 @@ class Spec:
     shards: tuple[ShardRange, ...] = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 400))
     step_s: tuple[float, ...] = (0.1,) * 10
     val_losses: tuple[float, ...] = (5.5, 4.0, 3.4, 3.25)
+    programs: bytes = PROGRAMS
     edit_log: Edit = list
     edit_source: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
 
@@ -275,7 +284,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
         ),
         runlog.Preflight("cpu", "cpu", 8, SOFTWARE, {"XLA_FLAGS": ""}, 50.0, *committed),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
-        runlog.Exported(layout.sha256(PROGRAMS), len(PROGRAMS), 0.1),
+        runlog.Exported(layout.sha256(spec.programs), len(spec.programs), 0.1),
         runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2_000_000, 2**21, shapes=shapes),
         runlog.Compile("train/0", 0.3),
         runlog.Compile("eval", 0.1),
@@ -300,7 +309,7 @@ def chain(log: Moments) -> list[runlog.Line]:
 
 def write_code(root: Path, spec: Spec) -> None:
     (root / "source.txt").write_text(source_text(spec.edit_source))
-    (root / archive.name_of(layout.sha256(PROGRAMS))).write_bytes(PROGRAMS)
+    (root / archive.name_of(layout.sha256(spec.programs))).write_bytes(spec.programs)
 
 
 def write_run(root: Path, spec: Spec) -> Path:
@@ -332,6 +341,7 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Preregistration:
         looks=(Look(len(seeds), 0.001),),
         expected_loss=None,
         created_utc="2026-10-02T00:00:00+00:00",
+        purpose=start.purpose,
     )
 
 

@@ -196,7 +196,7 @@ class Val(Event, tag="val", frozen=True, omit_defaults=True):
 class HeldOut(Event, tag="held_out", frozen=True):
     """After the result, its state is scored on other text of the validation shard: `track.Data.held_start`."""
 
-    nonce: str  #: of the log's writer, drawn when it had the result
+    nonce: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]  #: drawn when there was a result
     val: Val
 
 

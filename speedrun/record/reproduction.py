@@ -214,8 +214,8 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     own = {fact for run in record for fact in (run.folder, run.train_time_s)}
     if any(fact in own for run in found.runs for fact in (run.run_id, run.train_time_s)):
         return "holds a run of the record itself"
-    if found.same_seeds and not known.issuperset(seeds):
-        return "claims to use the seeds of the record, but has others"
+    if not (known.issuperset(seeds) if found.same_seeds else known.isdisjoint(seeds)):
+        return f"has other seeds than it says: whether they are the record's is {found.same_seeds}"
     if any(not (run.val_loss and (run.train_time_s or 0) > 0) for run in done):
         return "a finished run has no loss, or no time"
     if any(run.outcome == "aborted" for run in found.runs):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forgeries import RECIPE, broken_off, other_config, reproduced, resumed, with_file
 from msgspec.structs import replace
-from record_forge import CONFIG, Spec, alone, edit_track, forge, shard
+from record_forge import CONFIG, Spec, alone, edit_track, forge, programs_of, shard
 from typed import invoke
 
 from speedrun.board import leaderboard as board
@@ -99,7 +99,7 @@ def test_a_track_may_rank_by_steps(records):
     shutil.rmtree(records / "forged")
     nine = other_config({**CONFIG, "recipe": {**CONFIG["recipe"], "stages": [{"num_steps": 9}]}})
     shards = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 300))
-    fewer = {"step_s": (0.9,) * 9, "shards": shards, "edit_log": nine}
+    fewer = {"step_s": (0.9,) * 9, "shards": shards, "programs": programs_of(9), "edit_log": nine}
     for name, seeds, spec in (("ten", (1, 2), {}), ("nine", (3, 4), fewer), ("ten-later", (5, 6), {})):
         (records / "forged" / name).mkdir(parents=True)
         forge(records / "forged" / name, seeds=seeds, **spec)

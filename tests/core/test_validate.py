@@ -15,7 +15,7 @@ from typing import Any
 import forgeries
 import pytest
 import record_forge
-from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, long_pause, place_of, promised
+from forgeries import FORGERIES, LOG, ONE, configured, edited, fixed, logged, place_of, promised, shifted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -88,9 +88,7 @@ def test_a_step_has_a_batch_of_the_track(folder):
 
 
 def test_the_validation_shard_is_known_under_another_name(folder):
-    rules = track.TRACKS_DIR / "forged.toml"
-    lines = [line for line in rules.read_text().splitlines() if not line.strip().startswith('"t_')]
-    rules.write_text("\n".join(lines) + "\n")  # a track of any shards: no digest to compare with
+    forgeries.any_shards()
     forge(folder, shards=(ONE, replace(forgeries.TWO, sha256=record_forge.digest("t_val_0.bin"))))
     assert list(found(folder)) == ["V103"]
     assert [result.check.id for result in validate(folder).having("skipped")] == ["V101"]
@@ -112,9 +110,9 @@ def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
         (0.001, 0.0, [], {"V205", "V209"}, True),  # measured once, as in older runs
         (0.001, 0.0, [], {"V205", "V209"}, False),
         (0.001, 50.0, [], set(), True),
-        (50.0, 50.0, [long_pause(20)], {"V205"}, True),
-        (50.0, 5.0, [long_pause(20)], set(), True),
-        (1e-9, 50.0, [long_pause(600)], {"V205"}, True),
+        (50.0, 50.0, [shifted(runlog.ClockResume, 20.0)], {"V205"}, True),
+        (50.0, 5.0, [shifted(runlog.ClockResume, 20.0)], set(), True),
+        (1e-9, 50.0, [shifted(runlog.ClockResume, 600.0)], {"V205"}, True),
     ],
 )
 def test_a_machine_whose_load_changed_spoils_no_run(folder, before, after, edits, problems, ranked):

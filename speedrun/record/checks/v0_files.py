@@ -19,8 +19,8 @@ _MOST_SETTING = 200  #: characters
 _SLACK_S = 0.001  #: rounding of sums
 #: Control characters except tab and newline, line separators, invisible characters, and those that turn text around.
 _HOSTILE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\u3164\ufeff\uffa0\U000e0000-\U000e0fff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff9-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 
 
@@ -71,7 +71,8 @@ def _hashes(record: Record) -> Iterator[str]:
             yield f"{name}: missing, or not the programs that a run names"
             continue
         try:
-            read_programs(raw)
+            steps = {len(one.steps) for one in read_programs(raw).platforms.values()}
+            yield same(f"{name}: numbers of steps", steps, {record.reference_run.start.num_steps})
         except UsageError as error:
             yield f"{name}: {error}"
     unnamed = [name for name in record.raw if archive.NAME.fullmatch(name) and name not in named]
@@ -168,7 +169,7 @@ def _seconds(events: list[Any]) -> float:
 def _plain_files(record: Record) -> Iterator[str]:
     yield from (f"{path}: {why}" for path, why in record.refused.items())
     for path, content in record.raw.items():
-        if path.endswith((".md", "source.txt")) and _HOSTILE.search(content.decode(errors="replace")):
+        if path.endswith((".md", ".txt", "about.json")) and _HOSTILE.search(content.decode(errors="replace")):
             yield f"{path}: holds control or bidirectional characters"
         if path.endswith(".png") and not content.startswith(b"\x89PNG\r\n\x1a\n"):
             yield f"{path}: is not a PNG image"

@@ -146,11 +146,12 @@ def _val_tokens(run: Run, record: Record) -> Iterator[str]:
     if not fnmatchcase(val.name, rules.val):
         yield f"{val.name} does not match {rules.val}"
     scored = {data.val_tokens for data in run.of(runlog.DataReady)} | {event.tokens for event in run.vals}
-    yield same("scored positions", (val.start, val.stop), (0, rules.val_tokens))
+    yield same("scored positions", (val.start, val.stop, val.skipped), (0, rules.val_tokens, 0))
     yield same("numbers of scored tokens", scored, {rules.val_tokens})
     if run.vals:  # it has begun
-        held = [one.val.tokens for one in run.of(runlog.HeldOut)]
-        yield same("numbers of held-out tokens", held, [rules.held_tokens] * bool(rules.held_tokens))
+        held = [(one.val.step, one.val.tokens) for one in run.of(runlog.HeldOut)]
+        due = [(run.start.num_steps, rules.held_tokens)] * bool(rules.held_tokens)
+        yield same("steps and tokens of held-out text", held, due)
     first = record.finished[0]
     yield same(f"the scored ids, as in {first.folder}", run.data.val_sha256, first.data.val_sha256)
 
@@ -177,7 +178,8 @@ def _shard_sizes(record: Record) -> Iterator[str]:
     hint="get more shards, or train for fewer steps",
 )
 def _read_once(run: Run, _record: Record) -> Iterator[str]:
-    by_place = sorted(run.data.shards, key=lambda one: (one.name, one.start))
-    for before, after in pairwise(by_place):
-        if before.name == after.name and after.start < before.stop:
-            yield f"{after.name}: {after.start:,} to {min(before.stop, after.stop):,} is read twice, a run may once"
+    # Files can be renamed; one that was deleted has no digest.
+    read = sorted((one.sha256 or one.name, one.start, one.stop, one.name) for one in run.data.shards)
+    for (before, _, end, _), (after, start, stop, name) in pairwise(read):
+        if before == after and start < end:
+            yield f"{name}: {start:,} to {min(end, stop):,} is read twice, a run may once"

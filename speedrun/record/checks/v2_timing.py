@@ -42,9 +42,9 @@ def _monotonic(run: Run, _record: Record) -> Iterator[str]:
             break
     if len(run.step_s) >= _FEWEST_STEPS and len({round(seconds * 1e9) for seconds in run.step_s}) == 1:
         yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s, but real steps differ by nanoseconds"
-    for step, seconds in zip(run.steps, run.step_s, strict=True):
-        if seconds < 0:
-            yield f"step {step.step} ends {-seconds:.6f} s before the step above"
+    for (_, before_s, _), (line, after_s, _) in pairwise([(0, run.origin.train_time_s, 0.0), *_stamped(run)]):
+        if after_s < before_s:
+            yield f"line {line} has a train time {before_s - after_s:.6f} s before the one above"
             break
 
 
@@ -167,13 +167,13 @@ def _val_time(run: Run, _record: Record) -> Iterator[str]:
     (plan,), (slowest, fastest) = run.of(runlog.Plan), run.bench_gflops
     slower = min(_MOST_SLOWER, fastest / slowest) if slowest > 0 else 1.0
     token_s = run.steps[-1].train_time_s / run.steps[-1].tokens_seen if run.steps else 0.0
-    paused_ns, scored = 0, 0
+    paused_ns, scored, scoring_s = 0, 0, 0.0
     for line in run.lines:
         match line.event.val if isinstance(line.event, runlog.HeldOut) else line.event:
             case runlog.ClockPause() | runlog.ClockStop():
-                paused_ns, scored = line.t_mono_ns, 0
+                paused_ns, scored, scoring_s = line.t_mono_ns, 0, 0.0
             case runlog.Val() as val:
-                scored += val.tokens
+                scored, scoring_s = scored + val.tokens, scoring_s + val.seconds
                 flops = val.tokens * plan.flops_per_token * _FORWARD_SHARE
                 need_s = flops / (fastest * 1e9) if fastest else 0.0
                 if val.seconds < need_s or val.seconds <= 0:
@@ -184,6 +184,7 @@ def _val_time(run: Run, _record: Record) -> Iterator[str]:
                 most_s = rest_s + slower * _MOST_PAUSE_SHARE * token_s * scored
                 if pause_s > most_s:
                     yield f"line {line.i + 1}: a pause of {pause_s:.1f} s; at most {most_s:.1f} s for its tokens"
+                yield at_most(f"line {line.i + 1}: seconds of scoring", scoring_s, pause_s + _BUSY_SLACK_S)
 
 
 @check_run(

@@ -145,9 +145,9 @@ def _declared_before(record: Record) -> Iterator[str]:
     if stated != (rules, recipe, first.config_sha256, first.source_sha256):
         yield f"{layout.BATCH}: declares another track, recipe, config or source than ran"
     config = first.config
-    split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
-    if split != (declared.num_devices, declared.microbatches, declared.attention):
-        yield f"{layout.BATCH}: declares other devices, micro-batches or kernels than ran"
+    split = config.get("num_devices"), config.get("microbatches"), config.get("attention"), first.purpose
+    if split != (declared.num_devices, declared.microbatches, declared.attention, declared.purpose):
+        yield f"{layout.BATCH}: declares other devices, micro-batches, kernels or another purpose than ran"
     yield same(f"{layout.BATCH}: different seeds", len({*declared.seeds}), len(declared.seeds))
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:

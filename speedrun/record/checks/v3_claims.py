@@ -99,6 +99,8 @@ def _stated(run: Run, _record: Record) -> Iterator[str]:
             yield f"{where} has sequences of unequal lengths, or impossible losses"
         elif each:
             yield same(f"{where}: the mean of its sequences", fmean(each), loss, _ROUNDING)
+    each = [len(val.sequences) / val.tokens for val in (run.vals[-1], *held)]
+    yield same("sequences a token, of held-out text", each[1:], each[:1] * len(held))
     yield same("the loss in run_end", run.end.val_loss, run.vals[-1].loss)
 
 

@@ -58,6 +58,8 @@ def _unreadable_and_missing(files: dict[str, str]) -> Iterator[str]:
     names: dict[str, Names] = {}
     paths = [path for path in files if path.endswith(".py")]
     for path in paths:
+        if _module(path) in names:
+            yield f"{path} is not the only file of its module"
         try:
             names[_module(path)] = read(files[path])
         except ValueError as error:
@@ -67,7 +69,7 @@ def _unreadable_and_missing(files: dict[str, str]) -> Iterator[str]:
         for line, module, name in names[_module(path)].imports:
             full = module if name is None else f"{module}.{name}"
             here = full in names or (module in names and name in names[module].bound)
-            if module.partition(".")[0] == "speedrun" and not here:
+            if module.partition(".")[0] in ("", "speedrun") and not here:  # relative ones name no module
                 yield f"{path} line {line}: imports {full}, which is missing"
 
 
