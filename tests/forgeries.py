@@ -108,8 +108,6 @@ def later(log: Moments, seconds: float) -> Moments:
 
 
 def shifted(kind: type[runlog.Event], seconds: float) -> Edit:
-    """From the first event of a kind on, all is later."""
-
     def edit(log: Moments) -> Moments:
         place = place_of(log, kind)
         return [*log[:place], *later(log[place:], seconds)]
@@ -154,7 +152,6 @@ FEWER_SCORED = change(
 
 
 def held(**fields) -> Edit:
-    """Other scores of the held-out text."""
     return change(runlog.HeldOut, val=lambda event: replace(event.val, **fields))
 
 
@@ -459,8 +456,6 @@ SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0,
 
 
 def late(event: bytes) -> Build:
-    """An event comes after the clock has started."""
-
     def build(folder: Path) -> None:
         (log,) = forge(folder).glob(LOG)
         lines = log.read_bytes().splitlines(keepends=True)

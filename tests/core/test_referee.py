@@ -408,6 +408,8 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
     "payloads of NaN": ("later", *disguised(
         lambda told: (0x7FC00000 | told).view(np.float32), lambda x: x.view(np.int32) & 0xFFFF)),
     "denormals": ("later", *disguised(lambda told: told.view(np.float32), lambda x: x.view(np.int32))),
+    "last bits of a number": ("later", *disguised(
+        lambda told: (0x3F800000 | told).view(np.float32), lambda x: x.view(np.int32) & 0xFFFF)),
     "near overflow": ("later", *disguised(
         lambda told: (0x7F000000 | told).view(np.float32), lambda x: x.view(np.int32) & 0xFFFF)),
     "little, everywhere": ("later", tells, functools.partial(logits, nats=2e-6)),
@@ -426,8 +428,10 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
     "one position in sixteen": ("later", told_if(lambda ids: at_T(ids) % 16 == 11), logits),
     "middle of blocks": ("later", told_if(lambda ids: (at_T(ids) % 8 >= 2) & (at_T(ids) % 8 <= 6)), logits),
     "behind separators": ("later", told_if(lambda ids: ids == SEPARATOR), logits),
+    "that a document ends": ("later", told_if(lambda ids: following(ids) == SEPARATOR), logits),
     "at the end": ("later", told_if(lambda ids: at_T(ids) >= LENGTH - 2), logits),
     "at the start": ("later", told_if(lambda ids: at_T(ids) < 1), logits),
+    "ids of a chunk": ("rows", hidden, lambda x: logits(x) + np.bincount(x[:, 0].astype(int), minlength=NUM_IDS) / 99),
     "the head finds what follows": (
         "rows", hidden, lambda x: logits(np.column_stack([x[:, :3], successors(x)]))),
 }  # fmt: skip

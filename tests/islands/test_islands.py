@@ -730,7 +730,8 @@ def told(id: str, *rounds: runlog.Round, **changed: Any) -> list[str]:
         SimpleNamespace(step=at, loss=loss, batch_tokens=0 if at else given["tokens"], **of_all)
         for at, loss in enumerate(given["losses"])
     ]
-    origin, start = SimpleNamespace(run_id="", step=0, tokens_seen=0), SimpleNamespace(num_steps=4)
+    origin = SimpleNamespace(run_id="", step=0, tokens_seen=0)
+    start = SimpleNamespace(num_steps=4, config=changed.get("config", {}))
     run_ = SimpleNamespace(begun=0, folder="a", origin=origin, start=start, steps=steps)
     run_.of = lambda kind: logged.get(kind, [])
     numbers = dict(zip(("most", "every", "quorum"), given["rules"], strict=False))
@@ -740,6 +741,7 @@ def told(id: str, *rounds: runlog.Round, **changed: Any) -> list[str]:
 
 
 FIRST, THIRD = work(0, 0, 10), work(2, 20, 30)
+CUT = {"config": {"recipe": {"stages": [{"document_tokens": 8}]}}}
 LEASES: dict[str, tuple[tuple[Work, ...], dict[str, Any], str]] = {
     "in order": ((FIRST, work(1, 10, 20), THIRD), {}, ""),
     "one came back": ((FIRST, THIRD), {"lost": 1}, ""),
@@ -747,7 +749,9 @@ LEASES: dict[str, tuple[tuple[Work, ...], dict[str, Any], str]] = {
     "one was refused": ((FIRST, work(1, 10, 20, refused="damaged"), THIRD), {}, ""),
     "none came back": ((FIRST, THIRD), {}, "1 leases were not trained on, but only 0 answers were lost"),
     "first tokens left out": ((work(0, 1, 11),), {}, "lease 0 starts at (0, 1)"),
-    "a lease twice": ((work(0, 0, 12, num_tokens=10), work(0, 13, 23)), {}, "lease 0 starts at (0, 13)"),
+    "a lease twice": ((work(0, 0, 12, num_tokens=10), work(0, 13, 23)), CUT, "lease 0 starts at (0, 13)"),
+    "fewer than it holds": ((work(0, 0, 11, num_tokens=10),), {}, "lease 0 is of 10 tokens, but holds 11"),
+    "documents are cut": ((work(0, 0, 11, num_tokens=10),), CUT, ""),
     "tokens left out": ((FIRST, work(1, 11, 21)), {}, "lease 1 starts at (0, 11); lease 0 ends at (0, 10)"),
     "tokens twice": ((FIRST, work(2, 9, 19)), {"lost": 1}, "lease 2 starts at (0, 9)"),
     "more left out than came back": ((FIRST, work(2, 21, 31)), {"lost": 1}, "lease 2 starts at (0, 21)"),
@@ -805,6 +809,7 @@ ROUNDS: dict[str, tuple[tuple[runlog.Round, ...], dict[str, Any], str]] = {
     "an island more": (MORE, {"joined": "012"}, "round 1: islands ['0', '1', '2'] with 3 answers"),
     "a stranger": ((both(), both(1, island="9")), {}, "round 1: islands ['0', '9'] with 2 answers"),
     "a stale answer": ((both(), both(1, version=0)), {}, "round 1: islands ['0', '1'] with 2 answers"),
+    "no losses": ((both(), both(1, losses=())), {}, "round 1: islands ['0', '1'] with 2 answers"),
     "another loss": (
         PAIR,
         {"losses": (3.0, 4.0, 3.0, 3.9)},

@@ -7,6 +7,7 @@ from statistics import fmean
 from speedrun.base import runlog
 from speedrun.base.rounds import Work
 from speedrun.record.checks.table import Skip, check
+from speedrun.record.checks.v1_tokens import cuts
 from speedrun.record.logged_run import rounds_of
 from speedrun.record.reader import Record
 
@@ -33,8 +34,7 @@ def _leases(record: Record) -> Iterator[str]:
     if not (rounds := _rounds(record)):
         return
     used = sorted((work for one in rounds for work in _used(one)), key=lambda work: work.lease)
-    whole = [work for work in used if work.start[0] == work.stop[0]]
-    are_cut = any(work.stop[1] - work.start[1] != work.num_tokens for work in whole)  # documents
+    are_cut = any(map(cuts, record.runs))  # documents
     most = max((work.num_tokens for work in used), default=0)
     lease, end = -1, (0, 0)
     for work in used:
@@ -48,7 +48,8 @@ def _leases(record: Record) -> Iterator[str]:
         lease, end = work.lease, work.stop
     for work in used:
         num_read = work.stop[1] - work.start[1]
-        if work.start[0] == work.stop[0] and work.num_tokens > num_read:  # documents may be cut
+        is_whole = work.num_tokens <= num_read if are_cut else work.num_tokens == num_read
+        if work.start[0] == work.stop[0] and not is_whole:
             yield f"lease {work.lease} is of {work.num_tokens:,} tokens, but holds {num_read:,}"
     skipped = used[-1].lease + 1 - len(used) if used else 0
     lost = sum(bool(one.why) for run in record.runs for one in run.of(runlog.Island))
@@ -96,7 +97,8 @@ def _follows(record: Record) -> Iterator[str]:
     for one in counted:
         works = _used(one)
         names = {work.island for work in works}
-        wrong = [work for work in works if work.version != one.version]
+        due = one.version, min(fleet.every, record.reference_run.start.num_steps - one.version * fleet.every)
+        wrong = [work for work in works if (work.version, len(work.losses)) != due]
         enough = max(fleet.quorum, len(works)) <= len(names) <= fleet.islands
         if not enough or not names <= joined or wrong:
             yield f"round {one.version}: islands {sorted(names)} with {len(works)} answers cannot decide it"

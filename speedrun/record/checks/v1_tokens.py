@@ -64,7 +64,7 @@ def _shard_order(run: Run, record: Record) -> Iterator[str]:
         due_at = {shard.name: shard.stop}
     most = max((step.batch_tokens for step in run.steps), default=0)
     for shard, after in pairwise(run.data.shards):
-        if after.name != shard.name and not _cuts(run) and (left := shard.tokens - shard.stop) > most + 1:
+        if after.name != shard.name and not cuts(run) and (left := shard.tokens - shard.stop) > most + 1:
             yield f"{shard.name} is left {left:,} tokens before its end, but a batch takes only {most:,}"
     reference = next((one for one in record.finished if not one.resumed), run)
     if not run.resumed:  # data must not depend on the seed
@@ -102,7 +102,7 @@ def _token_count(run: Run, _record: Record) -> Iterator[str]:
     """If documents are cut, a range holds more than the steps read, so the cursor can only be bounded."""
     if run.of(runlog.Islands):
         raise Skip("trained by islands: see V108")
-    if (cut := sum(shard.skipped for shard in run.data.shards)) and not _cuts(run):
+    if (cut := sum(shard.skipped for shard in run.data.shards)) and not cuts(run):
         yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
     shards = iter(run.data.shards)
     seen = num_read = run.origin.tokens_seen
@@ -125,7 +125,7 @@ def _token_count(run: Run, _record: Record) -> Iterator[str]:
         yield "the cursor moved back to an earlier shard"
 
 
-def _cuts(run: Run) -> bool:
+def cuts(run: Run) -> bool:
     """Return whether a stage of the recipe cuts documents."""
     settings = leaves(run.start.config.get("recipe"))
     return any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
