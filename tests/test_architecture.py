@@ -75,7 +75,7 @@ HOUSE_LINES = 31732
 #: for islands, which take more: what they take above it was cut elsewhere; 65 for heads of modules that were one,
 #: as long as nothing else makes room for them. A run as one function, kept by another process, takes 338 for
 #: what it does that the watchdog did not; at most 500 for text that nobody can know and records that outlive JAX.
-ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 700, "rooms": 65, "keeper": 338, "trust": 487}
+ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 700, "rooms": 65, "keeper": 338, "trust": 500}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

@@ -200,7 +200,7 @@ def read_programs(raw: bytes) -> archive.Archive:
         raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
     for one in found.platforms.values():
         scored = {f"{part}-{name}" for name in one.scored.values() for part in ("hidden", "logits")}
-        held = {*one.steps, *scored, "init", "constants"} <= one.programs.keys() | one.portable.keys()
+        held = {*one.steps, *scored, "init", "constants"} == one.programs.keys() | one.portable.keys()
         is_whole = 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
         if not (held and is_whole):
             raise UsageError("its archive lacks programs that it names, or contradicts itself; run again")

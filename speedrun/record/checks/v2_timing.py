@@ -23,10 +23,10 @@ _MOST_END_S = 300.0  #: the constant after the stop: digests of shards, a checkp
 _MOST_SLOWER = 10.0  #: factor on pauses, for a machine whose speed changed
 _BENCH_SLACK = 1.25  #: other programs may have slowed the benchmark more than the run
 #: One letter for each event: their order must match `_SHAPE`.
-_LETTERS: dict[type, str] = {runlog.Step: "s", runlog.ClockStart: "(", runlog.ClockPause: "["}
-_LETTERS |= {runlog.Val: "v", runlog.ClockResume: "]", runlog.ClockStop: ")", runlog.HeldOut: "h"}
-#: Steps only while the clock runs, one validation in each pause, one after the stop, then the held-out text.
-_SHAPE = re.compile(r"\(s*(\[v\]s*)*\)vh?")
+_LETTERS: dict[type, str] = {runlog.Step: "s", runlog.Checkpoint: "c", runlog.Val: "v", runlog.HeldOut: "h"}
+_LETTERS |= {runlog.ClockStart: "(", runlog.ClockPause: "[", runlog.ClockResume: "]", runlog.ClockStop: ")"}
+#: Steps only while the clock runs, one validation alone in each pause, one after the stop, then the held-out text.
+_SHAPE = re.compile(r"\([sc]*(\[v\][sc]*)*\)c?vc?h?")
 
 
 @check_run(
