@@ -699,7 +699,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
         without(runlog.HeldOut), inserted(runlog.HeldOut("0" * 16, scored(10)), runlog.ClockResume, 2, 500))),
     ("V204", "scored again when the held-out text was known", scored_also(scored(10), runlog.RunEnd)),
     ("V205", "held-out text in no time", logged(held(seconds=1e-9))),
-    ("V309", "held-out text below the entropy rate", logged(held_out(loss=2.9))),
     ("V310", "held-out text of another loss than its sum", logged(held(loss=3.1))),
     ("V310", "held-out sequences of another mean", logged(held_out(3.25), held(sequences=(3.0, 3.1)))),
     ("V310", "fewer held-out sequences, that hide a gap", logged(held_out(3.25), held(sequences=(3.25,)))),

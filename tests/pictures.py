@@ -141,7 +141,7 @@ def _draw_minutes(axes: "Axes", minutes: list[list[float]]) -> None:
 def draw_history(history: Sequence[PastRecord], board: Board) -> bytes:
     """Draw published records with claims and our qualified records of `MAIN_TRACK`; return an SVG."""
     ours = [row for row in board.of(MAIN_TRACK) if row.status in PROVEN and row.train_time_s]
-    claims = [one for one in board.published if one.claim and f"{one.track}@1" == MAIN_TRACK]
+    claims = [one for one in board.published if one.claim and one.track == MAIN_TRACK.partition("@")[0]]
     claims = [one for one in claims if not one.rules.startswith("impossible")]  # by our rules: no goal here
     with plots.canvas(8.0, 4.2) as figure:
         _draw_history(figure.add_subplot(), sorted(history, key=lambda one: one.date), claims, ours)

@@ -236,7 +236,7 @@ def moments(spec: Spec) -> Moments:
     clock.emit(runlog.ClockStop(clock.train_s))
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
-    clock.emit(runlog.HeldOut("0" * 16, _val(num_steps, final)), after_s=PAUSE_S)
+    clock.emit(runlog.HeldOut(f"{spec.seed:016x}", _val(num_steps, final)), after_s=PAUSE_S)
     clock.emit(run_end(spec, clock, final))
     return clock.moments
 

@@ -54,7 +54,7 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
 
     format: Literal[2]  #: incremented when older logs can no longer be read
     run_id: str  #: also the name of its folder
-    track: str  #: name and version, as `smoke-cpu@1`
+    track: str  #: name and version, as `smoke-cpu@2`
     track_sha256: Sha256
     recipe: str
     recipe_revision: Natural

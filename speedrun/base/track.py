@@ -96,7 +96,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def id(self) -> str:
-        """Return name and version: `smoke-cpu@1`."""
+        """Return name and version: `smoke-cpu@2`."""
         return f"{self.name}@{self.version}"
 
     def validates_at(self, step: int) -> bool:
@@ -110,21 +110,34 @@ def files() -> dict[str, Path]:
     return dict(sorted((path.stem, path) for path in found))
 
 
-def _file(name: str) -> Path:
+def _file(track: str) -> Path | None:
+    """Return the file of a track by its name, or of the version with this id."""
     past = {path.stem: path for path in TRACKS_DIR.glob("past/*.toml")}
-    if (path := (files() | past).get(name)) is None:
-        raise unknown("track", name, files())
-    return path
+    return past.get(track) or files().get(track.partition("@")[0])
 
 
 def load(name: str) -> Track:
-    """Load a track by name, or a past version that a record names, by its id; or raise UsageError."""
-    path = _file(name)
+    """Load a track by name, or raise UsageError."""
+    if (path := files().get(name)) is None:
+        raise unknown("track", name, files())
+    return _read(path)
+
+
+def version(track_id: str) -> Track:
+    """Load the version of a track that a record names; raise UsageError if it is not here."""
+    if (path := _file(track_id)) is None or (found := _read(path)).id != track_id:
+        raise UsageError(f"this version has no track {track_id!a}; use that which made the record")
+    return found
+
+
+def _read(path: Path) -> Track:
     advice = "a track file must hold exactly the fields of speedrun/base/track.py"
     with translate_read_errors(path, advice, kind=UsageError):
         return msgspec.convert(tomllib.loads(path.read_text()), Track)
 
 
-def sha256(name: str) -> str:
-    """Return the digest of the track's file."""
-    return hashlib.sha256(_file(name).read_bytes()).hexdigest()
+def sha256(track: str) -> str:
+    """Return the digest of the file of a track, by its name or id; there must be one."""
+    path = _file(track)
+    assert path is not None
+    return hashlib.sha256(path.read_bytes()).hexdigest()

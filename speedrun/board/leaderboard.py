@@ -22,9 +22,8 @@ from speedrun.record.validate import Report, examine
 
 _PATH = re.compile(r"[A-Za-z0-9._/-]+")  #: of a record
 BOARD, CONTEXT = "leaderboard.json", "context.toml"
-#: From best to worst. "reproduced": qualified, and runs of somebody else with new seeds have the same loss.
-#: "qualified": a declared batch proves the target. "valid": reached on an unranked track.
-#: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
+#: From best to worst. "reproduced": qualified, and new seeds of somebody else have the same loss. "qualified": a batch
+#: proves the target. "valid", "provisional": reached, if the track does not rank or does. "missed": above the target.
 STATUSES = ("reproduced", "qualified", "valid", "provisional", "missed", "no result", "refused")
 PROVEN = STATUSES[:2]
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, worse held-out text.
@@ -117,7 +116,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def rules(self) -> tracks.Rules:
         """The rules of the track."""
-        return tracks.load(self.track.rpartition("@")[0]).rules
+        return tracks.version(self.track).rules
 
     @property
     def cost(self) -> float | None:
@@ -253,9 +252,11 @@ def status_of(record: Record, report: Report) -> str:
 
 def _is_reproduced(record: Record) -> bool:
     found = record.reproduction
-    if found is None or found.same_seeds or found.by in ("", *record.about.authors):
+    if found is None or found.same_seeds or len(found.runs) < 2 or not record.about.authors:
         return False
-    return judged(found, record.finished, record.rules.target.sigma).verdict != "loss mismatch"
+    by, *authors = (clean(name).strip().casefold() for name in (found.by, *record.about.authors))
+    verdict = judged(found, record.finished, record.rules.target.sigma).verdict
+    return by not in ("", *authors) and verdict != "loss mismatch"
 
 
 def _ranked(rows: Iterable[Row]) -> Iterable[Row]:

@@ -70,11 +70,10 @@ class Findings(Strict, frozen=True):
     shuffled_loss: float  #: with the targets of each sequence shuffled
     other_loss: float | None  #: on other text of the same kind; None: there is none
     other_error: float  #: standard error of the difference between this and `val_loss`, over sequences
-    low_gap: (
-        float  #: likewise `other_loss` - `val_loss`, of losses cut at the lower quartile of the other text's
-    )
+    low_gap: float  #: likewise the difference, of losses cut at the lower quartile of the other text's
     low_error: float  #: its standard error, by the other text alone
     stretches: tuple[Replayed, ...]  #: none on another platform
     foreign: bool  #: whether the run was on another platform
+    num_sequences: tuple[int, int]  #: of the scored and of the held-out text
     #: Index and loss of sequences, of the scored and then of the held-out text; of some on another platform.
     sample: tuple[tuple[int, float], ...]

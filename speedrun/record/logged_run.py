@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from statistics import variance
+from statistics import stdev
 from typing import TypeVar
 
 import msgspec
@@ -140,11 +140,16 @@ class Run:
 
     @property
     def held_gap(self) -> tuple[float, float] | None:
-        """By how much the loss of held-out text is above the result, and the standard error over sequences."""
+        """By how much the loss of held-out text is above the result, and its standard error over sequences.
+
+        It uses the smaller sd of both texts; otherwise a few wild losses would hide a gap.
+        """
         if self.held_out is None:
             return None
         parts = [val.sequences for val in (self.held_out, self.vals[-1])]
-        error = sum(variance(each) / len(each) for each in parts if len(each) > 1) ** 0.5
+        if min(map(len, parts)) < 2:
+            return None
+        error = min(map(stdev, parts)) * sum(1 / len(each) for each in parts) ** 0.5
         return loss_of(self.held_out) - self.val_loss, error
 
     @cached_property

@@ -203,7 +203,9 @@ def read_programs(raw: bytes) -> archive.Archive:
         held = {*one.steps, *scored, "init", "constants"} == one.programs.keys() | one.portable.keys()
         is_whole = 0 < len(one.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
         if not (held and is_whole):
-            raise UsageError("its archive lacks programs that it names, or contradicts itself; run again")
+            raise UsageError(
+                "its archive holds other programs than it names, or contradicts itself; run again"
+            )
     return found
 
 
@@ -242,11 +244,9 @@ def known_track(runs: Sequence[Run]) -> Track | None:
     if len(named) != 1:
         return None
     track_id, sha256 = named.pop()
-    for name in (track_id.rpartition("@")[0], track_id):
-        with suppress(UsageError):
-            if (track.load(name).id, track.sha256(name)) == (track_id, sha256):
-                return track.load(name)
-    return None
+    with suppress(UsageError):
+        found = track.version(track_id)
+        return found if track.sha256(track_id) == sha256 else None
 
 
 def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:

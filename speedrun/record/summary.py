@@ -18,7 +18,6 @@ from speedrun.record.logged_run import Run
 from speedrun.record.reader import MOST_ABOUT_BYTES, Record, discard_partials, encode, load
 from speedrun.record.statistics import MeanTest, sd
 
-_TWO_SIDED = 1.96  #: standard errors of a 95 % interval
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 
 
@@ -66,7 +65,7 @@ def summarize(record: Record) -> Summary:
         step_p50_ms=console.quantiles_ms([second for run in done for second in run.step_s])[0],
         held_gap=fmean(gap for gap, _ in gaps) if gaps else None,
         # All runs have one scored text in common, so more runs hardly lower this error.
-        held_gap_half_width=_TWO_SIDED * fmean(error for _, error in gaps) if gaps else None,
+        held_gap_half_width=1.96 * fmean(error for _, error in gaps) if gaps else None,
         test=declared and batch_status(declared, runs, target.loss, target.sigma).test,
     )
 
@@ -96,7 +95,7 @@ def assemble(
         if ABOUT not in record.raw:
             edits = {"title": default_title, **edits}
         # The track of the runs may be unknown here: what follows from the runs needs its target.
-        rules = record.track or track.load(record.reference_run.start.track.rpartition("@")[0])
+        rules = record.track or track.version(record.reference_run.start.track)
         record = dataclasses.replace(record, about=replace(record.about, **edits), track=rules)
         if (size := len(about := encode(record.about))) > MOST_ABOUT_BYTES:
             most = f"a record holds at most {MOST_ABOUT_BYTES:,}"

@@ -136,7 +136,7 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
         elif done.is_set():
             return
         if kept.error is not None and not is_told:
-            child.terminate()
+            subprocesses.kill(child) if kept.is_over else child.terminate()
             is_told = True
         if not done.is_set() and kept.hangs():
             child.send_signal(signal.SIGUSR1)  # it writes its stacks
@@ -153,8 +153,7 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
 def _answer(child: "Popen[str]", text: str) -> None:
     assert child.stdin is not None
     with suppress(OSError, ValueError):  # it has ended
-        child.stdin.write(text)
-        child.stdin.flush()
+        os.write(child.stdin.fileno(), text.encode())
 
 
 class LastWords:
@@ -194,17 +193,15 @@ class Kept:
         self._phases.enter("start")
         self._log: runlog.RunLog | None = None
         self._held: list[tuple[runlog.AnyEvent, Stamp]] = []
-        self._is_whole = self._is_over = self._has_hung = self.has_result = False
+        self._is_whole = self.is_over = self._has_hung = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         self._nonce = ""  #: of the held-out text, once there is a result
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
     def take(self, raw: bytes) -> str:
-        """Write what a message says; return an answer, if it asks. The first event names the folder of the run, which
-        the child has made.
-        """
-        if self._is_over:
+        """Write what a message says; answer, if it asks. The first event names the folder, which the child has made."""
+        if self.is_over:
             return ""
         try:
             message = messages.received(raw)
@@ -245,7 +242,7 @@ class Kept:
 
     def _refuse(self, why: str) -> None:
         """Take nothing more: what follows is a consequence."""
-        self.error, self._is_over = self.error or SpeedrunError(why), True
+        self.error, self.is_over = self.error or SpeedrunError(why), True
         if self._log is not None:
             with suppress(SpeedrunError):
                 self._log.emit(runlog.Error("Refused", why))
@@ -259,7 +256,7 @@ class Kept:
         took = f"{phase} has taken {spent_s:.1f} s; its deadline is {limit_s:g} s"
         hint = f"--deadline {phase}=SECONDS sets it; {self.stacks.name} has the stacks of all threads"
         self.error = self.error or SpeedrunError(f"{took}; {hint}", HANG)
-        was_over, self._is_over, self._has_hung = self._is_over, True, True
+        was_over, self.is_over, self._has_hung = self.is_over, True, True
         if self._log is not None and not was_over:
             with suppress(SpeedrunError):
                 self._log.emit(runlog.Error("Hang", f"{took}; {hint}"))
@@ -278,7 +275,7 @@ class Kept:
             return
         with self._log as log:
             try:
-                if not (self._is_whole or self._is_over):
+                if not (self._is_whole or self.is_over):
                     log.emit(runlog.Error("Killed", f"the process of the run ended with {meaning(code)}"))
                 if not self.error and not log.is_as_written():
                     self.error = SpeedrunError(

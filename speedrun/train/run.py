@@ -209,6 +209,7 @@ def score_held_out(this: Attempt, programs: Executables, state: TrainState) -> N
             nonce, score = processes.of_first(this.log.nonce), programs.scores[program.eval_shape_at(step)]
             start = data.held_start(nonce, shard.num_tokens)
             val = evaluate(program, score, state, shard, data.held_tokens, start=start)
+            finite(program, val.loss, "held-out text")
             this.log.emit(runlog.HeldOut(nonce, val), hold=True)
 
 

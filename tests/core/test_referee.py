@@ -90,6 +90,7 @@ def honest(run) -> Findings:
         low_gap=0.0,
         low_error=0.0,
         foreign=False,
+        num_sequences=(0, 0),
         sample=(),
         stretches=(replayed(0, (losses[0], losses[1])), replayed(8, (losses[8], losses[9]))),
     )
@@ -742,7 +743,7 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
     assert config.data is not None
     given = Examination(
         programs=programs_in(config.out),
-        track=config.track,
+        track=track.load(config.track).id,
         data=config.data,
         run_seed=config.seed,
         platform="cpu",
@@ -806,18 +807,19 @@ def test_a_run_of_another_platform_is_examined_by_its_final_state(trained, tmp_p
         (lambda nats: [*nats[:-1], math.nan], "failed", "failed"),
         (lambda nats: nats + 1e-3, "failed", "ok"),
         (lambda nats: nats[:-1], "failed", "failed"),
-        (lambda _: [], "failed", "ok"),
+        (lambda _: [], "failed", "failed"),
     ],
     ids=["rounding", "one sequence", "no number", "all, a little", "too few", "none"],
 )
 def test_each_sequence_loses_what_its_log_says(record, lie, elsewhere, here):
-    """On the same platform, the mean of all is compared besides, and a log may have none."""
+    """On the same platform, the mean of all is compared besides."""
     run, nats = record.runs[0], np.linspace(3.0, 3.5, 16)
     line = next(line for line in reversed(run.lines) if isinstance(line.event, runlog.Val))
     scored = replace(line, event=replace(line.event, sequences=tuple(lie(nats))))
     told = dataclasses.replace(run, lines=tuple(scored if one is line else one for one in run.lines))
     for foreign, status in ((True, elsewhere), (False, here)):
         found = replace(honest(told), foreign=foreign, sample=tuple(enumerate(nats.tolist())), stretches=())
+        found = replace(found, num_sequences=(16, 0))
         assert asked("V601", record, (told, found)).status == status
 
 

@@ -469,7 +469,7 @@ def test_an_examiner_repeats_the_islands_with_the_programs_of_the_record(done, s
     (settings,), (programs,) = run_.of(runlog.Islands), done.glob("programs-*.xz")
     request = Examination(
         programs=programs,
-        track="islands-cpu",
+        track="islands-cpu@2",
         data=smoke_data,
         run_seed=0,
         platform="cpu",

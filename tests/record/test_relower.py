@@ -52,7 +52,7 @@ def holding(**changes: Any) -> Archive:
         (lzma.compress(bytes(2**26 + 1), preset=0), "at most 67,108,864 bytes"),
         (lzma.compress(b"\x81" * 2000), "object"),
         (lzma.compress(b"\x81\xa6leaves\xdd\x03\x00\x00\x00", preset=0), "of length <= 1000000"),
-        (pack(holding(steps=("train", "another"))), "lacks programs that it names"),
+        (pack(holding(steps=("train", "another"))), "holds other programs than it names"),
         (pack(holding(steps=("train", "train"))), "contradicts itself"),
         (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
     ],

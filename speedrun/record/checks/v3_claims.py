@@ -72,7 +72,6 @@ def _no_wonder(record: Record) -> Iterator[str]:
 )
 def _possible(run: Run, record: Record) -> Iterator[str]:
     rate, vals = record.rules.target.entropy_rate, [(val.step, loss_of(val)) for val in run.vals]
-    vals += [(one.val.step, loss_of(one.val)) for one in run.of(runlog.HeldOut)]
     if run.outcome == "non-finite":
         yield "the loss became non-finite"
     for step, loss in vals:
@@ -113,7 +112,7 @@ def _stated(run: Run, _record: Record) -> Iterator[str]:
 )
 def _held_out(run: Run, _record: Record) -> Iterator[str]:
     if (found := run.held_gap) is None:
-        raise Skip("the track has no held-out text")
+        raise Skip("the run has no held-out text, or no losses of its sequences")
     gap, error = found
     if gap > _HELD_NOISE * error:
         yield f"held-out text loses {gap:.4f} nats more, {gap / error if error else math.inf:.1f} standard errors"

@@ -41,7 +41,7 @@ _FEW, _SAMPLE = 8, 16
 
 def examine(request: Examination) -> Findings:
     """Examine a run; raise SpeedrunError if its programs, checkpoints or data cannot be used."""
-    meshes.prepare(tracks.load(request.track).rules.platform)
+    meshes.prepare(tracks.version(request.track).rules.platform)
     try:
         return _Examiner(request).findings()
     except SpeedrunError:
@@ -55,7 +55,7 @@ def examine(request: Examination) -> Findings:
 
 class _Examiner:
     def __init__(self, request: Examination) -> None:
-        self.request, self.track = request, tracks.load(request.track)
+        self.request, self.track = request, tracks.version(request.track)
         self.archive = read_programs(request.programs.read_bytes())
         known = vocabulary.load(self.track, request.data) if self.archive.derived else ()
         self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas), known)
@@ -125,6 +125,7 @@ class _Examiner:
             low_error=low_error,
             stretches=tuple(replayed),
             foreign=self.foreign,
+            num_sequences=(first, len(held.tokens_BT)),
             sample=tuple(zip(sample_R.tolist(), sample_nll_R.tolist(), strict=True)),
         )
 

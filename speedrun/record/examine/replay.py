@@ -186,7 +186,7 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, nonce: str) ->
         programs.write_bytes(raw)
         wanted = Examination(
             programs=programs,
-            track=rules.name,
+            track=rules.id,
             data=rerun.data,
             run_seed=run.start.seed,
             platform=run.preflight.platform,

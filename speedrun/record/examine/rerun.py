@@ -136,7 +136,7 @@ class Rerun:
     @property
     def rules(self) -> tracks.Track:
         """The track of the run."""
-        return tracks.load(self.old.start.track.rpartition("@")[0])
+        return tracks.version(self.old.start.track)
 
     @property
     def data(self) -> Path:
