@@ -87,7 +87,7 @@ def _of_group(group: foreign_logs.Group) -> str:
 
 
 @cli.command(
-    "speedrun describe RECORD --title 'smoke in 380 steps' --author ada --change 'twenty steps fewer'",
+    "speedrun describe RECORD --title 'smoke in 200 steps' --author ada --change 'twenty steps fewer'",
     "speedrun describe RECORD --parent records/smoke-cpu/2026-11-29-first",
 )
 def describe(

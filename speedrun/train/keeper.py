@@ -132,7 +132,8 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
             is_open = bool(raw := events.read(1 << 16))
             *messages, rest = (rest + raw).split(b"\n")
             for message in messages if len(rest) < _MOST_MESSAGE_BYTES else [rest]:
-                _answer(child, kept.take(message))
+                if answer := kept.take(message):
+                    _answer(child, answer)
         elif done.is_set():
             return
         if kept.error is not None and not is_told:
