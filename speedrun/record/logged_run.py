@@ -140,15 +140,13 @@ class Run:
 
     @property
     def held_gap(self) -> tuple[float, float] | None:
-        """By how much the loss of held-out text is above the result, and its standard error over sequences.
-
-        It uses the smaller sd of both texts; otherwise a few wild losses would hide a gap.
-        """
+        """By how much the loss of held-out text is above the result, and its standard error over sequences."""
         if self.held_out is None:
             return None
         parts = [val.sequences for val in (self.held_out, self.vals[-1])]
         if min(map(len, parts)) < 2:
             return None
+        # The smaller sd of both: a few wild losses would hide a gap.
         error = min(map(stdev, parts)) * sum(1 / len(each) for each in parts) ** 0.5
         return loss_of(self.held_out) - self.val_loss, error
 
