@@ -526,7 +526,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V005", "no number of replicas", logged(other_config({**CONFIG, "replicas": 1.0}))),
     ("V005", "another recipe than its config", logged(change(runlog.RunStart, recipe_revision=2))),
     ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
-    ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
     ("V007", "no final state", in_one_run(change(runlog.RunEnd, final_hash=""))),
     ("V007", "a total wall time below the log's", ending(cold_wall_s=2.0)),
@@ -695,8 +694,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V105", "held-out text of another step", logged(held(step=8))),
     ("V105", "held-out text of no track", lambda folder: edit_track("held_tokens = 1000", "") or forge(folder)),
     ("V204", "held-out text before the result", logged(lambda log: [*log[:-3], *swapped(log[-3:-1]), log[-1]])),
-    ("V204", "held-out text in a pause", logged(
-        without(runlog.HeldOut), inserted(runlog.HeldOut("0" * 16, scored(10)), runlog.ClockResume, 2, 500))),
+    ("V204", "held-out text in a pause", in_one_run(both(
+        without(runlog.HeldOut), inserted(runlog.HeldOut("0" * 16, scored(10)), runlog.ClockResume, 2, 500)))),
     ("V204", "scored again when the held-out text was known", scored_also(scored(10), runlog.RunEnd)),
     ("V205", "held-out text in no time", logged(held(seconds=1e-9))),
     ("V310", "held-out text of another loss than its sum", logged(held(loss=3.1))),

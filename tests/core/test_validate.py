@@ -401,6 +401,11 @@ def test_the_reference_of_the_smoke_track_is_the_committed_record():
     assert CURVES["smoke-cpu@2"] == pytest.approx({seen[val.step]: val.loss for val in run.vals}, abs=1e-4)
 
 
+def test_a_record_of_an_unknown_version_is_not_described_by_the_rules_of_today(folder):
+    with pytest.raises(UsageError, match="has no track 'forged@2'"):
+        forge(folder, edit_log=change(runlog.RunStart, track="forged@2"))
+
+
 def test_assembling_again_changes_nothing_and_keeps_what_people_wrote(folder):
     forge(folder)
     assemble(folder, title="warm <wet> | wild", changes=["one thing"], parent_record="none before")

@@ -209,7 +209,7 @@ def _facts(run: Run) -> dict[str, object]:
         "list of losses": losses if len(losses) >= _FEWEST else None,
         "list of times": frozenset(enumerate(round(seconds * 1e9) for seconds in run.step_s)),
         "final state": run.final_hash,
-        "place of held-out text": [one.nonce for one in run.of(runlog.HeldOut)] or None,
+        "place of held-out text": [one.nonce for one in run.of(runlog.HeldOut)[-1:]],
     }
 
 
