@@ -91,7 +91,7 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 def _line(row: Row) -> str:
-    chance = "-" if row.chance is None else f"{100 * row.chance:.2g} %"
+    chance = "-" if row.chance is None else f"{float(f'{100 * row.chance:.2g}'):g} %"
     time = "unknown" if row.total_s is None else duration(row.total_s)
     cost = f"{row.dollars:,.2f}" if row.dollars else ""
     return f"{'>' * row.is_asked:<5}{row.num_runs:>6}  {chance:>17}  {time:>16}  {cost:>8}".rstrip()

@@ -215,7 +215,7 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     if any(fact in own for run in found.runs for fact in (run.run_id, run.train_time_s)):
         return "holds a run of the record itself"
     if not (known.issuperset(seeds) if found.same_seeds else known.isdisjoint(seeds)):
-        return f"has other seeds than it says: whether they are the record's is {found.same_seeds}"
+        return f"needs seeds that are {'those of the record' if found.same_seeds else 'new'}, as it says; has others"
     if any(not (run.val_loss and (run.train_time_s or 0) > 0) for run in done):
         return "a finished run has no loss, or no time"
     if any(run.outcome == "aborted" for run in found.runs):

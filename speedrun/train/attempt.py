@@ -45,15 +45,21 @@ class Attempt:
 
     def end(self, outcome: runlog.Outcome) -> runlog.RunEnd:
         """Return the last event of the log."""
-        times = ("compile_s", "warmup_s", "val_s", "data_wait_s", "throttled_s", "lost_s")
-        same = (*times, "final_hash", "first_batch_sha256", "matmul_gflops")
         return runlog.RunEnd(
             status=outcome,
             val_loss=self.val_loss if outcome == "finished" else None,
             train_time_s=self.clock.seconds,
             cold_wall_s=self.cold_wall_s or cold_wall_s(),
+            compile_s=self.compile_s,
+            warmup_s=self.warmup_s,
+            val_s=self.val_s,
+            data_wait_s=self.data_wait_s,
             peak_bytes=meshes.peak_bytes(self.ready.program.mesh),
+            final_hash=self.final_hash,
             data=self.read or self.ready.data_read(self.ranges),
+            first_batch_sha256=self.first_batch_sha256,
+            throttled_s=self.throttled_s,
             phases={**self.phases.seconds()},
-            **{name: getattr(self, name) for name in same},
+            lost_s=self.lost_s,
+            matmul_gflops=self.matmul_gflops,
         )

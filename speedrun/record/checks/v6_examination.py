@@ -72,6 +72,7 @@ def _loss(run: Run, findings: Findings) -> Iterator[str]:
     yield same("sha256 of the scored ids", findings.val_sha256, run.data.val_sha256)
     if findings.own:
         yield same("the state that was scored", findings.final_hash, run.final_hash)
+    exact = findings.own or ended_alike
     told = [val.sequences for val in (run.vals[-1], run.held_out) if val]
     logged, most = sum(told, ()), _FORMS[findings.dtype]
     if logged or run.held_out:
@@ -79,26 +80,20 @@ def _loss(run: Run, findings: Findings) -> Iterator[str]:
     apart = [nats - logged[at] if at < len(logged) else math.inf for at, nats in findings.sample]
     first = sum(at < findings.num_sequences[0] for at, _ in findings.sample)
     worst, held = max(apart, key=abs, default=0.0), fmean(apart[first:] or [0.0])
-    if (
-        (logged or findings.foreign)
-        and (ended_alike or findings.own)
-        and not all(abs(nats) <= most for nats in apart)
-    ):
+    if logged and exact and not all(abs(nats) <= most for nats in apart):
         yield f"one of its sequences differs by {worst:+.5f} nats from the log; {most:.5f} is allowed"
     if findings.foreign:
         for part in filter(None, (apart[:first], apart[first:])):
             if not abs(fmean(part)) <= (allowed := most / len(part) ** 0.5):
                 yield f"their mean differs by {fmean(part):+.5f} nats from the log; {allowed:.5f} is allowed"
         return
-    exact = findings.own or ended_alike
     allowed, how = (_SCORER[findings.dtype], "") if exact else (_drift(run), "trained again, ")
     if not differ <= allowed:
         yield f"{how}{scores}; {allowed:.5f} is allowed"
     if not abs(held) <= allowed:
         yield f"{how}held-out text differs by {held:+.5f} nats from the log; {allowed:.5f} is allowed"
     if not exact and differ <= allowed and abs(held) <= allowed:
-        drift = f"within the drift of {allowed:.5f} between machines"
-        raise Skip(f"{how}{scores}, {drift}; pass --checkpoints to score its own state")
+        raise Skip(f"{how}{scores}, drift is {allowed:.5f}; pass --checkpoints to score its own state")
 
 
 def _drift(run: Run) -> float:
