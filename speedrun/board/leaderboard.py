@@ -13,6 +13,7 @@ from msgspec import Meta
 from speedrun.base import track as tracks
 from speedrun.base.console import clean, quantity
 from speedrun.base.errors import UsageError, translate_read_errors
+from speedrun.record.checks.v6_examination import MOST_CONSTANT_BYTES, memory_nats
 from speedrun.record.reader import Record, load
 from speedrun.record.reproduction import judged
 from speedrun.record.source import changed_lines
@@ -28,8 +29,6 @@ STATUSES = ("reproduced", "qualified", "valid", "provisional", "missed", "no res
 PROVEN = STATUSES[:2]
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, worse held-out text.
 _UNPROVEN = frozenset({"V302", "V308", "V311", "V314"})
-
-
 Minutes = Annotated[float, Meta(gt=1e-3, lt=1e6)]
 
 
@@ -280,7 +279,7 @@ def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
 _ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
     *("track", "rank", "train time", "val loss", "held-out loss", "record", "status", "runs", "date"),
-    *("by our rules", "total wall", "steps", "tokens", "lines changed"),
+    *("by our rules", "total wall", "steps", "tokens", "lines changed", "memory"),
 )
 _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
@@ -288,10 +287,8 @@ _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
 
 def markdown(board: Board) -> str:
     """Return a table for each track with a record, then one of others' results; links start at the records."""
-    first = {row.track: row for row in board.rows}
-    tables = [
-        _table(track, row.rules.rank_by, [*map(_of_record, board.of(track))]) for track, row in first.items()
-    ]
+    ranks = {row.track: row.rules.rank_by for row in board.rows}
+    tables = [_table(track, by, [*map(_of_record, board.of(track))]) for track, by in ranks.items()]
     if theirs := sorted(board.published, key=lambda one: (one.track, one.minutes)):
         tables.append(_table(_ELSEWHERE, "train time", [*map(_of_published, theirs)]))
     return "\n\n".join(tables) + "\n"
@@ -319,6 +316,7 @@ def _of_record(row: Row) -> dict[str, str]:
         "steps": f"{row.num_steps:,}",
         "tokens": quantity(row.num_tokens),
         "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
+        "memory": f"{memory_nats(MOST_CONSTANT_BYTES, tracks.version(row.track).data.val_tokens):.4f}",
         "record": _link(row.title, f"./{quote(row.path)}", authors),
         "date": row.created_utc[:10],
     }

@@ -99,7 +99,7 @@ class Stated(Kernels):
     def _chosen(self, what: str, choice: Choice) -> Choice:
         """Take the chosen implementation; kernels, and Mosaic's passes over logits, state their work."""
         passes = getattr(choice.function, "keywords", {}).get("passes", cross_entropy_gpu.PASSES)
-        stated = _STATED.get(choice.name, choice.function)
+        stated = _STATED.get((what.partition(" ")[0], choice.name), choice.function)
         if passes != cross_entropy_gpu.PASSES:
             stated = partial(stated, passes=cross_entropy_gpu.Passes(_sum_exp, _softmax_gradient))
         return super()._chosen(what, choice._replace(function=stated))
@@ -178,5 +178,5 @@ def _norm_forward(x_BTHK: jax.Array) -> Any:
 _attention = _stated(_attention_forward, _attention_backward, nondiff_argnums=(0,))
 _mlp = _stated(_mlp_forward, _mlp_backward, nondiff_argnums=(0,))
 _normed = _stated(_norm_forward, lambda saved, dy: tuple(kernel("elementwise", [dy], dy, *saved)))
-#: Of QK-norm and of the MLP, by the name of the choice.
-_STATED = {"triton": lambda q, k, _: (_normed(q), _normed(k)), "mosaic": _mlp_of_states}
+#: By the operation and the name of the choice.
+_STATED = {("qk_norm", "triton"): lambda q, k, _: (_normed(q), _normed(k)), ("mlp", "mosaic"): _mlp_of_states}

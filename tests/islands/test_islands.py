@@ -111,7 +111,8 @@ RECIPE = replace(SMOKE, name="sgd", parent="smoke", optimizer=Sgd(lr=2.0))
 """
 
 
-def test_sgd_averaged_after_each_step_is_sgd_on_all_their_tokens(smoke_data, tmp_path):
+def test_sgd_averaged_after_each_step_is_sgd_on_all_their_tokens(smoke_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDRUN_RECIPES", "")  # `resolve` puts a folder first
     (tmp_path / "sgd.py").write_text(SGD)
     recipe = resolve(str(tmp_path / "sgd.py"))
 

@@ -133,6 +133,20 @@ def test_averages_count_the_steps_they_are_told_and_are_shipped_in_order(devices
     np.testing.assert_allclose(found["embed"], shipped, rtol=1e-5, atol=1e-6)
 
 
+def test_averages_that_never_began_ship_finite_weights():
+    """A warm-up runs the last step's program early."""
+    layout = Layout({"embed": ParamSpec((16, 4), ("id", "model"), zeros, "embed")})
+    transform = averages((Average(("embed",), "late", 1.0),), ("embed",), layout)
+
+    def shipped(embed_RD: jax.Array) -> jax.Array:
+        params, inputs = {"embed": embed_RD}, Inputs({"late": 0, "use_averages": True}, {})
+        own: Any = transform.update({"embed": embed_RD}, transform.init(params), params, inputs=inputs)[0]
+        return embed_RD + own["embed"]
+
+    step = jax.shard_map(shipped, mesh=mesh.make_mesh(1), in_specs=P(DATA), out_specs=P(DATA))
+    assert not jax.jit(step)(jnp.ones((16, 4))).any()  # NaN would be true
+
+
 def test_averages_of_groups_that_do_not_exist_are_refused():
     layout = Layout(SMOKE.table(SMOKE.config))
     for group in ("nosuch", "ngram"):

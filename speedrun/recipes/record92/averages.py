@@ -60,7 +60,7 @@ def averages(
             return moves, tuple(means)
         for group in rescaled:
             own = [name for name in shipped if layout.groups[name] == group]
-            factor = _norm(weights, own) / _norm(shipped, own)
+            factor = _norm(weights, own) / jnp.maximum(_norm(shipped, own), 1e-30)  # a warm-up ships zeros
             shipped |= {name: factor * shipped[name] for name in own}
         return moves | {k: x - params[k].astype(jnp.float32) for k, x in shipped.items()}, tuple(means)
 

@@ -98,8 +98,8 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     found = [_examined(rerun, raw, given.get(rerun.old.folder), options.nonce) for rerun in reruns]
     record = replace(record, findings=dict(zip(names, found, strict=True)))
     bytes_, literals = found[0].constant_bytes, found[0].num_literals
-    most = f"worth at most {memory_nats(record.reference_run, found[0]):.4f} nats of memory"
-    print(f"constants: {bytes_:,} bytes, {most}; {literals} are single numbers, to be read", file=echo)
+    worth = f"worth at most {memory_nats(bytes_, record.reference_run.vals[-1].tokens):.4f} nats of memory"
+    print(f"constants: {bytes_:,} bytes, {worth}; {literals} are single numbers, to be read", file=echo)
     return Report(report.results + tuple(ask(one, record) for one in REPLAY_CHECKS), report.strict)
 
 
