@@ -74,8 +74,17 @@ HOUSE_LINES = 31732
 #: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92 with rows that travel, and 700
 #: for islands, which take more: what they take above it was cut elsewhere; 65 for heads of modules that were one,
 #: as long as nothing else makes room for them. A run as one function, kept by another process, takes 338 for
-#: what it does that the watchdog did not; at most 500 for text that nobody can know and records that outlive JAX.
-ALLOWANCES = {"speed": 600, "record 92": 990, "islands": 700, "rooms": 65, "keeper": 338, "trust": 500}
+#: what it does that the watchdog did not; at most 500 for text that nobody can know and records that outlive JAX;
+#: at most 700 for a faster record 92, its copy head, and a faster CPU.
+ALLOWANCES = {
+    "speed": 600,
+    "record 92": 990,
+    "islands": 700,
+    "rooms": 65,
+    "keeper": 338,
+    "trust": 500,
+    "faster": 20,
+}
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

@@ -87,6 +87,7 @@ def attention(
     platform, compute_capability, dtype = _here()
     call = dispatch.AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
+        value_dim=head_dim,
         dtype=dtype,
         platform=platform,
         compute_capability=compute_capability,

@@ -87,13 +87,15 @@ class Stated(Kernels):
     ) -> jax.Array:
         """Visit the tiles of FineWeb's documents."""
         window: Window = more["window"]
-        (rows, num_tokens, heads, width), block_tokens = q_BTHK.shape, more["block_tokens"]
-        call = dispatch.AttentionCall(q_BTHK.shape, *self._on(q_BTHK), window.most * block_tokens)
+        (rows, num_tokens, heads, _), block_tokens = q_BTHK.shape, more["block_tokens"]
+        call = dispatch.AttentionCall(
+            q_BTHK.shape, v_BTHK.shape[-1], *self._on(q_BTHK), window.most * block_tokens
+        )
         choice = dispatch.choose_attention(self.wanted_attention, call)
         if getattr(choice.function, "func", None) is not attention_triton.attention:
             return super().attention(q_BTHK, k_BTHK, v_BTHK, first_BT, **more)
         blocks = window.blocks if isinstance(window.blocks, int) else window.most
-        each = (2 * rows * heads * width * n for n in visited_pairs(num_tokens, blocks, block_tokens))
+        each = (2 * rows * heads * n for n in visited_pairs(num_tokens, blocks, block_tokens))
         return _attention(_Attended(*each, norms=int(more.get("angles") is not None)), q_BTHK, k_BTHK, v_BTHK)
 
     def _chosen(self, what: str, choice: Choice) -> Choice:
@@ -123,7 +125,7 @@ def _stated(forward: Callable[..., Any], backward: Callable[..., Any], **setting
 
 
 class _Attended(NamedTuple):
-    """FLOPs of one product over the pairs that each kernel visits."""
+    """FLOPs of products over the pairs that each kernel visits, for a column of heads."""
 
     forward: int
     by_queries: int
@@ -132,19 +134,25 @@ class _Attended(NamedTuple):
 
 
 def _attention_forward(work: _Attended, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    """Two products."""
+    """Two products: of queries and keys, and with values."""
     rows = Struct(q.shape[:-1], jnp.float32)
     if work.norms:
         k, _ = kernel("attention", [k, rows], k)
-    o, lse, *normed = kernel("attention", [v, rows, *[q] * work.norms], q, k, v, flops=2 * work.forward)
+    o, lse, *normed = kernel(
+        "attention", [v, rows, *[q] * work.norms], q, k, v, flops=work.forward * _columns(q, v)
+    )
     return o, (*(normed or [q]), k, v, o, lse)
+
+
+def _columns(*heads: jax.Array) -> int:
+    return sum(x.shape[-1] for x in heads)
 
 
 def _attention_backward(work: _Attended, saved: tuple[jax.Array, ...], do: jax.Array) -> Any:
     """Seven products: scores and their gradients are computed by queries, and again by keys."""
     q, k, v, o, lse = saved
-    dq, delta = kernel("attention", [q, lse], q, k, v, o, do, lse, flops=3 * work.by_queries)
-    return dq, *kernel("attention", [k, v], q, k, v, do, lse, delta, flops=4 * work.by_keys)
+    dq, delta = kernel("attention", [q, lse], q, k, v, o, do, lse, flops=work.by_queries * _columns(q, q, v))
+    return dq, *kernel("attention", [k, v], q, k, v, do, lse, delta, flops=2 * work.by_keys * _columns(q, v))
 
 
 def _mlp_forward(factors: mlp.Factors, x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> Any:

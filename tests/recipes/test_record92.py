@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import speedrun as sr
 from speedrun import recipes
 from speedrun.base import mesh, track
 from speedrun.base.errors import UsageError
@@ -166,6 +167,15 @@ def test_its_sibling_is_a_program_whose_state_has_few_bytes():
     few = SMOKE.override({"schedule.phases.1.columns": "(200,)"})
     program = recipe_checks.checked(Program(few, mesh.make_mesh(8), vocabulary=()))
     assert 8 * memory.state_bytes(program) <= 16 * count(few.table(few.config))
+
+
+@pytest.mark.compile
+def test_its_sibling_trains_to_the_end(smoke_data, tmp_path):
+    """A warm-up, all kinds of steps, validations, and the averages that are shipped."""
+    record = sr.run(SMOKE, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)
+    (run,) = record.runs
+    assert run.val_loss < 3.6, "a model without attention ends at 4.2"
+    assert record.validate().having("failed") == ()
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,18 @@ class TestForms:
         _, dq, dk, dv = run(q, k, jnp.broadcast_to(v[:, :1], v.shape), g)
         assert max(jnp.abs(dq).max(), jnp.abs(dk).max()) < 1e-4 * jnp.abs(dv).max()
 
+    @pytest.mark.parametrize(("keys", "values"), [(8, 16), (16, 8)])
+    @pytest.mark.parametrize("name", [name for name in FORMS if name != "definition"])
+    def test_values_have_a_width_of_their_own(self, name, keys, values):
+        """Record 92 has queries and keys of half a head. The definition is computed with zeros in the other half."""
+        case = CASES["mixed documents"]
+        q, k, v, g = inputs(case)
+        q, k, v, g = q[..., :keys], k[..., :keys], v[..., :values], g[..., :values]
+        wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, 16 - x.shape[-1])]) for x in (q, k, v, g)]
+        found = differentiated(FORMS[name](case), case)(q, k, v, g)
+        for x, want in zip(found, differentiated(attention, case)(*wide), strict=True):
+            np.testing.assert_allclose(x, want[..., : x.shape[-1]], atol=3e-6)
+
     @pytest.mark.parametrize("name", FORMS)
     def test_no_window_shows_a_later_token(self, name):
         """A window without blocks shows nothing: NaN, which ends a run."""

@@ -29,7 +29,7 @@ F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 CPU: dict[str, Any] = {"platform": "cpu", "compute_capability": "", "dtype": F32}
 SHORT = {**CPU, "shape_BTHK": (2, 256, 2, 16)}
 #: Of each operation on an H100: its call, and calls that differ, with the form that runs and a part of its reason.
-ATTENTION = AttentionCall((1, 49_152, 6, 128), BF16, "gpu", "9.0", window_tokens=14 * 128)
+ATTENTION = AttentionCall((1, 49_152, 6, 128), 128, BF16, "gpu", "9.0", window_tokens=14 * 128)
 QK_NORM, MLP = QkNormCall(128, BF16, "gpu", "9.0"), MlpCall(49_152, 768, 3072, BF16, "gpu", "9.0")
 HEAD = HeadCall(49_152, 50_304, BF16, "gpu", "9.0", None, as_cap(15.0))
 CASES: list[tuple[Callable[[Any], Any], Any, list[tuple[dict[str, Any], str, str]]]] = [

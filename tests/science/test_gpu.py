@@ -66,7 +66,7 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
         call = dispatch.AttentionCall(
-            shape_BTHK, DTYPE, PLATFORM, CAPABILITY, window_blocks * size.block_tokens
+            shape_BTHK, size.head_dim, DTYPE, PLATFORM, CAPABILITY, window_blocks * size.block_tokens
         )
         form = _interpreted if interpreted else dispatch.choose_attention(name, call).function
         seen = first_key(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)

@@ -97,9 +97,6 @@ def with_key_offset(heads: Heads) -> Heads:
 
 def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
     """Return softmax(q k^T) v over what `view` shows, after QK-norm and rotary by its angles."""
-    if wider := heads.v.shape[-1] - heads.q.shape[-1]:  # kernels have one width
-        q_BTHK, k_BTHK = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wider))) for x in heads[:2])
-        heads = Heads(q_BTHK, k_BTHK, heads.v)
     q_BTHK, k_BTHK, v_BTHK = (_seen_as(x_BTHK, view) for x_BTHK in heads)
     how = {"scale": 1.0, "window": view.window, "block_tokens": 1, "angles": view.angles}
     return kernels.attention(q_BTHK, k_BTHK, v_BTHK, view.first_BT, **how).reshape(heads.v.shape)

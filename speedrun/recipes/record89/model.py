@@ -142,7 +142,7 @@ def mix_positions(
     value_ND, in_ND = (narrowed(w, cfg.num_heads, value_width) for w in (value_ND, out_ND.T))
     qk_ND, value_ND = (nn.scaled(w, scale_in) for w in (qk_ND, value_ND))
     heads = attention.project(h_BTD, qk_ND, value_ND, cfg.num_heads)
-    if {"offset", "compose"} & {*layer.extras} or qk_width != value_width:
+    if {"offset", "compose"} & {*layer.extras}:
         heads, view = attention.rotated(heads, view, ctx.kernels)
     if "offset" in layer.extras:
         heads = attention.with_key_offset(heads)

@@ -4,8 +4,8 @@ There is one forward kernel, and two backward ones: by queries (dq) and by keys 
 and are deterministic. Plain JAX computes which tiles each program visits (`Bounds`). QK-norm and rotary of queries, and
 their gradients, cost no pass, as a tile of them is in registers anyway. Keys are visited too often for that.
 
-Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile, J half a head;
-N tiles of queries, M tiles of keys.
+Legend: B batch, T time, H heads, K width of queries and keys, V width of values; inside a kernel C queries of a tile,
+S keys of a tile, J half a head; N tiles of queries, M tiles of keys.
 Source: the recurrence is that of Dao et al. 2022 and 2023, FlashAttention 1 and 2.
 """
 
@@ -67,7 +67,7 @@ def bounds(first_BT: jax.Array, tiles: Tiles) -> Bounds:
 def attention(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
-    v_BTHK: jax.Array,
+    v_BTHV: jax.Array,
     first_BT: jax.Array,
     *,
     scale: float,
@@ -75,7 +75,7 @@ def attention(
     tiling: Tiling = HOPPER,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attention.attention` to its inputs' rounding, for shapes that `unsupported_reasons` permits.
+    """Compute `attention.attention` to its inputs' rounding, for sizes that `unsupported_reasons` permits.
 
     Scores, sums and accumulators are float32. Weights and their gradients are rounded to the dtype of the values
     before each product. The backward pass recomputes scores, so memory is linear in T.
@@ -83,17 +83,16 @@ def attention(
     With `qk_norm_triton.normed` of the keys, QK-norm and rotary come first; gradients are those before both.
     """
     settings = _Settings(scale, tiling, interpret)
-    return _attention(settings, q_BTHK, k_BTHK, v_BTHK, first_BT, *normed)
+    return _attention(settings, q_BTHK, k_BTHK, v_BTHV, first_BT, *normed)
 
 
-def unsupported_reasons(shape_BTHK: tuple[int, ...]) -> list[str]:
-    """Return why the kernels cannot run on this shape."""
-    _, num_tokens, _, head_dim = shape_BTHK
+def unsupported_reasons(num_tokens: int, *widths: int) -> list[str]:
+    """Return why the kernels cannot run on sequences and heads of these sizes."""
     reasons = []
     if num_tokens % 128:  # a multiple of every tile
         reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of 128")
-    if head_dim not in (16, 32, 64, 128):
-        reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
+    if others := {*widths} - {16, 32, 64, 128}:
+        reasons.append(f"heads of {min(others)} dimensions; the kernels need 16, 32, 64 or 128")
     return reasons
 
 
@@ -109,30 +108,30 @@ def _attention(settings: _Settings, *args: jax.Array) -> jax.Array:
 
 
 def _forward(settings: _Settings, *args: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, *normed = args
+    q_BTHK, k_BTHK, v_BTHV, first_BT, *normed = args
     k_BTHK, *of_k = normed or [k_BTHK]  # 1 / rms and angles
     tiles, angles = settings.tiling.forward, of_k[1:]
-    operands = q_BTHK, k_BTHK, v_BTHK, first_BT, bounds(first_BT, tiles).first_key_tile_BN, *angles
-    results, parts = [_like(v_BTHK), _rows(q_BTHK)], "tile all all tile one"
+    operands = q_BTHK, k_BTHK, v_BTHV, first_BT, bounds(first_BT, tiles).first_key_tile_BN, *angles
+    results, parts = [_like(v_BTHV), _rows(q_BTHK)], "tile all all tile one"
     if angles:
         results, parts = [*results, _like(q_BTHK), _rows(q_BTHK)], parts + " angles"
-    o_BTHK, lse_BHT, *more = _call(_forward_kernel, tiles.queries, tiles, settings, parts, operands, results)
+    o_BTHV, lse_BHT, *more = _call(_forward_kernel, tiles.queries, tiles, settings, parts, operands, results)
     q_BTHK, *r_BHT = more or [q_BTHK]
-    return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, [*r_BHT, *angles], of_k)
+    return o_BTHV, (q_BTHK, k_BTHK, v_BTHV, first_BT, o_BTHV, lse_BHT, [*r_BHT, *angles], of_k)
 
 
-def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT, of_q, of_k = residuals
+def _backward(settings: _Settings, residuals: tuple[Any, ...], do_BTHV: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHV, first_BT, o_BTHV, lse_BHT, of_q, of_k = residuals
     (_, tiles, by_keys), back = settings.tiling, " tile angles" if of_q else ""
     starts_BN = bounds(first_BT, tiles).first_key_tile_BN
     ends_BM = bounds(first_BT, by_keys).end_query_tile_BM
-    operands = q_BTHK, k_BTHK, v_BTHK, o_BTHK, do_BTHK, lse_BHT, first_BT, starts_BN, *of_q
+    operands = q_BTHK, k_BTHK, v_BTHV, o_BTHV, do_BTHV, lse_BHT, first_BT, starts_BN, *of_q
     results, parts = [_like(q_BTHK), _rows(q_BTHK)], "tile all all tile tile tile tile one" + back
     dq_BTHK, delta_BHT = _call(_query_kernel, tiles.queries, tiles, settings, parts, operands, results)
-    operands = q_BTHK, k_BTHK, v_BTHK, do_BTHK, lse_BHT, delta_BHT, first_BT, ends_BM, *of_k
-    results, parts = [_like(k_BTHK), _like(v_BTHK)], "all tile tile all all all all one" + back
-    dk_BTHK, dv_BTHK = _call(_key_kernel, by_keys.keys, by_keys, settings, parts, operands, results)
-    return dq_BTHK, dk_BTHK, dv_BTHK, *[None] * (4 if of_k else 1)  # of `first_BT`, and of `normed`
+    operands = q_BTHK, k_BTHK, v_BTHV, do_BTHV, lse_BHT, delta_BHT, first_BT, ends_BM, *of_k
+    results, parts = [_like(k_BTHK), _like(v_BTHV)], "all tile tile all all all all one" + back
+    dk_BTHK, dv_BTHV = _call(_key_kernel, by_keys.keys, by_keys, settings, parts, operands, results)
+    return dq_BTHK, dk_BTHK, dv_BTHV, *[None] * (4 if of_k else 1)  # of `first_BT`, and of `normed`
 
 
 _attention.defvjp(_forward, _backward)
@@ -146,37 +145,37 @@ def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     first_C, t_C = first_ref[...], pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
     def visit(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        o_CK, top_C, sum_C = carry
+        o_CV, top_C, sum_C = carry
         keys = pl.ds(tile * tiles.keys, tiles.keys)
         s_S = tile * tiles.keys + jnp.arange(tiles.keys)
         scores_CS = _scores(q_CK, k_ref[keys, :], _sees(t_C[:, None], s_S[None, :], first_C[:, None]), scale)
         new_top_C = jnp.maximum(top_C, jnp.max(scores_CS, axis=1))
         weights_CS = jnp.exp2(scores_CS - new_top_C[:, None])
         shrink_C = jnp.exp2(top_C - new_top_C)  # zero for a row that has seen no key yet: drops its sums
-        o_CK = o_CK * shrink_C[:, None] + plgpu.dot(weights_CS.astype(v_ref.dtype), v_ref[keys, :])
-        return o_CK, new_top_C, sum_C * shrink_C + jnp.sum(weights_CS, axis=1)
+        o_CV = o_CV * shrink_C[:, None] + plgpu.dot(weights_CS.astype(v_ref.dtype), v_ref[keys, :])
+        return o_CV, new_top_C, sum_C * shrink_C + jnp.sum(weights_CS, axis=1)
 
-    start = jnp.zeros(q_CK.shape, jnp.float32), jnp.full(t_C.shape, UNSEEN), jnp.zeros(t_C.shape)
-    o_CK, top_C, sum_C = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
+    start = jnp.zeros(o_ref.shape, jnp.float32), jnp.full(t_C.shape, UNSEEN), jnp.zeros(t_C.shape)
+    o_CV, top_C, sum_C = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
     sum_C = jnp.where(first_C <= t_C, sum_C, jnp.nan)  # sees nothing: not the mean of all values
-    o_ref[...] = (o_CK / sum_C[:, None]).astype(o_ref.dtype)
+    o_ref[...] = (o_CV / sum_C[:, None]).astype(o_ref.dtype)
     lse_ref[...] = top_C + jnp.log2(sum_C)
 
 
 def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     """Compute dq of a tile of queries, over the key tiles it sees, and delta, the sum of o * do of each query."""
     q_ref, k_ref, v_ref, o_ref, do_ref, lse_ref, first_ref, first_tile_ref, *back, dq_ref, delta_ref = refs
-    q_CK, do_CK, lse_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, first_ref))
-    delta_C = jnp.sum(o_ref[...].astype(jnp.float32) * do_CK, axis=1)
+    q_CK, do_CV, lse_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, first_ref))
+    delta_C = jnp.sum(o_ref[...].astype(jnp.float32) * do_CV, axis=1)
     t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
     def visit(tile: jax.Array, dq_CK: jax.Array) -> jax.Array:
         keys = pl.ds(tile * tiles.keys, tiles.keys)
-        k_SK, v_SK = k_ref[keys, :], v_ref[keys, :]
+        k_SK, v_SV = k_ref[keys, :], v_ref[keys, :]
         s_S = tile * tiles.keys + jnp.arange(tiles.keys)
         scores_CS = _scores(q_CK, k_SK, _sees(t_C[:, None], s_S[None, :], first_C[:, None]), scale)
         weights_CS = jnp.exp2(scores_CS - lse_C[:, None])
-        dscores_CS = weights_CS * (plgpu.dot(do_CK, v_SK.T) - delta_C[:, None])
+        dscores_CS = weights_CS * (plgpu.dot(do_CV, v_SV.T) - delta_C[:, None])
         return dq_CK + plgpu.dot(dscores_CS.astype(k_SK.dtype), k_SK)
 
     start = jnp.zeros(q_CK.shape, jnp.float32)
@@ -188,24 +187,24 @@ def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 def _key_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
     """Compute dk and dv of a tile of keys, over the query tiles that see it. Scores are transposed throughout."""
     q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, first_ref, end_tile_ref, *back, dk_ref, dv_ref = refs
-    k_SK, v_SK = k_ref[...], v_ref[...]
+    k_SK, v_SV = k_ref[...], v_ref[...]
     s_S = pl.program_id(0) * tiles.keys + jnp.arange(tiles.keys)
 
     def visit(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        dk_SK, dv_SK = carry
+        dk_SK, dv_SV = carry
         queries = pl.ds(tile * tiles.queries, tiles.queries)
-        q_CK, do_CK = q_ref[queries, :], do_ref[queries, :]
+        q_CK, do_CV = q_ref[queries, :], do_ref[queries, :]
         t_C = tile * tiles.queries + jnp.arange(tiles.queries)
         sees_SC = _sees(t_C[None, :], s_S[:, None], first_ref[queries][None, :])
         weights_SC = jnp.exp2(_scores(k_SK, q_CK, sees_SC, scale) - lse_ref[queries][None, :])
-        dscores_SC = weights_SC * (plgpu.dot(v_SK, do_CK.T) - delta_ref[queries][None, :])
-        dv_SK += plgpu.dot(weights_SC.astype(do_CK.dtype), do_CK)
-        return dk_SK + plgpu.dot(dscores_SC.astype(q_CK.dtype), q_CK), dv_SK
+        dscores_SC = weights_SC * (plgpu.dot(v_SV, do_CV.T) - delta_ref[queries][None, :])
+        dv_SV += plgpu.dot(weights_SC.astype(do_CV.dtype), do_CV)
+        return dk_SK + plgpu.dot(dscores_SC.astype(q_CK.dtype), q_CK), dv_SV
 
     first_tile = pl.program_id(0) * tiles.keys // tiles.queries
-    zeros_SK = jnp.zeros(k_SK.shape, jnp.float32)
-    dk_SK, dv_SK = jax.lax.fori_loop(first_tile, end_tile_ref[...], visit, (zeros_SK, zeros_SK))
-    dv_ref[...] = dv_SK.astype(dv_ref.dtype)
+    start = jnp.zeros(k_SK.shape, jnp.float32), jnp.zeros(v_SV.shape, jnp.float32)
+    dk_SK, dv_SV = jax.lax.fori_loop(first_tile, end_tile_ref[...], visit, start)
+    dv_ref[...] = dv_SV.astype(dv_ref.dtype)
     _put(dk_ref, dk_SK * scale, k_ref, *back)
 
 
@@ -263,9 +262,9 @@ def _call(
 
 
 def _spec(shape: tuple[int, ...], part: str, tile: int, head_dim: int) -> pl.BlockSpec:
-    """Return a program's block of [B, T, H, K], [B, H, T] or [B, T]: its tile or all; or its number in [B, N].
+    """Return a program's block of [B, T, H, K or V], [B, H, T] or [B, T]: its tile or all; or its number in [B, N].
 
-    "angles" is its tile of [T, n K], for heads in turn.
+    "angles" is its tile of [T, n K], for heads of width K = `head_dim` in turn.
     """
     if part == "one":
         return pl.BlockSpec((None, None), lambda i, h, b: (b, i))
@@ -273,7 +272,7 @@ def _spec(shape: tuple[int, ...], part: str, tile: int, head_dim: int) -> pl.Blo
         return pl.BlockSpec((tile, head_dim), lambda i, h, b: (i, h % (shape[1] // head_dim)))
     if len(shape) == 4:
         tokens, move = (tile, 1) if part == "tile" else (shape[1], 0)
-        return pl.BlockSpec((None, tokens, None, head_dim), lambda i, h, b: (b, i * move, h, 0))
+        return pl.BlockSpec((None, tokens, None, shape[-1]), lambda i, h, b: (b, i * move, h, 0))
     tokens, move = (tile, 1) if part == "tile" else (shape[-1], 0)
     of_head = [None] * (len(shape) - 2)
     return pl.BlockSpec((None, *of_head, tokens), lambda i, h, b: (b, *[h] * len(of_head), i * move))

@@ -50,7 +50,8 @@ class Implementation(NamedTuple):
 class AttentionCall(NamedTuple):
     """Static facts of a call of attention."""
 
-    shape_BTHK: tuple[int, ...]  #: on one device
+    shape_BTHK: tuple[int, ...]  #: of queries and keys, on one device
+    value_dim: int  #: of a head
     dtype: jnp.dtype
     platform: str  #: as JAX names it: cpu, gpu
     compute_capability: str  #: of an NVIDIA GPU, such as 9.0; empty elsewhere
@@ -110,6 +111,11 @@ def _triton_reasons(call: AttentionCall | QkNormCall) -> list[str]:
     return _platform_reasons(call, _TRITON) + other
 
 
+def _size_reasons(call: AttentionCall) -> list[str]:
+    _, num_tokens, _, head_dim = call.shape_BTHK
+    return attention_triton.unsupported_reasons(num_tokens, head_dim, call.value_dim)
+
+
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
     tiling = attention_triton.AMPERE if call.compute_capability[0] == "8" else attention_triton.HOPPER
     return partial(attention_triton.attention, tiling=tiling)
@@ -121,10 +127,7 @@ ATTENTION: Mapping[str, Implementation] = MappingProxyType(
         "banded": Implementation(
             lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
-        "triton": Implementation(
-            lambda call: _triton_reasons(call) + attention_triton.unsupported_reasons(call.shape_BTHK),
-            _bind_triton,
-        ),
+        "triton": Implementation(lambda call: _triton_reasons(call) + _size_reasons(call), _bind_triton),
     }
 )
 
@@ -227,7 +230,7 @@ class Kernels:
         angles: Angles | None = None,
     ) -> jax.Array:
         """Compute `kernels.attention`, after `qk_norm` by the angles; `first_BT` is `first_key` of this window."""
-        call = AttentionCall(q_BTHK.shape, *self._on(q_BTHK), window.most * block_tokens)
+        call = AttentionCall(q_BTHK.shape, v_BTHK.shape[-1], *self._on(q_BTHK), window.most * block_tokens)
         kind = "fixed" if isinstance(window.blocks, int) else "traced"
         what = f"attention {_spec(q_BTHK)}, {kind} window of {window.most} blocks"
         choice = self._chosen(what, choose_attention(self.wanted_attention, call))
