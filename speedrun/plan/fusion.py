@@ -25,6 +25,9 @@ _BY_NAME = {"all_gather", "reduce_scatter", "all_to_all"}
 _PARTS = {"slice", "dynamic_slice", "gather", "split"}
 #: Numbers of the longest row whose sum is computed where it is read, as in a norm.
 _ROW = 8192
+#: Columns below which a sum over rows starves: XLA gives each a few threads, which read a row in 4 to 8 ns. A pass
+#: moves as many bytes in this time (docs/plan.md).
+_FEW_COLUMNS, _STARVED_ROW_BYTES = 64, 14_000
 #: A value with fewer numbers is not worth storing.
 _SMALL = 4096
 
@@ -65,6 +68,16 @@ class _Operation:
         shape, axes = self.equation.invars[0].aval.shape, self.equation.params["axes"]
         return tuple(axes) != (len(shape) - 1,) or shape[-1] > _ROW
 
+    @property
+    def starved_bytes(self) -> int:
+        """Bytes that a pass could move while a sum over the rows of a narrow array waits for them."""
+        if self.name not in SUMS:
+            return 0
+        shape, axes = self.equation.invars[0].aval.shape, self.equation.params["axes"]
+        rows = math.prod(shape[axis] for axis in axes)
+        is_starved = len(shape) - 1 not in axes and rows > _SMALL and math.prod(shape) < _FEW_COLUMNS * rows
+        return rows * _STARVED_ROW_BYTES * is_starved
+
 
 @dataclass(eq=False)
 class _Pass:
@@ -93,6 +106,7 @@ class _Pass:
         accessed = max((value.size for value in self.reads), default=0) + sum(x.size for x in self.writes)
         computed = sum(INSTRUCTIONS.get(one.name, 1) * one.elements for one in self.operations)
         num_bytes = sum(self.reads.values()) + sum(value.num_bytes for value in self.writes)
+        num_bytes += sum(one.starved_bytes for one in self.operations)
         return Work("elementwise", instructions=computed + ACCESS * accessed, num_bytes=num_bytes)
 
 
