@@ -6,6 +6,7 @@ from typing import Any
 
 import golden_files
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_golden89 import recipe_of
@@ -14,6 +15,7 @@ from test_recipes import check_trace
 from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
+from speedrun.recipes.record89.model import spread
 from speedrun.science.recipe import Stage
 from speedrun.train import recipe_checks
 from speedrun.train.program import Program
@@ -119,6 +121,14 @@ def test_eight_bits_are_in_training_only():
     products = [line for line in train.splitlines() if "stablehlo.dot_general" in line]
     assert sum("xf8E" in line for line in products) == 2 * 11 + 3
     assert "f8E" not in score
+
+
+@pytest.mark.parametrize("shape", [(2, 96), (3, 7)])
+def test_a_vector_for_each_token_has_the_sum_over_tokens_as_gradient(shape):
+    dy = np.random.default_rng(0).standard_normal((*shape, 5)).astype(np.float32)
+    y, pull = jax.vjp(lambda x: spread(x, *shape), jnp.arange(5.0))
+    np.testing.assert_array_equal(y, np.broadcast_to(np.arange(5), dy.shape))
+    np.testing.assert_allclose(pull(jnp.asarray(dy))[0], dy.astype(np.float64).sum((0, 1)), rtol=1e-5)
 
 
 @pytest.mark.compile
