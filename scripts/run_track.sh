@@ -88,13 +88,11 @@ main() {
       if [[ -n $group ]]; then kill -TERM -- "-$group" || true; else exit $stopped; fi' INT TERM HUP
   fi
 
-  # NVIDIA recommends the first for JAX on such nodes; records name both. The cache keeps compiled programs and choices of
-  # the autotuner, so that a second run compiles in seconds; its log says so.
+  # NVIDIA recommends the first for JAX on such nodes; records name both.
   if ((gpus > 0)); then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
   fi
-  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"
 
   python=${SPEEDRUN_PYTHON:-.venv/bin/python}
   [[ $python == .venv/* ]] || "$python" -c 'import click, msgspec' 2>/dev/null || died=1 die "SPEEDRUN_PYTHON=$python lacks packages; unset it"

@@ -92,7 +92,7 @@ def _planned(ready: Ready, step: int, batch: stream.Shape) -> Planned:
 
 @contextmanager
 def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
-    """Collect hits and misses of JAX's persistent cache; there are none without $JAX_COMPILATION_CACHE_DIR."""
+    """Collect hits and misses of JAX's persistent cache; there are none if it is off."""
     answers: list[Literal["hit", "miss"]] = []
 
     def listen(event: str, **_: str | int) -> None:

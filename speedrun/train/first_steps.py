@@ -1,9 +1,7 @@
 """`speedrun run --check`: whether a recipe runs, and whether its loss falls. Writes no log and no record."""
 
-import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -43,10 +41,7 @@ class FirstSteps(msgspec.Struct, frozen=True):
 
 
 def check(config: RunConfig, say: Callable[[str], None]) -> FirstSteps:
-    """Train the first steps of a run. JAX keeps the compiled programs, by default in ~/.cache/speedrun/programs."""
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun", "programs")
-    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cached))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    """Train the first steps of a run."""
     generated.ensure(tracks.load(config.track), config.data, say)
     return train(prepare(config), say)
 
