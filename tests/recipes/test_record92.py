@@ -170,9 +170,11 @@ def test_its_sibling_is_a_program_whose_state_has_few_bytes():
 
 
 @pytest.mark.compile
-def test_its_sibling_trains_to_the_end(smoke_data, tmp_path):
+@pytest.mark.parametrize("name", ["record89", "record92"])
+def test_a_small_sibling_trains_to_the_end(name, smoke_data, tmp_path):
     """A warm-up, all kinds of steps, validations, and the averages that are shipped."""
-    record = sr.run(SMOKE, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)
+    recipe = recipes.load(name).override({"size": "smoke"})
+    record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)
     (run,) = record.runs
     assert run.val_loss < 3.6, "a model without attention ends at 4.2"
     assert record.validate().having("failed") == ()
