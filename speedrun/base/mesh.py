@@ -1,8 +1,6 @@
 """Makes meshes and places arrays on them; no other module does. Changes settings of JAX."""
 
-import hashlib
 import os
-import platform as machines
 import re
 import resource
 import sys
@@ -52,24 +50,6 @@ def prepare(platform: str) -> None:
     for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
         if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
             jax.config.update(name, value)
-
-
-def keep_programs() -> None:
-    """Let JAX keep compiled programs between runs, in at most 4 GiB, unless $JAX_COMPILATION_CACHE_DIR says where.
-
-    JAX's keys have the program, its options, XLA's flags and versions, and what GPU it is for. They do not have the
-    instructions that a CPU knows, so each kind of CPU has a folder below ~/.cache/speedrun/programs.
-    """
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else ()
-    knows = next((line for line in lines if line.startswith(("flags", "Features"))), machines.processor())
-    kind = f"{machines.machine()}-{hashlib.sha256(knows.encode()).hexdigest()[:8]}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    jax.config.update("jax_compilation_cache_dir", str(home / "speedrun" / "programs" / kind))
-    jax.config.update("jax_compilation_cache_max_size", 2**32)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def changed_settings() -> dict[str, str]:

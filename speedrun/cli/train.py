@@ -161,6 +161,7 @@ def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
         if param.name not in ("check", "seed", "as_json", *set(requests.RunOptions._fields) - {"out"}):
             got = f"--check writes no record, so it takes no {param.opts[-1]}"
             raise UsageError(f"{got}; leave one of them out")
+    os.environ |= keeper.with_kept_programs()
     with signals.handled_by(signal.SIG_DFL):  # an exception in JAX's C++ start would crash
         from speedrun.train import first_steps
     found = first_steps.check(config, partial(click.echo, err=True))

@@ -5,7 +5,9 @@ file. A child that dies in any way leaves a log that says so. Of a run in severa
 first one the log. Imports no JAX.
 """
 
+import hashlib
 import os
+import platform
 import secrets
 import select
 import signal
@@ -80,7 +82,8 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
     with open(reads, "rb", 0) as events, open(os.memfd_create("stacks"), "rb") as stacks:
         passed = writes, stacks.fileno()
         pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), PIPE), "errors": "backslashreplace"}
-        with subprocesses.started(module, job, *map(str, passed), pass_fds=passed, **pipes) as child:
+        more = {"pass_fds": passed, "env": with_kept_programs(), **pipes}
+        with subprocesses.started(module, job, *map(str, passed), **more) as child:
             os.close(writes)
             readers = [
                 Thread(target=_read, args=(child.stdout, shown.put), daemon=True),
@@ -121,6 +124,23 @@ def _print(shown: "SimpleQueue[str | runlog.Line | None]", printer: Printer) -> 
     for line in iter(shown.get, None):
         with suppress(OSError):
             printer.say(line) if isinstance(line, str) else printer(line)
+
+
+def with_kept_programs() -> dict[str, str]:
+    """Return the variables with which JAX keeps what it compiles, in at most 4 GiB, if none says where.
+
+    JAX's keys have the program, its options, XLA's flags and versions, and what GPU it is for. They do not have the
+    instructions that a CPU knows, so each kind of CPU has a folder.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return {**os.environ}
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else ()
+    knows = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    kind = f"{platform.machine()}-{hashlib.sha256(knows.encode()).hexdigest()[:8]}"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    own = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    return own | {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(home / "speedrun" / "programs" / kind)}
 
 
 def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes], done: Event) -> None:

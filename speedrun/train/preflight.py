@@ -118,7 +118,6 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
         raise UsageError(f"{got}; set it where you start the run")
     _check_out(config)
     meshes.prepare(track.rules.platform)
-    meshes.keep_programs()
     _check_platform(track, config)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())

@@ -425,6 +425,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_p
 def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path):
     """In the cache that a run has by default."""
     env = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def ran(name: str) -> list[str]:
         code, stderr = ended(at(config, tmp_path / name), **env)
