@@ -1,5 +1,6 @@
 """Record 92 as it is run: its sibling, and what it refuses. tests/core/test_golden92.py has the rest."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,28 +57,27 @@ def test_bench_and_warm_up_draw_ids_with_which_sampled_columns_have_room_for_all
 
 def test_an_update_has_room_for_the_batches_since_the_last_one():
     """Relative to its own: those that precede the last stage are larger."""
-    waiting, most = 0.0, [0.0, 0.0]
+    waiting, most = 0.0, [0] * len(RECORD.stages)
     for step in range(RECORD.num_steps):
-        own = RECORD.stages[RECORD.stage_of(step)].seq_len
+        stage = RECORD.stage_of(step)
+        own = RECORD.stages[stage].seq_len
         waiting += own
-        if number := RECORD.inputs_at(step)["update_tables"]:
-            most[number - 1] = max(most[number - 1], waiting / own)
+        if RECORD.inputs_at(step)["update_tables"]:
+            most[stage] = max(most[stage], math.ceil(waiting / own))
             waiting = 0.0
-    assert most == [period.batches for period in RECORD.optimizer.rows]
+    assert most == [phase.room for phase in RECORD.schedule.phases]
 
 
 @pytest.mark.parametrize(("batches", "fits"), [(2, True), (1, False)])
 def test_an_update_without_room_for_all_rows_that_wait_is_no_number(batches, fits):
     """Two batches of two rows each wait."""
-    transform = row_adam(
-        ["t"], [RowPeriod(1.0, 0.9, 0.0, batches)], 0.1, eps=1e-8, decay=0.0, when="update_tables"
-    )
+    transform = row_adam(["t"], [RowPeriod(1.0, 0.9, 0.0)], 0.1, eps=1e-8, decay=0.0, when="update_tables")
     moves: Any = {}
     params: Any = {"t": jnp.ones((8, 3))}
     state: Any = transform.init(params)
     for event, ids in enumerate(([0, 5], [6, 2])):
         grads: Any = {"t": Rows(jnp.array(ids), jnp.ones((2, 3)))}
-        inputs = Inputs({"update_tables": event, "lr_scale": jnp.float32(1)}, {})
+        inputs = Inputs({"update_tables": event, "rows_room": batches, "lr_scale": jnp.float32(1)}, {})
         moves, state = transform.update(grads, state, params, inputs=inputs)
     found = apply_update(params["t"], moves["t"])
     assert np.isfinite(found).all() == fits

@@ -39,7 +39,6 @@ FEATURES: Mapping[str, Rules] = {
     "slow-mean": {"schedule.one_mean_steps": lambda _, recipe, __: recipe.num_steps},
     "rare-updates": {
         "schedule.frequent_steps": lambda _, recipe, __: recipe.num_steps,
-        "optimizer.rows.0.batches": 4,  # room where batches become smaller
     },
     "sampled-softmax": {"schedule.phases.*.columns": ()},
     "averages": {"optimizer.averages.*.share": 0.0},
@@ -99,8 +98,7 @@ RECIPE = Recipe(
         adam=SAME,
         tables=(AdamGroup("value", 70.0, 0.75, 0.95, 5.0),),
         later_tables=(AdamGroup("value", 70.0, 0.75**2, 0.95**2, 10.0),),
-        # At step 1,175, rows of two such batches wait, and of two 2.5 times as long.
-        rows=(RowPeriod(70.0, 0.95, 5.0, 2), RowPeriod(70.0, 0.95**2, 10.0, 7)),
+        rows=(RowPeriod(70.0, 0.95, 5.0), RowPeriod(70.0, 0.95**2, 10.0)),
         averages=(
             Average(("head", "embed"), "ema", 0.65),
             Average(("vo", "mlp"), "average", 1.0),
@@ -112,11 +110,12 @@ RECIPE = Recipe(
     ),
     schedule=Schedule(
         phases=(
-            Phase(320, 1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
+            Phase(320, 1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,), room=2),
             Phase(361, 1.52, 3, 7, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
             Phase(426, 1.73, 5, 11, (1.0,), (1.0,), (), (14_336, 14_336, 24_576)),
-            Phase(67, 1.73 * math.sqrt(40 / 48), 5, 11, (1.0,), (1.0,)),
-            Phase(20, 1.0, 6, 13, (1.0,), (1.0,)),
+            # Batches become shorter here. At step 1,175, rows of two such batches wait, and of two 2.5 times as long.
+            Phase(67, 1.73 * math.sqrt(40 / 48), 5, 11, (1.0,), (1.0,), room=5),
+            Phase(20, 1.0, 6, 13, (1.0,), (1.0,), room=7),
         ),
         cooldown_fraction=0.8,
         final_lr_scale=0.3,

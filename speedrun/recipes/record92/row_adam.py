@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.base.field_types import Count, Momentum, Rate
+from speedrun.base.field_types import Momentum, Rate
 from speedrun.recipes.record89.normuon_and_adam import since
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
@@ -25,7 +25,6 @@ class RowPeriod:
     lr: Rate  #: factor of `adam_lr`
     beta2: Momentum
     decay: Rate  #: factor of `adam_decay`
-    batches: Count  #: room for rows that wait, in batches as large as that of the update
 
 
 Scales = tuple[float, float, jax.Array, jax.Array]  #: beta2, eps, and factors of the step and of the decay
@@ -45,7 +44,8 @@ def row_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam without a mean, with one mean square for each row, at some steps; other gradients pass unchanged.
 
-    `inputs[when]` is the number of the period, from 1, whose settings a step uses; 0: sum gradients. It is compiled in.
+    `inputs[when]` is the number of the period, from 1, whose settings a step uses; 0: sum gradients. It is compiled in,
+    as is `inputs["rows_room"]`: how many batches as large as that of the update may wait.
 
     v <- beta2 v + (1 - beta2) mean(g^2);  a = lr * period.lr * lr_scale;  u = a sqrt(1 - beta2^t) g / (sqrt(v) + eps).
     Update: -(u + a^2 decay * period.decay W [u W > 0]).
@@ -72,7 +72,7 @@ def row_adam(
             waits_R = state.waits[name].at[ids_N].set(True, mode="drop")
             if number:
                 one, num_rows = periods[number - 1], len(waits_R)
-                most = min(num_rows, one.batches * len(ids_N))
+                most = min(num_rows, int(inputs["rows_room"]) * len(ids_N))
                 (ids_U,) = jnp.nonzero(waits_R, size=most, fill_value=num_rows)
                 a = lr * one.lr * inputs["lr_scale"]
                 fits = jnp.where(jnp.sum(waits_R) > most, jnp.nan, 1.0)

@@ -15,6 +15,7 @@ class Phase(record89.Phase):
 
     prefix_weights: tuple[Rate, ...] = ()
     columns: tuple[Count, ...] = ()  #: of the softmax; none: all
+    room: Count = 4  #: of an update of tables, for rows that wait: in batches as large as its own
 
     def parts(self, done: float) -> dict[str, Any]:
         """Return the values of a part; `done` is 1 after the last step."""
@@ -56,6 +57,7 @@ class Schedule(record89.Phases):
             "fast_beta": np.float32(self.fast_beta if has_two else inputs["momentum"]),
             "fast_weight": np.float32(self.fast_weight if has_two else 1.0),
             "update_tables": self.update_tables(step) if step < num_steps else 0,
+            "rows_room": phases[-1].room if step < num_steps else 0,
             "tied": np.bool_(step <= self.starts(num_steps)[-1] | 1),
             "short_rotary": short.astype(np.float32),
             "short_scale": np.float32(short_scale),
