@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
 
+from speedrun.science.kernels.linear import linear
+
 #: float32 machine epsilon, as in record 21.
 EPS = 1.1920929e-07
 
@@ -40,7 +42,7 @@ def project(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
     """Return x W^T for each W. The barrier makes XLA sum the gradient of x inside its matmuls."""
     *others, last = weights
     held = jax.lax.optimization_barrier(x)
-    return [*(held @ w.T for w in others), x @ last.T]
+    return [*(linear(held, w) for w in others), linear(x, last)]
 
 
 def scaled(w: jax.Array, by: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary, G 
 Source: modded-nanogpt, records 22 to 89; each function names its own.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,9 +48,9 @@ def spread(x_N: jax.Array, *shape: int) -> jax.Array:
 
     XLA's sum over rows has few threads for few columns: 0.4 ms for 49,152 x 41 on an H100 (docs/benchmarks).
     """
-    rows = math.gcd(math.prod(shape), 32)
-    wide_RC = jnp.broadcast_to(jnp.tile(x_N, rows), (math.prod(shape) // rows, rows * len(x_N)))
-    return jax.lax.optimization_barrier(wide_RC).reshape(*shape, -1)  # else each thread finds its column
+    rows = 32 if shape[-1] % 32 == 0 else 1
+    wide_BRC = jnp.broadcast_to(jnp.tile(x_N, rows), (*shape[:-1], shape[-1] // rows, rows * len(x_N)))
+    return jax.lax.optimization_barrier(wide_BRC).reshape(*shape, -1)  # else each thread finds its column
 
 
 def hidden(u_BTD: jax.Array, w1_GD: jax.Array) -> jax.Array:

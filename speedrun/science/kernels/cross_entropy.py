@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from speedrun.science.kernels.linear import transposed
+
 #: Most tokens per chunk: 256 x 50,304 float32 logits fit a CPU's caches and keep its GEMMs busy.
 CHUNK_TOKENS = 256
 #: Above it exp(-2 cap), the smallest possible term of a sum, underflows float32.
@@ -209,7 +211,7 @@ def _differentiate(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap
     z_NM = jnp.stack([wide("nd,nd->n", x_ND, head_VD[ids_N]) for ids_N in targets.ids_NM.T], axis=1)
     losses = sum_losses(jnp.log(sum_N) + cap.height, _capped(z_NM, cap), targets)
     dz_NV = dlogits(exp_NV, sum_N, tanh_NV, targets, cap).astype(x_ND.dtype)
-    return (losses, wide("nv,nd->vd", dz_NV, x_ND)), dz_NV @ head_VD
+    return (losses, wide("vn,nd->vd", transposed(dz_NV), x_ND)), dz_NV @ head_VD
 
 
 def _row_sums(x_NV: jax.Array) -> jax.Array:

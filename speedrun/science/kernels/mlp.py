@@ -9,6 +9,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from speedrun.science.kernels.linear import linear
+
 #: The dtype of the factors of forward products. Above 8 bits nothing is rounded.
 Factors = Literal["float8_e4m3fn", "bfloat16", "float32"]
 
@@ -19,7 +21,7 @@ def mlp(x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: Factor
     Source: So et al. 2021, Primer; 8 bits from records 84 and 89.
     """
     if jnp.finfo(factors).bits > 8:
-        return jnp.square(jax.nn.relu(x_D @ up_FD.T)) @ down_DF.T
+        return linear(jnp.square(jax.nn.relu(linear(x_D, up_FD))), down_DF)
     most_x, most_h = bounds(x_D, up_FD)
     h_F = jnp.square(jax.nn.relu(product(x_D, up_FD, most_x, factors)))
     return product(h_F, down_DF, most_h, factors)
@@ -73,7 +75,7 @@ def _forward(x_I: jax.Array, w_OI: jax.Array, most: jax.Array, factors: Factors)
 
 def _backward(factors: Factors, saved: Saved, dy_O: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     del factors
-    return *jax.vjp(lambda x_I, w_OI: x_I @ w_OI.T, *saved)[1](dy_O), None
+    return *jax.vjp(linear, *saved)[1](dy_O), None
 
 
 product.defvjp(_forward, _backward)

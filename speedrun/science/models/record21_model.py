@@ -18,6 +18,7 @@ from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import Window, first_key
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.kernels.linear import linear
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
 from speedrun.science.recipe import Batch, Forward, Loss
 
@@ -99,7 +100,7 @@ def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax
         v_BTHK = nn.weighted_sum((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))
     how = {"scale": cfg.attention_scale, "window": ctx.windows[window], "block_tokens": cfg.block_tokens}
     o_BTHK = ctx.kernels.attention(q_BTHK, k_BTHK, v_BTHK, ctx.first_BT[window], angles=ctx.angles, **how)
-    return o_BTHK.reshape(len(h_ND), -1) @ p[f"{block}.attn_out"].T
+    return linear(o_BTHK.reshape(len(h_ND), -1), p[f"{block}.attn_out"])
 
 
 def block_table(kind: AttentionKind, cfg: Config) -> Table:
