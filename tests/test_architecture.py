@@ -83,7 +83,7 @@ ALLOWANCES = {
     "rooms": 65,
     "keeper": 338,
     "trust": 500,
-    "faster": 250,
+    "faster": 280,
 }
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350

@@ -174,8 +174,8 @@ def _line(finding: Leak) -> str:
 _Records = Annotated[Path, "--records DIR", "Folder of <track>/<record>/."]
 _HEAD = (
     "# The board, or leaderboard\n\n± gives the 95 % interval of a mean. What others published or claim is in italics: "
-    "unranked, not verified by us. `validate --replay` reads programs for GPUs for half a year after their date, "
-    "and refuses constants that could hold text worth more nats than the memory.\n\n"
+    "unranked, not verified by us. `validate --replay` reads programs for GPUs for half a year after their date. "
+    "Memory is what text in the constants of a program could be worth; V607 bounds it for each track.\n\n"
 )
 
 

@@ -315,8 +315,8 @@ def _of_record(row: Row) -> dict[str, str]:
         "total wall": _seconds(row.cold_wall_s, None),
         "steps": f"{row.num_steps:,}",
         "tokens": quantity(row.num_tokens),
+        "memory": f"at most {memory_nats(MOST_CONSTANT_BYTES, tracks.version(row.track).data.val_tokens):.4f} nats",
         "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
-        "memory": f"{memory_nats(MOST_CONSTANT_BYTES, tracks.version(row.track).data.val_tokens):.4f}",
         "record": _link(row.title, f"./{quote(row.path)}", authors),
         "date": row.created_utc[:10],
     }

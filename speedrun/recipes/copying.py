@@ -27,7 +27,10 @@ MOST = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Config(record21.Config):
-    """Record 21's sizes, and those of the pointer. The last column of the head is the gate."""
+    """Record 21's sizes, and those of the pointer.
+
+    The last column of the head is the gate. It counts in the softmax, as all columns that are never targets.
+    """
 
     copy_dim: Count  #: width of the pointer's queries and keys
     copy_scale: Positive  #: of products of normalised queries and keys
@@ -44,7 +47,7 @@ def table(cfg: Config) -> Table:
     qk = ParamSpec((2, cfg.copy_dim, cfg.model_dim), ("qk", "copy", "model"), uniform_fan_in, "matrix")
     return record21.table(cfg) | {
         "copy.qk": qk,
-        "copy.bias": ParamSpec((2,), ("sink, gate",), constant(4.0, -2.0), "scalar"),
+        "copy.bias": ParamSpec((2,), ("bias",), constant(4.0, -2.0), "scalar"),
     }
 
 
@@ -79,6 +82,7 @@ RECIPE = replace(
     name="copying",
     summary="docs with a head that copies what followed in similar places",
     parent="docs",
+    revision=1,
     config=Config(
         **asdict(replace(docs.RECIPE.config, padded_vocab_size=4104)),
         copy_dim=64,

@@ -82,7 +82,8 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
     with open(reads, "rb", 0) as events, open(os.memfd_create("stacks"), "rb") as stacks:
         passed = writes, stacks.fileno()
         pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), PIPE), "errors": "backslashreplace"}
-        more = {"pass_fds": passed, "env": with_kept_programs(), **pipes}
+        # JAX's cache is written by one of several processes, and then the others would compile alone.
+        more = {"pass_fds": passed, "env": with_kept_programs() if job.group is None else None, **pipes}
         with subprocesses.started(module, job, *map(str, passed), **more) as child:
             os.close(writes)
             readers = [
@@ -127,20 +128,25 @@ def _print(shown: "SimpleQueue[str | runlog.Line | None]", printer: Printer) -> 
 
 
 def with_kept_programs() -> dict[str, str]:
-    """Return the variables with which JAX keeps what it compiles, in at most 4 GiB, if none says where.
+    """Return the variables with which JAX keeps what it compiles, in 4 GiB for each kind of CPU, if none says where.
 
-    JAX's keys have the program, its options, XLA's flags and versions, and what GPU it is for. They do not have the
-    instructions that a CPU knows, so each kind of CPU has a folder.
+    JAX's keys have the program, its options, XLA's flags and versions, and what GPU it is for. A CPU's program also
+    depends on the instructions that it knows, so each kind has a folder. Only its owner may write there: who can write
+    programs, runs code.
     """
+    known = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return {**os.environ}
+        return known
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else ()
     knows = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     kind = f"{platform.machine()}-{hashlib.sha256(knows.encode()).hexdigest()[:8]}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    own = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
-    return own | {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(home / "speedrun" / "programs" / kind)}
+    folder = Path(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun", "programs", kind
+    )
+    with suppress(OSError):  # JAX warns
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    return known | {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32)}
 
 
 def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes], done: Event) -> None:

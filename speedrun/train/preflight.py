@@ -131,7 +131,8 @@ def prepare(config: RunConfig, roots: Sequence[str] = ()) -> Ready:
     found = shards.open_track(folder, track.data)
     shapes = [shape for shape in shapes_of(recipe) for _ in range(max(1, config.meshes))]
     num_shards = stream.require_steps(found.train, shapes, track.data.document_token)
-    stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
+    for num_tokens in filter(None, (track.data.val_tokens, track.data.held_tokens)):
+        stream.validation_batches(found.val[0], num_tokens, recipe.eval_sequences, recipe.eval_seq_len)
     source = provenance.closure([*source_roots(recipe.name), *roots], [tracks.files()[track.name]])
     _check_source(config, source)
     return Ready(config, track, recipe, program, found, folder, source, num_shards)

@@ -228,6 +228,7 @@ class Run:
     def step(self, state: Any, step: int, **changed: Any) -> tuple[Any, float, float]:
         """Return the next state, the objective of each token, and the plain loss; `changed` inputs are compiled in."""
         program, own = self.program, self.program.shape_at(step)
+        assert {*changed} <= {*dict(own.static)}
         shape = own._replace(static=tuple((name, changed.get(name, x)) for name, x in own.static))
         batch = [mesh.shard(np.repeat(x, self.copies, axis=0), program.mesh) for x in self.golden.rows(step)]
         if shape not in self.compiled:
@@ -264,7 +265,7 @@ def assert_run_agrees(run: Run, num_steps: int) -> tuple[Any, dict[str, np.ndarr
         close = partial(pytest.approx, rel=golden.of_losses(step))
         if f"val/{step}" in golden.arrays:
             assert run.validate(state, step) == close(golden.arrays[f"val/{step}"])
-        state, objective, ce = run.step(state, step, ships=False)
+        state, objective, ce = run.step(state, step)
         assert objective == close(golden.arrays["losses"][step]), step
         if "losses_f64" in golden.arrays:
             want = pytest.approx(golden.arrays["losses_f64"][step], rel=2 * golden.of_norms)

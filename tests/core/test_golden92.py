@@ -533,7 +533,7 @@ def test_golden92_all_steps_agree(golden, num_devices):
     close = partial(pytest.approx, rel=tolerance["losses"])
     before, _ = assert_run_agrees(run, num_steps - 1)
     held = jax.device_get(before)
-    raw, _, _ = run.step(before, num_steps - 1, ships=False)
+    raw, _, _ = run.step(before, num_steps - 1, use_averages=False)
     assert run.validate(raw, num_steps) == close(golden.arrays["val/raw"])
     assert masked(run).validate(raw, num_steps) == close(golden.arrays["val/raw_masked"])
     assert_weights_agree(golden, run.named(raw.params), "final", -2)

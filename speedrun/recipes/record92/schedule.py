@@ -56,8 +56,8 @@ class Schedule(record89.Phases):
         return inputs | {
             "fast_beta": np.float32(self.fast_beta if has_two else inputs["momentum"]),
             "fast_weight": np.float32(self.fast_weight if has_two else 1.0),
-            "update_tables": self.update_tables(step) if step < num_steps else 0,
-            "rows_room": phases[-1].room if step < num_steps else 0,
+            "update_tables": (number := self.update_tables(step) if step < num_steps else 0),
+            "rows_room": phases[-1].room if number else 0,
             "tied": np.bool_(step <= self.starts(num_steps)[-1] | 1),
             "short_rotary": short.astype(np.float32),
             "short_scale": np.float32(short_scale),

@@ -108,7 +108,7 @@ def _stated(run: Run, _record: Record) -> Iterator[str]:
     of="finished",
     severity="warning",
     why="text that was drawn after the result was tuned on by nobody; a model that knows only the scored text shows it",
-    hint="replay it (`speedrun validate RECORD --replay`); the batch is not proven, but the shard may change its text",
+    hint="replay it (`speedrun validate RECORD --replay`); the batch proves nothing; the shard's text may also change",
 )
 def _held_out(run: Run, _record: Record) -> Iterator[str]:
     if run.held_out is None:
