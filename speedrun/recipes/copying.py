@@ -1,6 +1,6 @@
 """copying: docs with a head that points to earlier tokens of the document, and copies what followed them.
 
-Claim: none yet.
+Claim: 3.61 nats per token, 0.85 less than without copies (0.83 to 0.86, six pairs of seeds, 2026-11-29).
 Run: speedrun run --track docs-cpu --recipe copying
 Credits: modded-nanogpt #379 (36.0 s with record 92; open). Its gate is a spare column of the head, as here.
 
@@ -19,7 +19,7 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.models import record21_model as record21
 from speedrun.science.params import Params, ParamSpec, Table, constant, uniform_fan_in
-from speedrun.science.recipe import Batch, Forward, Loss
+from speedrun.science.recipe import Batch, Expected, Forward, Loss
 
 #: Share of the copies: in bfloat16, weights whose sum is 1 may have a larger one.
 MOST = 0.99
@@ -94,5 +94,5 @@ RECIPE = replace(
     logits=logits,
     loss=loss,
     features={**docs.RECIPE.features, "copying": {"config.num_copies": 0}},
-    expected=None,
+    expected=Expected("copying", "docs-cpu", 3.616, 0.009, 6, "one device, docs/LOG.md"),
 )
