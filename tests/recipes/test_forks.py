@@ -121,7 +121,7 @@ def test_its_loss_falls_and_biases_balance_its_experts(fork):
     (batch,) = batches(1, (8, 32), program)
     got, unbiased = (loads(program, p, batch) for p in (params, without))
     np.testing.assert_allclose(got.sum(axis=1), 1, rtol=1e-5)
-    assert got.max() < 0.3 < unbiased.max(axis=1).min()
+    assert got.max() < 0.4 < unbiased.max(axis=1).min()
     assert (got > 0).sum() > (unbiased > 0).sum()
 
 
