@@ -12,10 +12,14 @@
 #   --parts NAME,...      only these, also again; a wrong name lists them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
-#   --baseline DIR           another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_step.py
+#   --baseline DIR        another program, DIR/run, timed in turns with ours: see speedrun/machine/bench_step.py
+#   --baseline89 DIR      likewise, for record 89
 #
 # Environment, all optional:
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
+#
+# Parts stand in the order of what their answer is worth. `--minutes 8` says whether record 92 trains, alone and with one
+# GPU's whole share of its table, where its and record 89's times go against the prediction, and record 89's ratio to PyTorch.
 #
 # Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures, with 2 if JAX cannot use the GPU.
 # Whether the kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/science/test_gpu.py
@@ -36,9 +40,11 @@ fetch() {
 each() {
   local step=(--recipe record21 --devices 1) one=(--microbatches 1 --set stages.0.num_sequences=1) steps=60
   local heads=(--tokens 49152 --heads 6 --dim 128) head=(--tokens 49152 --dim 768) text form w blocks
-  local anvil=(bench step --recipe record92 --devices 1 --microbatches 1 --steps 18 --first-step 802) columns=24576 i
-  local small=(--set config.ngram_rows=65536) large=(--set config.ngram_rows=10575360)
-  for i in 0 1 2 3 4; do anvil+=(--set "stages.$i.num_sequences=1"); done
+  local share=(--recipe record92 --devices 1 --microbatches 1 --first-step 802) columns=24576 i
+  local small=(--set config.ngram_rows=65536) whole=(--set config.ngram_rows=10575360) tries=18 fifty=50
+  local late=(--recipe record89 --devices 1 --microbatches 1 --first-step 1001) late_steps=10
+  for i in 0 1 2 3 4; do share+=(--set "stages.$i.num_sequences=1"); done
+  for i in 0 1 2 3; do late+=(--set "stages.$i.num_sequences=1"); done
   local -A first=([w1]=0 [w7]=787 [w14]=1769)
   text=("${step[@]}" "${one[@]}" --set eval_seq_len=16384)
   if [[ -n $rehearse ]]; then
@@ -47,7 +53,16 @@ each() {
     first=([w1]=0 [w7]=100 [w14]=279)
     text=(--recipe webmini --devices 1 "${one[@]}" --set config.model_dim=32 --set config.num_heads=2
       --set config.head_dim=16 --set config.mlp_dim=64)
-    anvil=(bench step --recipe record92 --devices 1 --steps 3 --first-step 80 --set size=smoke) large=() columns=200
+    share=(--recipe record92 --devices 1 --first-step 80 --set size=smoke) whole=() columns=200 tries=3 fifty=5
+    late=(--recipe record89 --devices 1 --first-step 80 --set size=smoke) late_steps=2
+  fi
+  # Record 92 on one batch: a part ends at the first number that is not finite, and names it. Then its kinds, and record 89's.
+  "$1" anvil 150 bench step "${share[@]}" "${small[@]}" --steps $tries
+  "$1" anvil-table 200 bench step "${share[@]}" ${whole[@]+"${whole[@]}"} --steps $fifty
+  "$1" profile-92 150 profile "${share[@]}" "${small[@]}" --steps 2 --top 40 --out "$out/profile-92"
+  "$1" profile-89 150 profile "${late[@]}" --steps 2 --top 40 --out "$out/profile-89"
+  if [[ -n $baseline89 ]]; then
+    "$1" baseline-89 300 bench baseline "$baseline89" "${late[@]}" --steps $late_steps --data "$shards"
   fi
   for form in triton banded; do for w in w1 w7 w14; do
     "$1" "step-$form-$w" 300 bench step "${step[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
@@ -61,13 +76,12 @@ each() {
     "$1" "profile-$w" 300 profile "${step[@]}" "${one[@]}" --first-step "${first[$w]}" --steps 2 --top 40 \
       --out "$out/profile-$w"
   done
-  # Record 92 on one batch, with one change at a time: a part ends at the first number that is not finite, and names it.
-  "$1" anvil 300 "${anvil[@]}" "${small[@]}"
-  "$1" anvil-polar 300 "${anvil[@]}" "${small[@]}" --set optimizer.polar_dtype=float32
-  "$1" anvil-banded 300 "${anvil[@]}" "${small[@]}" --attention banded
-  "$1" anvil-columns 300 "${anvil[@]}" "${small[@]}" --set "schedule.phases.2.columns=($columns,)"
-  "$1" anvil-mlp 300 "${anvil[@]}" "${small[@]}" --set config.mlp_dtype=bfloat16
-  "$1" anvil-table 300 "${anvil[@]}" ${large[@]+"${large[@]}"}
+  # If record 92 does not train: one change at a time.
+  local anvil=(bench step "${share[@]}" "${small[@]}" --steps $tries)
+  "$1" anvil-polar 300 "${anvil[@]}" --set optimizer.polar_dtype=float32
+  "$1" anvil-banded 300 "${anvil[@]}" --attention banded
+  "$1" anvil-columns 300 "${anvil[@]}" --set "schedule.phases.2.columns=($columns,)"
+  "$1" anvil-mlp 300 "${anvil[@]}" --set config.mlp_dtype=bfloat16
   "$1" doctor 120 doctor
   "$1" head 120 bench head "${head[@]}"
   for blocks in 1 2 4 7 10 14; do
@@ -106,12 +120,12 @@ END
 }
 
 main() {
-  wheels="" rehearse="" out=measured minutes=30 wanted="" shards="" baseline="" names=() late="" bad=""
+  wheels="" rehearse="" out=measured minutes=30 wanted="" shards="" baseline="" baseline89="" names=() late="" bad=""
   child=""
   while (($#)); do
     case $1 in
       --rehearse) rehearse=yes && shift && continue ;;
-      --wheels | --from | --out | --minutes | --parts | --shards | --baseline) (($# > 1)) || die "$1 needs a value" ;;
+      --wheels | --from | --out | --minutes | --parts | --shards | --baseline | --baseline89) (($# > 1)) || die "$1 needs a value" ;;
       *) die "got $1; --help says what there is" ;;
     esac
     case $1 in

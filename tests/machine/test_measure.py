@@ -91,10 +91,12 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
     assert late.lines == ["time is up before plan; the same command continues there"]
     typed(checkout)
     (checkout / "baseline").mkdir()
-    rest = measure(checkout, "echo '{}'", "--baseline", str(checkout / "baseline"))
+    baseline = str(checkout / "baseline")
+    rest = measure(checkout, "echo '{}'", "--baseline", baseline, "--baseline89", baseline)
     names, asked = [line.split()[1] for line in rest.lines], typed(checkout)
     assert (rest.code, len({*names})) == (0, len(names))
     assert not {"doctor", "head"} & {*names}
+    assert names[:5] == ["anvil", "anvil-table", "profile-92", "profile-89", "baseline-89"]
     for name, line in zip(names, asked, strict=True):
         read_options(f"speedrun {line}")
         given, window = shlex.split(line), re.search(r"(?:step|rank|profile).*-w(\d+)", name)
@@ -109,7 +111,8 @@ def test_slices_go_on_where_the_last_one_stopped(checkout):
 
 def test_the_parts_of_a_rehearsal_are_commands(checkout):
     (checkout / "baseline").mkdir()
-    done = measure(checkout, "echo '{}'", "--rehearse", "--baseline", str(checkout / "baseline"))
+    baseline = str(checkout / "baseline")
+    done = measure(checkout, "echo '{}'", "--rehearse", "--baseline", baseline, "--baseline89", baseline)
     asked = typed(checkout)
     assert len({line.split()[1] for line in done.lines}) == len(asked) > 20
     for line in asked:
@@ -174,10 +177,11 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     stranger(folder, BASELINE)
     env = {**os.environ, "SPEEDRUN_PYTHON": python, "HOME": str(tmp_path)}
     env = {name: value for name, value in env.items() if not name.startswith(("JAX_", "XLA_"))}
-    words = ["--from", str(wheels), "--rehearse", "--out", str(out), "--baseline", str(folder)]
+    words = ["--from", str(wheels), "--rehearse", "--out", str(out)]
+    words += ["--baseline", str(folder), "--baseline89", str(folder)]
     done = subprocess.run(["unshare", "-n", script, *words], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = dict(line.split()[1::-1] for line in (out / "summary.txt").read_text().splitlines())
-    assert {"baseline", "plan"} <= ended.keys()
+    assert {"baseline", "baseline-89", "plan"} <= ended.keys()
     for name, status in ended.items():
         assert status == ("refused" if re.fullmatch(REFUSED, name) else "ok"), done.stdout
