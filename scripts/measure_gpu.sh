@@ -40,11 +40,11 @@ fetch() {
 each() {
   local step=(--recipe record21 --devices 1) one=(--microbatches 1 --set stages.0.num_sequences=1) steps=60
   local heads=(--tokens 49152 --heads 6 --dim 128) head=(--tokens 49152 --dim 768) text form w blocks
-  local share=(--recipe record92 --devices 1 --microbatches 1 --first-step 802) columns=24576 i
+  local record92=(--recipe record92 --devices 1 --microbatches 1 --first-step 802) columns=24576 i
   local small=(--set config.ngram_rows=65536) whole=(--set config.ngram_rows=10575360) tries=18 fifty=50
-  local late=(--recipe record89 --devices 1 --microbatches 1 --first-step 1001) late_steps=10
-  for i in 0 1 2 3 4; do share+=(--set "stages.$i.num_sequences=1"); done
-  for i in 0 1 2 3; do late+=(--set "stages.$i.num_sequences=1"); done
+  local record89=(--recipe record89 --devices 1 --microbatches 1 --first-step 1001) turn=10
+  for i in 0 1 2 3 4; do record92+=(--set "stages.$i.num_sequences=1"); done
+  for i in 0 1 2 3; do record89+=(--set "stages.$i.num_sequences=1"); done
   local -A first=([w1]=0 [w7]=787 [w14]=1769)
   text=("${step[@]}" "${one[@]}" --set eval_seq_len=16384)
   if [[ -n $rehearse ]]; then
@@ -53,16 +53,16 @@ each() {
     first=([w1]=0 [w7]=100 [w14]=279)
     text=(--recipe webmini --devices 1 "${one[@]}" --set config.model_dim=32 --set config.num_heads=2
       --set config.head_dim=16 --set config.mlp_dim=64)
-    share=(--recipe record92 --devices 1 --first-step 80 --set size=smoke) whole=() columns=200 tries=3 fifty=5
-    late=(--recipe record89 --devices 1 --first-step 80 --set size=smoke) late_steps=2
+    record92=(--recipe record92 --devices 1 --first-step 80 --set size=smoke) whole=() columns=200 tries=3 fifty=5
+    record89=(--recipe record89 --devices 1 --first-step 80 --set size=smoke) turn=2
   fi
   # Record 92 on one batch: a part ends at the first number that is not finite, and names it. Then its kinds, and record 89's.
-  "$1" anvil 150 bench step "${share[@]}" "${small[@]}" --steps $tries
-  "$1" anvil-table 200 bench step "${share[@]}" ${whole[@]+"${whole[@]}"} --steps $fifty
-  "$1" profile-92 150 profile "${share[@]}" "${small[@]}" --steps 2 --top 40 --out "$out/profile-92"
-  "$1" profile-89 150 profile "${late[@]}" --steps 2 --top 40 --out "$out/profile-89"
+  "$1" anvil 150 bench step "${record92[@]}" "${small[@]}" --steps $tries
+  "$1" anvil-table 200 bench step "${record92[@]}" ${whole[@]+"${whole[@]}"} --steps $fifty
+  "$1" profile-92 150 profile "${record92[@]}" "${small[@]}" --steps 2 --top 40 --out "$out/profile-92"
+  "$1" profile-89 150 profile "${record89[@]}" --steps 2 --top 40 --out "$out/profile-89"
   if [[ -n $baseline89 ]]; then
-    "$1" baseline-89 300 bench baseline "$baseline89" "${late[@]}" --steps $late_steps --data "$shards"
+    "$1" baseline-89 300 bench baseline "$baseline89" "${record89[@]}" --steps $turn --data "$shards"
   fi
   for form in triton banded; do for w in w1 w7 w14; do
     "$1" "step-$form-$w" 300 bench step "${step[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
@@ -77,7 +77,7 @@ each() {
       --out "$out/profile-$w"
   done
   # If record 92 does not train: one change at a time.
-  local anvil=(bench step "${share[@]}" "${small[@]}" --steps $tries)
+  local anvil=(bench step "${record92[@]}" "${small[@]}" --steps $tries)
   "$1" anvil-polar 300 "${anvil[@]}" --set optimizer.polar_dtype=float32
   "$1" anvil-banded 300 "${anvil[@]}" --attention banded
   "$1" anvil-columns 300 "${anvil[@]}" --set "schedule.phases.2.columns=($columns,)"

@@ -88,12 +88,12 @@ class Program:
     def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
         if num_sequences % parts or parts % self.num_devices:
             even_parts = -(-parts // self.num_devices) * self.num_devices
-            even = -(-num_sequences // even_parts) * even_parts
-            more = f"--microbatches {even_parts} " if even_parts != parts else ""
-            raise UsageError(
-                f"{setting}: {num_sequences} sequences in {parts} parts on {self.num_devices} devices do not come out "
-                f"even; need a multiple of {even_parts}; pass {more}--set {setting}={even}"
-            )
+            options = [f"--microbatches {even_parts}"] if even_parts != parts else []
+            if num_sequences % even_parts:
+                options.append(f"--set {setting}={-(-num_sequences // even_parts) * even_parts}")
+            found = f"{setting}: {num_sequences} sequences in {parts} parts on {self.num_devices} devices"
+            need = f"need a multiple of {even_parts}; pass {' '.join(options)}"
+            raise UsageError(f"{found} do not come out even; {need}")
 
     @property
     def num_devices(self) -> int:
