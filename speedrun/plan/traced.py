@@ -64,12 +64,17 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
     """
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = np.repeat(np.arange(len(lengths)), lengths)[None]
+    with jax.ensure_compile_time_eval():  # also while a step is traced
+        first_T = np.asarray(first_key(jnp.asarray(doc_BT), window_blocks, block_tokens))[0]
 
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
         """Count by queries, and by keys."""
-        with jax.ensure_compile_time_eval():  # also while a step is traced
-            first_BT = first_key(jnp.asarray(doc_BT), window_blocks, block_tokens)
-            first_N, end_M = (np.asarray(x)[0] for x in attention_triton.bounds(first_BT, tiles))
+        # `attention_triton.bounds` in NumPy: for these few numbers, XLA would compile for seconds.
+        first_N, last_key_M = (
+            first_T[:: tiles.queries] // tiles.keys,
+            np.arange(tiles.keys - 1, num_tokens, tiles.keys),
+        )
+        end_M = -(-np.searchsorted(first_T, last_key_M, side="right") // tiles.queries)
         end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
         first_M = np.arange(len(end_M)) * tiles.keys // tiles.queries
         size = tiles.queries * tiles.keys
