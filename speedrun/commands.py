@@ -49,6 +49,7 @@ GROUPS = {
 COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
 #: What other rooms add to the core's commands, and to runs and replays.
 ADDED = {
+    "afford": "lab.afford:afford",
     "budget": "lab.budget:budget",
     "ghost": "board.ghost:chosen",
     "nodes": "islands.remote_runs:trainer",

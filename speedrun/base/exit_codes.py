@@ -15,7 +15,7 @@ EXIT_CODES = {
     4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
     5: "non-finite loss; the first bad leaf is named",
     HANG: "hang: a phase went past its deadline; all stacks are kept",
-    75: "stopped by SIGTERM, SIGHUP or Ctrl-C; log and checkpoints are kept",
+    75: "stopped by SIGTERM, SIGHUP, Ctrl-C or its budget; log and checkpoints are kept",
     INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
     _LOST: "one of several processes was lost; what they had written is kept",
 }

@@ -106,9 +106,7 @@ def is_read(name: str) -> bool:
 
 def environment() -> dict[str, str]:
     """Return the variables that may change a program: V402 refuses those that are not in `VARIABLES`."""
-    return {
-        name: text for name, text in sorted(os.environ.items()) if is_read(name) or name == faults.VARIABLE
-    }
+    return {k: v for k, v in sorted(os.environ.items()) if is_read(k) or k == faults.VARIABLE}
 
 
 def checkout() -> tuple[str, bool | None]:

@@ -1,4 +1,4 @@
-"""What a run of islands logs: its settings, who joins and leaves, and its rounds."""
+"""What few runs log: a budget; of islands their settings, who joins and leaves, and rounds."""
 
 import msgspec
 
@@ -7,6 +7,13 @@ from speedrun.base.field_types import Count, Momentum, Natural, Positive, Second
 
 class _Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True, omit_defaults=True):
     """As `runlog.Event`, whose module imports this one."""
+
+
+class Budget(_Event, tag="budget", frozen=True):
+    """What this run and those before it may take; the keeper ends what exceeds it."""
+
+    limit: str  #: as `base.budget` reads it
+    start_s: Seconds  #: of this process, before the first line
 
 
 class Islands(_Event, tag="islands", frozen=True):

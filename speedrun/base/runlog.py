@@ -16,7 +16,7 @@ import msgspec
 from speedrun.base.clock import Stamp, now
 from speedrun.base.errors import translate_os_errors
 from speedrun.base.field_types import Count, Natural, Seconds, Sha256, Size, StateHash
-from speedrun.base.rounds import Island, Islands, Round
+from speedrun.base.rounds import Budget, Island, Islands, Round
 
 GENESIS = "0" * 16
 
@@ -257,7 +257,7 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
 AnyEvent = (
     RunStart | Preflight | DataReady | Exported | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
     | StageChange | Islands | Island | Round | ClockPause | Val | HeldOut | ClockResume | ClockStop | Checkpoint
-    | Warning | Error | RunEnd
+    | Budget | Warning | Error | RunEnd
 )  # fmt: skip
 
 

@@ -58,23 +58,34 @@ class Size(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """Options that price what would be declared.
+    """Options that price what would be declared, and limit it.
 
     Options:
         dry_run: Declare and run nothing; print time, cost, disk space and the chance of a proof.
         kind: Price it on such GPUs. Default: the track's, or h100.
         dollars: Price of one of its devices for an hour.
+        budget: Start nothing that is planned to take more, and end what does, as SIGTERM would; earlier runs count.
     """
 
     dry_run: bool = False
     kind: Annotated[str | None, "--device-kind KIND"] = None
     dollars: Amount | None = None
+    budget: Annotated[str | None, "--budget 20m|$5|1e15flop"] = None
 
     def is_asked(self) -> bool:
-        """Whether to price only; raise UsageError for its other options without it."""
-        if not self.dry_run and (self.kind, self.dollars) != (None, None):
-            raise UsageError("--device-kind and --dollars say how to price; add --dry-run, or leave them out")
+        """Whether to price only; raise UsageError for what says how, if nothing is priced."""
+        if not self.dry_run and self.budget is None and (self.kind, self.dollars) != (None, None):
+            need = "add --dry-run or --budget, or leave them out"
+            raise UsageError(f"--device-kind and --dollars say how to price; {need}")
         return self.dry_run
+
+    def limited(self, asked: Any) -> Any:
+        """Return the request with the price of its budget, if it has one; raise UsageError if its plan exceeds that."""
+        import msgspec
+
+        if not asked.budget:
+            return asked
+        return msgspec.structs.replace(asked, budget=str(added("afford")(asked, self.kind, self.dollars)))
 
     def answer(self, ctx: click.Context, asked: Any) -> Answer:
         """Price a request; refuse to price what is begun."""
@@ -82,23 +93,24 @@ class DryRun(NamedTuple):
             raise UsageError("--dry-run prices what would begin; leave out --resume")
         import msgspec
 
+        self.limited(asked)
         found = added("budget")(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
         facts = {"track": asked.config.track, **msgspec.structs.asdict(found)}
         return Answer(facts, found.lines(), error=found.error)
 
 
-def begun(ctx: click.Context, module: str, asked: Callable[[], Any], *allowed: str) -> Path:
+def begun(ctx: click.Context, dry: DryRun, module: str, asked: Callable[[], Any], *allowed: str) -> Path:
     """Return the folder of several runs: that of `--resume`, or a new one that a child process declares.
 
     The child runs `module` with the request. `allowed` are the options that go with `--resume`.
     """
     if ctx.params["resume"] is not None:
-        cli.only_with_resume(ctx, *allowed)
+        cli.only_with_resume(ctx, "budget", *allowed)
         return ctx.params["resume"]
     from speedrun.base import subprocesses, track
     from speedrun.data import generated  # NumPy comes with it
 
-    request = asked()
+    request = dry.limited(asked())
     config = request.config
     generated.ensure(track.load(config.track), config.data, partial(click.echo, err=True))
     if code := subprocesses.run_module(module, request):

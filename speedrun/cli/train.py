@@ -14,6 +14,7 @@ import click
 
 from speedrun.base import signals, subprocesses
 from speedrun.base import track as tracks
+from speedrun.base.budget import Budget, purse_of
 from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import expected
 from speedrun.cli import options as cli
@@ -138,16 +139,22 @@ def run(
         resume=resume is not None,
         purpose="unranked" if single.unranked else "",
     )
-    if dry.is_asked():
+    budget = None
+    if dry.is_asked() or (dry.budget and resume is None):
         from speedrun.train.batch import BatchRequest
 
-        return dry.answer(ctx, BatchRequest(config, num_runs=1))
+        asked = BatchRequest(config, num_runs=1, budget=dry.budget or "")
+        if dry.dry_run:
+            return dry.answer(ctx, asked)
+        budget = Budget.parse(dry.limited(asked).budget)
     from speedrun.train import single_run
 
     if resume is not None:
-        cli.only_with_resume(ctx, "unranked", *Extras._fields, *Processes._fields)
+        cli.only_with_resume(ctx, "unranked", "budget", *Extras._fields, *Processes._fields)
+        if purse := purse_of(resume, dry.budget):
+            budget = purse.left(UsageError.exit_code)
     group = connect.find_group(processes.coordinator, processes.processes, processes.process)
-    job = keeper.Job(config, group, processes.heartbeat, processes.meet_within, single.init_from)
+    job = keeper.Job(config, group, processes.heartbeat, processes.meet_within, single.init_from, budget)
     same = {name: value for name, value in extras._asdict().items() if name != "watch"}
     same["watch_port"] = extras.watch_port or (cli.WATCH_PORT if extras.watch else None)
     stream = sys.stderr if ctx.params["as_json"] else None
@@ -206,7 +213,8 @@ def batch(
 
     def asked() -> BatchRequest:
         folder = options.out or cli.new_folder(tracks.load(options.track).name)
-        return BatchRequest(options.request(folder, purpose="unranked" if unranked else ""), *size)
+        config = options.request(folder, purpose="unranked" if unranked else "")
+        return BatchRequest(config, *size, budget=dry.budget or "")
 
     if dry.is_asked():
         return dry.answer(ctx, asked())
@@ -216,10 +224,10 @@ def batch(
     if on and ghost:
         raise UsageError("--ghost shows one run beside another, and --on trains several at once; keep one")
     trained = cli.on_nodes(ctx, on, say)
-    folder = requests.begun(ctx, "speedrun.train.declare", asked, *allowed)
+    folder = requests.begun(ctx, dry, "speedrun.train.declare", asked, *allowed)
     with added("wandb")(folder, wandb) if wandb else nullcontext():
         chosen = {"data": options.data, "title": title, "ghost": ghost, "trained": trained}
-        done = run_batch(folder, **chosen, say=say, to_stderr=as_json)
+        done = run_batch(folder, **chosen, say=say, to_stderr=as_json, budget=dry.budget)
         return _answer(folder, done)
 
 

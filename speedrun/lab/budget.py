@@ -2,23 +2,28 @@
 
 The time comes from records of the same recipe on the same devices, otherwise from the plan. What is priced is the very
 request that would be declared.
+
+python -m speedrun.lab.budget REQUEST.json KIND      started by `lab.afford`; prints what it finds
 """
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
 from speedrun import recipes
-from speedrun.base import accelerators
+from speedrun.base import accelerators, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.console import duration, quantity
+from speedrun.base.output import reported
 from speedrun.base.track import Track
 from speedrun.data import overview
 from speedrun.lab import declare_experiment
+from speedrun.lab.afford import Planned
 from speedrun.lab.experiments import Request
 from speedrun.plan import estimate as planning
 from speedrun.plan.estimate import Plan
@@ -28,7 +33,8 @@ from speedrun.record.summary import summarize
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe
 from speedrun.train.batch import BatchRequest, Prospect, num_runs, prospect
-from speedrun.train.run_config import RunConfig
+from speedrun.train.memory import flops_per_token
+from speedrun.train.run_config import RunConfig, decoded
 
 #: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
 #: record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
@@ -44,6 +50,7 @@ class Row(msgspec.Struct, frozen=True):
     chance: float | None  #: of a proof; None also where nothing is proven
     total_s: float | None  #: wall time of the node
     dollars: float | None  #: of all its devices; simulated ones cost nothing
+    flops: float  #: of training
     is_asked: bool  #: else it is shown for comparison
 
 
@@ -77,6 +84,9 @@ class Budget(msgspec.Struct, frozen=True):
             lines.append(
                 f"run    {duration(self.run_s)} on {self.devices}, {duration(self.train_s)} of it on the clock, {basis}"
             )
+        lines.append(
+            f"flop   {max(row.flops for row in self.rows if row.is_asked):.3g} of training, all asked runs"
+        )
         lines += ["batch  runs  chance of a proof  time of the node   dollars", *map(_line, self.rows)]
         if self.checkpoints:
             lines.append("       without the time to save checkpoints")
@@ -115,13 +125,14 @@ def budget(
     refusals = [planning.refusal(parts[i][0], one.plan) for i, one in enumerate(times) if one.plan]
     total = sum(number for _, number in parts)
     total_s = sum(number * (one.run_s or math.nan) for (_, number), one in zip(parts, times, strict=True))
+    flops = sum(n * one.total_tokens * flops_per_token(one.table(one.config)) for one, n in parts)
     plan, fetch_bytes = times[0].plan, overview.to_fetch_bytes(rules) if config.data is None else 0
     num_devices = plan.num_devices if plan else 0
 
     def row(number: int, chance: float | None, *, is_asked: bool) -> Row:
         row_s = None if math.isnan(total_s) else total_s * number / total
         cost = None if row_s is None or dollars is None else row_s * num_devices * dollars / 3600
-        return Row(number, chance, row_s, cost, is_asked)
+        return Row(number, chance, row_s, cost, flops * number / total, is_asked)
 
     then = None if isinstance(asked, Request) else asked.then
     looks = [one.num_runs for one in looks_of(total, then, rules.target.sigma)]
@@ -222,3 +233,11 @@ def _model(described: Any) -> Any:
     match described:
         case {"name": name, "config": dict() as config, "compute_dtype": dtype}:
             return name, [value for key, value in config.items() if key != "kind"], dtype
+
+
+if __name__ == "__main__":
+    with reported():
+        asked: Any = decoded(Path(sys.argv[1]).read_bytes(), cast("type", BatchRequest | Request))
+        found = budget(asked, sys.argv[2] or None, dollars=None, say=subprocesses.say)
+        last = [row for row in found.rows if row.is_asked][-1]
+        print(msgspec.json.encode(Planned(last.total_s, last.flops, found.num_devices)).decode())  # noqa: T201

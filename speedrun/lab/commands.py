@@ -1,6 +1,7 @@
 """The commands that study runs: `stats` and `sweep`."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -8,6 +9,8 @@ from typing import Annotated, NamedTuple
 import click
 import msgspec
 
+from speedrun.base import budget as budgets
+from speedrun.base.budget import Budget
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.subprocesses import say
@@ -18,6 +21,7 @@ from speedrun.lab.effects import table
 from speedrun.lab.experiments import Kind, Request
 from speedrun.record import statistics
 from speedrun.record.batch import batch_status
+from speedrun.record.logged_run import Run
 from speedrun.record.reader import load_result
 from speedrun.record.statistics import Interval
 
@@ -40,6 +44,7 @@ class Stats(msgspec.Struct, frozen=True):
     passed: bool
     runs_needed: int | None  #: for 90 % power at this mean and noise; None: no number suffices
     equivalent: statistics.Equivalence | None  #: to the parent
+    budget: str | None  #: what all runs took of it
 
 
 def proof(folder: Path, parent: Path | None) -> Stats:
@@ -80,7 +85,15 @@ def proof(folder: Path, parent: Path | None) -> Stats:
         passed=is_tested and test.passed,
         runs_needed=needed,
         equivalent=None if parent is None else statistics.equivalent(others, losses),
+        budget=_of_budget(record.runs),
     )
+
+
+def _of_budget(runs: Sequence[Run]) -> str | None:
+    """Return what runs took of the budget that the newest has."""
+    said = [one.limit for run in sorted(runs, key=lambda run: run.begun) for one in budgets.stated(run.lines)]
+    budget = Budget.parse(said[-1]) if said else None
+    return budget and f"{budget.told(sum(budget.cost(run.lines) for run in runs))} of {budget} spent"
 
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
@@ -125,7 +138,7 @@ def _lines(found: Stats, against: Path | None) -> list[str]:
             f"same    {same.difference:+.5f} against {against}; p = {same.p:.2g} that they differ by {same.margin:g} "
             f"or more: {verdict}"
         )
-    return lines
+    return [*lines, *([f"budget  {found.budget}"] if found.budget else [])]
 
 
 def _interval(interval: Interval | None, values: tuple[float, ...], digits: int) -> str:
@@ -178,16 +191,16 @@ def sweep(
     """
     from speedrun.lab.sweep import run_sweep  # NumPy comes with it
 
-    asked = partial(_request, variants, config)
+    asked = partial(_request, variants, config, dry.budget or "")
     if dry.is_asked():
         return dry.answer(ctx, asked())
     trained = cli.on_nodes(ctx, on, say)
-    folder = requests.begun(ctx, "speedrun.lab.declare_experiment", asked, "data", "on")
-    found = run_sweep(folder, config.data, say, trained)
+    folder = requests.begun(ctx, dry, "speedrun.lab.declare_experiment", asked, "data", "on")
+    found = run_sweep(folder, config.data, say, trained, dry.budget)
     return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
 
 
-def _request(asked: Variants, config: requests.RunOptions) -> Request:
+def _request(asked: Variants, config: requests.RunOptions, budget: str) -> Request:
     settings = {key: experiments.values(text) for key, text in config.settings.items()}
     fixed = {key: values[0] for key, values in settings.items() if len(values) == 1}
     free = {key: values for key, values in settings.items() if key not in fixed}
@@ -209,4 +222,5 @@ def _request(asked: Variants, config: requests.RunOptions) -> Request:
         num_confirming=asked.runs if asked.confirm is None else asked.confirm,
         features=tuple(name for name in (asked.features or "").split(",") if name not in ("", "all")),
         variants=tuple(variants),
+        budget=budget,
     )

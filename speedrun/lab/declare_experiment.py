@@ -67,6 +67,7 @@ def design(request: Request) -> Experiment:
         seeds=seeds,
         confirming=confirming,
         created_utc=now().utc,
+        budget=request.budget,
     )
     make_record(request.config.out, {experiments.EXPERIMENT: encode(found)})
     return found

@@ -40,6 +40,7 @@ class Request(Strict, frozen=True, tag=True):
     num_confirming: int  #: of the best arm and its reference
     features: tuple[str, ...] = ()  #: to switch off; empty: all that the recipe has
     variants: tuple[dict[str, str], ...] = ()  #: settings of each arm of a sweep
+    budget: str = ""
 
 
 class Arm(Strict, frozen=True):
@@ -53,7 +54,7 @@ class Arm(Strict, frozen=True):
     source_sha256: str
 
 
-class Experiment(Strict, frozen=True, tag_field="schema", tag="speedrun.experiment/1"):
+class Experiment(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.experiment/1"):
     """`experiment.json`."""
 
     status: Status
@@ -67,6 +68,7 @@ class Experiment(Strict, frozen=True, tag_field="schema", tag="speedrun.experime
     seeds: tuple[int, ...]  #: of every arm
     confirming: tuple[int, ...]  #: fresh seeds of the best arm and its reference
     created_utc: str
+    budget: str = ""  #: of all runs together, as `base.budget` reads it
 
     def arm(self, name: str) -> Arm:
         """Return the arm of this name."""

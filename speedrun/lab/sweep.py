@@ -9,6 +9,7 @@ from statistics import fmean
 from speedrun.base import provenance, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import lock_record, write_whole
+from speedrun.base.budget import purse_of
 from speedrun.base.console import Printer, duration
 from speedrun.base.errors import NonFiniteError, UsageError
 from speedrun.commands import pictures
@@ -18,16 +19,19 @@ from speedrun.lab.experiments import Runs, Trial
 from speedrun.record import layout
 from speedrun.record.reader import encode
 from speedrun.record.summary import assemble
-from speedrun.train.batch import Say, Trainer, here
+from speedrun.train.batch import Say, Trainer, here, need_here
 from speedrun.train.run_config import RunConfig, source_roots
 
 
-def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None) -> effects.Summary:
+def run_sweep(
+    folder: Path, data: Path | None, say: Say, trained: Trainer | None, budget: str | None = None
+) -> effects.Summary:
     """Run what is missing of an experiment: every arm with the first seeds, then the best arm with fresh seeds.
 
-    Without `trained`, the runs follow each other on this machine.
+    Without `trained`, the runs follow each other on this machine. Without `budget`, they have the one of before.
     """
     plan, plan_sha256 = experiments.read(folder)
+    need_here(purse := purse_of(folder, budget, plan.budget), trained)
     with lock_record(folder, layout.RUNNING):
         fresh = count(len(plan.confirming), "fresh seed")
         say(
@@ -43,7 +47,7 @@ def run_sweep(folder: Path, data: Path | None, say: Say, trained: Trainer | None
                     f"the source of {recipe} changed since {folder} was designed, or is not in $SPEEDRUN_RECIPES; "
                     "restore it, or start a new sweep"
                 )
-        train = trained or here(lambda: Printer(sys.stderr))
+        train = trained or here(lambda: Printer(sys.stderr), purse)
         run_missing = partial(_run_missing, folder, data, say, train)
         runs = run_missing([*experiments.trials(plan.arms, plan.seeds)])
         found = effects.summary(plan, plan_sha256, runs)

@@ -45,6 +45,7 @@ class Preregistration(Strict, frozen=True, omit_defaults=True, tag_field="schema
     expected_loss: float | None  #: mean from which the number of runs was computed
     created_utc: str
     purpose: Purpose = ""
+    budget: str = ""  #: of all runs together, as `base.budget` reads it
 
 
 def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:

@@ -89,7 +89,8 @@ class Run:
         if self.of(runlog.ClockStart):
             where = f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
         errors = [f"{error.kind}: {error.message}" for error in self.of(runlog.Error)]
-        return f"{self.folder} crashed {where}: {errors[-1] if errors else 'its log just ends'}"
+        by = "was ended by its budget" if errors and errors[-1].startswith("Budget: ") else "crashed"
+        return f"{self.folder} {by} {where}: {errors[-1] if errors else 'its log just ends'}"
 
     def of(self, kind: type[_Event]) -> list[_Event]:
         """Return all events of a kind, in order."""

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from speedrun.base import subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import lock_record
+from speedrun.base.budget import Purse, purse_of
 from speedrun.base.console import Printer
-from speedrun.base.errors import NonFiniteError, UsageError
+from speedrun.base.errors import NonFiniteError, Terminated, UsageError
 from speedrun.base.track import Track
 from speedrun.commands import added, pictures
 from speedrun.record import layout, statistics
@@ -39,6 +40,7 @@ class BatchRequest(layout.Strict, frozen=True, tag=True):
     num_runs: int | None  #: None: as `num_runs` finds
     then: int | None = None  #: total number of runs at a second look
     expected_loss: float | None = None  #: mean; None: what the recipe states
+    budget: str = ""
 
 
 class Prospect(NamedTuple):
@@ -104,18 +106,25 @@ def num_runs(request: BatchRequest, rules: Track, found: Prospect | None) -> int
 Trainer = Callable[[Track, Iterable[RunConfig], Iterable[Run]], Iterator[tuple[RunConfig, int]]]
 
 
-def here(printer: Callable[[], Printer]) -> Trainer:
-    """Return what trains one after the other in children, which end with this process."""
+def here(printer: Callable[[], Printer], purse: Purse | None = None) -> Trainer:
+    """Return what trains one after the other in children, which end with this process, as long as the purse allows."""
 
     def trained(_: Track, configs: Iterable[RunConfig], __: Iterable[Run]) -> Iterator[tuple[RunConfig, int]]:
-        for config in configs:
+        for number, config in enumerate(configs):
+            budget = purse and purse.left(Terminated.exit_code if number else UsageError.exit_code)
             with printer() as shown:
-                code, error = keeper.trained(keeper.Job(config), shown)
+                code, error = keeper.trained(keeper.Job(config, budget=budget), shown)
             if error:
                 subprocesses.say(f"error: {error}")
             yield config, code
 
     return trained
+
+
+def need_here(purse: Purse | None, trained: Trainer | None) -> None:
+    """Raise UsageError for a budget of runs on other nodes, whose logs are not here while they run."""
+    if purse and trained:
+        raise UsageError("a budget is of runs on this machine, in turns; leave out --on, or the budget")
 
 
 class Outcome(NamedTuple):
@@ -136,15 +145,17 @@ def run_batch(
     say: Say,
     to_stderr: bool,
     trained: Trainer | None = None,
+    budget: str | None = None,
 ) -> Outcome:
     """Run the missing seeds of a declared batch, and write its record after each.
 
     Without `data`, the runs read the track's. Without `title`, the record keeps its own. Without `trained`, they run
-    one after the other on this machine.
+    one after the other on this machine. Without `budget`, they have the one of before.
     """
     path = folder / layout.BATCH
     declared, sha256 = read_declared(path, Preregistration, "speedrun batch --runs N")
     recipe, rules = declared.recipe, tracks.load(declared.track.id.rpartition("@")[0])
+    need_here(purse := purse_of(folder, budget, declared.budget), trained)
     curve, told = added("ghost")(ghost, rules.id) if ghost else None, set[str]()
 
     def assembled() -> Summary:
@@ -169,7 +180,7 @@ def run_batch(
             **{"track": rules.name, "recipe": recipe.name, "overrides": recipe.overrides},
             **{"out": folder, "data": data, "batch_sha256": sha256},
         }
-        train = trained or here(lambda: Printer(sys.stderr if to_stderr else sys.stdout, curve))
+        train = trained or here(lambda: Printer(sys.stderr if to_stderr else sys.stdout, curve), purse)
         while now.missing:
             configs = [RunConfig(seed=seed, **same) for seed in now.missing]
             for config, code in train(rules, configs, load(folder).runs):

@@ -50,6 +50,7 @@ def declare(request: BatchRequest) -> Preregistration:
         expected_loss=expected.loss if expected and request.num_runs is None else request.expected_loss,
         purpose=request.config.purpose,
         created_utc=now().utc,
+        budget=request.budget,
     )
     files = {"source.txt": ready.source.encode(), layout.BATCH: encode(declaration)}
     make_record(request.config.out, files)

@@ -25,9 +25,10 @@ import msgspec
 from speedrun.base import messages, runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import write_whole
-from speedrun.base.clock import Phase, Phases, Stamp, now
+from speedrun.base.budget import Budget, Meter
+from speedrun.base.clock import Phase, Phases, Stamp, Stopwatch, now
 from speedrun.base.console import Printer
-from speedrun.base.errors import HANG, SpeedrunError, StorageError
+from speedrun.base.errors import HANG, SpeedrunError, StorageError, Terminated
 from speedrun.base.exit_codes import meaning
 from speedrun.data import generated
 from speedrun.record import layout
@@ -56,6 +57,7 @@ class Job(msgspec.Struct, frozen=True):
     heartbeat_s: int = HEARTBEAT_S
     meet_s: int = MEET_S
     init_from: Path | None = None  #: initial weights
+    budget: Budget | None = None
 
     @property
     def is_first(self) -> bool:
@@ -165,6 +167,8 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
         if kept.error is not None and not is_told:
             subprocesses.kill(child) if kept.is_over else child.terminate()
             is_told = True
+        if not done.is_set() and kept.overspends():
+            child.terminate()
         if not done.is_set() and kept.hangs():
             child.send_signal(signal.SIGUSR1)  # it writes its stacks
             done.wait(_LINGER_S)
@@ -223,6 +227,7 @@ class Kept:
         self._is_whole = self.is_over = self._has_hung = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         self._nonce = ""  #: of the held-out text, once there is a result
+        self._watch, self._meter, self._overspent = Stopwatch(), Meter(), ""
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
@@ -246,15 +251,22 @@ class Kept:
 
     def _take(self, message: messages.Told) -> None:
         told = message.event
+        if isinstance(told, runlog.Budget):
+            return self._refuse("the run told of a budget, which is not its own; see its recipe")
         if isinstance(told, runlog.HeldOut) and told.nonce != self._nonce:
             return self._refuse("the run scored other held-out text than was drawn; see its recipe")
         if isinstance(told, runlog.Val) and self._nonce:
             return self._refuse("the run validated again after its held-out text was drawn; see its recipe")
         if self._log is None:
             self._log = self._opened(message.event)
-        self._held.append((message.event, now()))
+        if isinstance(told, runlog.Error) and self._overspent and told.kind == Terminated.__name__:
+            told = runlog.Error("Budget", self._overspent)  # not just from outside
+        self._held.append((told, now()))
+        if isinstance(told, runlog.RunStart) and self._job.budget:
+            self._held.append((runlog.Budget(str(self._job.budget), self._watch.seconds), now()))
         while self._held and not message.hold:
             event, stamp = self._held.pop(0)
+            self._meter.take(event)
             self._log.emit(event, hold=bool(self._held), stamp=stamp)
             self._is_whole = isinstance(event, runlog.RunEnd)
             self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
@@ -289,6 +301,16 @@ class Kept:
                 self._log.emit(runlog.Error("Hang", f"{took}; {hint}"))
         return True
 
+    def overspends(self) -> bool:
+        """Return, once, that the run has exceeded its budget. It is to end as after a SIGTERM."""
+        budget = self._job.budget
+        if budget is None or self._overspent or self.has_result or not self._job.is_first:
+            return False
+        spent = budget.spent + budget.charge(self._watch.seconds, self._meter.flops)
+        if spent > budget.limit:
+            self._overspent = f"spent {budget.told(spent)} of {budget}; --resume with a larger one goes on"
+        return spent > budget.limit
+
     def _opened(self, first: runlog.AnyEvent) -> runlog.RunLog:
         if not isinstance(first, runlog.RunStart):
             raise SpeedrunError(f"the run began with a {type(first).__name__}; see its recipe")
@@ -296,6 +318,8 @@ class Kept:
 
     def close(self, code: int) -> None:
         """Say why a log has no end, without a result that nobody has seen; check that the file is as written."""
+        if self._overspent and not self.has_result:
+            self.error = self.error or SpeedrunError(f"budget: {self._overspent}", Terminated.exit_code)
         if not (code or self._is_whole or self.error) and self._job.is_first:
             self.error = SpeedrunError("the process of the run ended without a result; see its recipe")
         if self._log is None:

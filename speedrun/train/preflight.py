@@ -91,9 +91,7 @@ class Ready:
             "settings": f"of sha256 {layout.config_sha256({**self.described, **options})[:12]}",
             "source": f"of sha256 {self.source_sha256[:12]}",
             "packages": str(provenance.software()),
-            "environment": str(
-                {k: v for k, v in provenance.environment().items() if k != "CUDA_VISIBLE_DEVICES"}
-            ),
+            "environment": str(provenance.environment() | {"CUDA_VISIBLE_DEVICES": "its own"}),
             "training shards": f"whose names, sizes and manifest have sha256 {layout.sha256(data)[:12]}",
             "validation tokens": f"of sha256 {self.val_sha256[:12]}",
         }

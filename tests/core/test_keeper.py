@@ -16,9 +16,10 @@ from record_forge import forge
 from small_run import SMALL, log_of, runs_of
 
 from speedrun.base import messages, runlog
+from speedrun.base.budget import Budget, Purse, purse_of
 from speedrun.base.clock import now
 from speedrun.base.console import Printer
-from speedrun.base.errors import HANG, SpeedrunError, StorageError
+from speedrun.base.errors import HANG, SpeedrunError, StorageError, UsageError
 from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
@@ -317,3 +318,66 @@ def test_a_recipe_that_leaves_with_success_has_none(hostile):
     assert [*runlog.read(log_of(config.out))][-1].event == runlog.Error(
         "Killed", "the process of the run ended with exit code 0 (done)"
     )
+
+
+def test_a_budget_ends_a_run_as_a_signal_does_and_counts_what_was_before(sent, tmp_path):
+    """Operations of the run's steps, at the rate of its plan: two runs of them fit, and not a third."""
+    told, out = without_question(sent), tmp_path / "out"
+    plan = next(event for event in told if isinstance(event, runlog.Plan))
+    steps = [event.batch_tokens * plan.flops_per_token for event in told if isinstance(event, runlog.Step)]
+    start, budget = told[0], Budget(sum(steps) - 1, "flop")
+    assert isinstance(start, runlog.RunStart)
+
+    def keep(name: str, budget: Budget, last: list[runlog.AnyEvent]) -> keeper.Kept:
+        (out / "runs" / name).mkdir(parents=True)
+        kept = keeper.Kept(keeper.Job(RunConfig("smoke-cpu", out), budget=budget), lambda _: None)
+        ended = []
+        for event in (replace(start, run_id=name), *told[1:-3], *last):
+            kept.take(msgspec.json.encode(messages.Told(event)))
+            ended.append(kept.overspends())
+        assert sum(ended) <= 1, "it is told to end once"
+        return kept
+
+    stopped: list[runlog.AnyEvent] = [
+        runlog.Error("Terminated", "by SIGTERM"),
+        replace(told[-1], status="aborted"),
+    ]
+    first = keep("first", budget, stopped)
+    first.close(75)
+    assert first.error is not None
+    assert (first.error.exit_code, first.error.args[0].startswith("budget: spent")) == (75, True)
+    run = runs_of(out)[0]
+    assert isinstance(run.lines[1].event, runlog.Budget)
+    assert (run.outcome, "was ended by its budget after" in run.crashed) == ("aborted", True)
+    purse = purse_of(out, None)
+    assert purse is not None
+    with pytest.raises(SpeedrunError, match="with a larger --budget goes on") as error:
+        purse.left(2)
+    assert error.value.exit_code == 2
+    purse = purse_of(out, f"{2 * sum(steps)}flop", "1s")
+    assert purse is not None
+    second = keep("second", purse.left(), [told[-1]])
+    second.close(0)
+    assert second.error is None, "both together take just that"
+    with pytest.raises(SpeedrunError, match="and a run takes"):
+        Purse(out, Budget(2.9 * sum(steps), "flop")).left()
+    second = keep("third", budget, [runlog.Budget("1000d", 0.0)])
+    assert "not its own" in str(second.error)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "hour"),
+    [
+        ("90s", "90s", 3600),
+        ("1.5h", "5400s", 3600),
+        ("$5 at $20/h", "$5 at $20/h", 20),
+        ("2e15flop", "2e+15flop", 7),
+    ],
+)
+def test_a_budget_has_one_form(text, shown, hour):
+    budget = Budget.parse(text)
+    assert (str(budget), Budget.parse(shown)) == (shown, budget)
+    assert budget.charge(3600, 7) == hour
+    for wrong in (text[:-1] + "x", f"-{text}", "0s"):
+        with pytest.raises(UsageError, match="need a time"):
+            Budget.parse(wrong)
