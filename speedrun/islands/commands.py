@@ -32,7 +32,7 @@ class Fleet(NamedTuple):
         every: Steps of a round. Default: the track's.
         quorum: Islands whose answers make a round count. Default: the track's.
         outer_lr: Learning rate of the outer step; 1 without momentum takes the mean.
-        max_change: Refuse weights that move by more than this part of their norm in a round.
+        max_rise: Refuse weights that score worse than those that were sent, by more than so many nats.
         meet_within: Time for islands to start.
     """
 
@@ -42,7 +42,7 @@ class Fleet(NamedTuple):
     outer_lr: Annotated[float, cli.Number(0.0001, 100)] = 1.0
     outer_momentum: Annotated[float, cli.Number(0, 0.9999), "Nesterov momentum of the outer step."] = 0.0
     deadline: Annotated[cli.Count, "--deadline SECONDS", "Time for the answers of a round."] = 120
-    max_change: Annotated[float, cli.Number(0.0001)] = 1e30
+    max_rise: Annotated[float, cli.Number(0.0001)] = 0.15
     meet_within: Annotated[cli.Count, "--meet-within SECONDS"] = 600
 
     def settings(self, track: str) -> runlog.Islands:
@@ -57,7 +57,7 @@ class Fleet(NamedTuple):
         if rules.rules.val_every % every:
             got = f"--every {every}, but {rules.id} validates every {rules.rules.val_every} steps"
             raise UsageError(f"{got}; need a divisor of that")
-        outer = self.outer_lr, self.outer_momentum, self.max_change
+        outer = self.outer_lr, self.outer_momentum, self.max_rise
         return runlog.Islands(self.islands, every, quorum, float(self.deadline), *outer)
 
 

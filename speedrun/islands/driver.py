@@ -4,7 +4,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import fmean
 
+import jax
+import numpy as np
+
 from speedrun.base import faults, runlog
+from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import SpeedrunError
 from speedrun.base.signals import Deferred
@@ -12,7 +16,7 @@ from speedrun.data.stream import START
 from speedrun.islands import snapshot
 from speedrun.islands.fleet import Fleet, Played
 from speedrun.islands.island import config_sha256, weights_of, with_weights
-from speedrun.islands.rounds import Engine, Leases, Lost
+from speedrun.islands.rounds import Engine, Leases, Lost, Order, Weights
 from speedrun.islands.snapshot import Snapshot
 from speedrun.record import layout
 from speedrun.record.reader import load
@@ -49,12 +53,16 @@ class Driver:
         """Make the fleet, or restore it; wait for the islands."""
         this, ready, self._planned = self._this, self._this.ready, programs.planned
         given = self._settings, config_sha256(ready), [one.batch for one in programs.planned]
+        shapes = {one.shape for one in programs.planned}
+        lowered = {shape: ready.program.traced_score(shape).lower() for shape in shapes}
+        self._scores = {shape: ready.program.compiled(one) for shape, one in lowered.items()}
+        self._initial = state
         if not ready.config.resume:
-            self._fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(state))
+            self._fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(state), self._score)
         else:
             kept = snapshot.load(ready.config.out)
             leases = Leases(ready.stream(kept.cursor), kept.num_granted, kept.returned)
-            self._fleet = Fleet(*given, leases, kept.weights, kept.velocity, kept.version)
+            self._fleet = Fleet(*given, leases, kept.weights, self._score, kept.velocity, kept.version)
             state, at = self._resumed(kept, state)
         this.log.emit(self._settings)
         first = ready.stream(START).batch(*self._fleet.shapes[0])
@@ -62,6 +70,16 @@ class Driver:
         this.phases.enter("start")
         self._recruit(self._settings.islands)
         return state, at
+
+    def _score(self, weights: Weights, order: Order) -> float:
+        """Return the mean loss of weights on the first batch of an order, in nats."""
+        ready, lease = self._this.ready, order.lease
+        state = with_weights(ready.program, self._initial, weights, order.step)
+        batch = ready.stream(lease.start).batch(*lease.shapes[0])
+        placed = (meshes.shard(x_BT, ready.program.mesh) for x_BT in batch)
+        score = self._scores[self._planned[order.step].shape]
+        nats_BC = score(state.params, *placed, ready.program.schedule, state.step)
+        return float(np.sum(jax.device_get(nats_BC), dtype=np.float64)) / batch.targets_BT.size
 
     def _resumed(self, kept: Snapshot, state: TrainState) -> tuple[TrainState, Progress]:
         """Log where the run goes on. The last driver may have been killed before it logged the last round."""

@@ -1,6 +1,6 @@
 """Training of a fleet of islands: rounds, each followed by an outer step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,10 @@ from speedrun.base.clock import Stopwatch
 from speedrun.base.rounds import Work
 from speedrun.data.stream import Shape
 from speedrun.islands.rounds import Answer, Engine, Leases, Lost, Order, Weights, digest, refusal, stepped
+
+#: Once a quorum has answered, the others have as much time again.
+_PATIENCE = 2.0
+_LEAST_S = 1.0  #: of that time, for rounds of milliseconds
 
 
 class Played(NamedTuple):
@@ -35,6 +39,7 @@ class Fleet:
     shapes: Sequence[Shape]  #: of the batch of an island at each step
     leases: Leases
     weights: dict[str, np.ndarray]
+    score: Callable[[Weights, Order], float]  #: mean loss on the first batch of an order
     velocity: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     version: int = 0  #: number of rounds that counted
 
@@ -76,10 +81,11 @@ class Fleet:
     def _play(
         self, engine: Engine
     ) -> tuple[Collection[Order], list[Work], dict[int, tuple[int, Weights]], list[Lost]]:
-        """Give every island that is ready an order with a lease of its own; sort what comes back by the deadline.
+        """Give every island that is ready an order with a lease of its own; sort what comes back in time.
 
         Return the orders, all works, tokens and weights of the good ones by lease, and losses. The answer of a late
-        island is refused in a later round, as it is stale.
+        island is refused in a later round, as it is stale. The deadline is shorter once there is a quorum, so that an
+        island that is mute costs the others little.
         """
         shapes, deadline_s = self.shapes[self.step :][: self.settings.every], self.settings.deadline_s
         orders: dict[str, Order] = {}
@@ -100,7 +106,7 @@ class Fleet:
             why = f"stale: of version {work.version}, need {self.version}"
             if work.version == self.version:
                 order = waiting.get(work.island)
-                why = refusal(found, order, self.config_sha256, self.settings.max_change)
+                why = refusal(found, order, self.config_sha256) or self._worse(found, [*orders.values()])
                 if order is not None and work.lease == order.lease.number:
                     del waiting[work.island]  # it may still answer if this was of an earlier order
             if why:
@@ -108,6 +114,21 @@ class Fleet:
                 work = replace(work, refused=why, losses=finite)
             else:
                 parts[work.lease] = work.num_tokens, found.weights
+                if len(parts) == self.settings.quorum:
+                    deadline_s = min(deadline_s, max(_LEAST_S, _PATIENCE * watch.seconds))
             works.append(work)
         lost += [Lost(name, f"late: no answer in {deadline_s:g} s") for name in waiting]
         return orders.values(), works, parts, lost
+
+    def _worse(self, answer: Answer, orders: Sequence[Order]) -> str:
+        """Return why weights are not taken that score worse than those that were sent, by more than may be.
+
+        Both are scored on tokens of the next island, which this one was not given, if there is another.
+        """
+        own = [order.lease.number for order in orders].index(answer.work.lease)
+        other, most = orders[(own + 1) % len(orders)], self.settings.max_rise
+        before, after = self.score(self.weights, other), self.score(answer.weights, other)
+        if after <= before + most:
+            return ""
+        found = f"its weights cost {after:.3f} nats on lease {other.lease.number}, those sent {before:.3f}"
+        return f"{found}; at most {most:g} more"

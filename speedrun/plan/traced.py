@@ -70,10 +70,8 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
         """Count by queries, and by keys."""
         # `attention_triton.bounds` in NumPy: for these few numbers, XLA would compile for seconds.
-        first_N, last_key_M = (
-            first_T[:: tiles.queries] // tiles.keys,
-            np.arange(tiles.keys - 1, num_tokens, tiles.keys),
-        )
+        first_N = first_T[:: tiles.queries] // tiles.keys
+        last_key_M = np.arange(tiles.keys - 1, num_tokens, tiles.keys)
         end_M = -(-np.searchsorted(first_T, last_key_M, side="right") // tiles.queries)
         end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
         first_M = np.arange(len(end_M)) * tiles.keys // tiles.queries

@@ -42,6 +42,11 @@ RNG = np.random.default_rng(0)
 FLEET = runlog.Islands(islands=2, every=2, quorum=1, deadline_s=600.0)
 
 
+def equal(*_: Any) -> float:
+    """The score of all weights, where no test is of scores."""
+    return 0.0
+
+
 class Here:
     """An engine whose islands take turns in this process; they share one program, and each has a state of its own."""
 
@@ -79,7 +84,7 @@ def test_one_island_whose_mean_is_taken_ends_with_the_state_of_a_plain_run(train
     ready = engine.island.ready
     weights = weights_of(engine.island.fresh())
     given = replace(FLEET, every=4), config_sha256(ready), shapes_of(ready.recipe)
-    fleet, losses, last = Fleet(*given, Leases(ready.stream(START)), weights), [], None
+    fleet, losses, last = Fleet(*given, Leases(ready.stream(START)), weights, equal), [], None
     while fleet.step < len(fleet.shapes):
         (last,) = fleet.advance(engine).used
         losses += last.losses
@@ -122,7 +127,7 @@ def test_sgd_averaged_after_each_step_is_sgd_on_all_their_tokens(smoke_data, tmp
         engine = Here(RunConfig("islands-cpu", out, recipe, meshes=len(names), **same), *names)
         ready = engine.island.ready
         given = replace(FLEET, every=1, quorum=len(names)), config_sha256(ready), shapes_of(ready.recipe)
-        fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(engine.island.fresh()))
+        fleet = Fleet(*given, Leases(ready.stream(START)), weights_of(engine.island.fresh()), equal)
         for _ in range(steps):
             fleet.advance(engine)
         assert fleet.step == steps
@@ -157,7 +162,7 @@ def test_two_islands_on_the_same_tokens_are_one(island):
     given = replace(FLEET, every=3, quorum=1), config_sha256(ready), shapes_of(ready.recipe)
 
     def after(leases: type[Leases], *names: str) -> str:
-        fleet = Fleet(*given, leases(ready.stream(START)), weights_of(island.fresh()))
+        fleet = Fleet(*given, leases(ready.stream(START)), weights_of(island.fresh()), equal)
         engine = Here(ready.config, *names, island=island)
         for _ in range(3):
             assert len(fleet.advance(engine).used) == len(names)
@@ -198,11 +203,10 @@ class Tokens:
         self.cursor = self.cursor._replace(offset=self.cursor.offset + num_sequences * seq_len)
 
 
-def scripted(*names: str, most: int = 10_000, **changed: Any) -> tuple[Fleet, Scripted]:
+def scripted(*names: str, most: int = 10_000, score: Any = equal, **changed: Any) -> tuple[Fleet, Scripted]:
     tokens: Any = Tokens(most)
-    return Fleet(replace(FLEET, **changed), "c" * 64, [Shape(2, 8)] * 6, Leases(tokens), WEIGHTS), Scripted(
-        *names
-    )
+    given = replace(FLEET, **changed), "c" * 64, [Shape(2, 8)] * 6, Leases(tokens)
+    return Fleet(*given, WEIGHTS, score), Scripted(*names)
 
 
 def answer_to(
@@ -248,9 +252,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "damaged": ({"weights": WEIGHTS}, "damaged: its weights do not match its digest"),
     "not finite": ({"weights": NAN, "digest": digest(NAN)}, "not finite"),
     "a loss of NaN": ({"losses": (1.0, float("nan"))}, "not finite"),
-    "far away": (
+    "worse": (
         {"weights": FAR, "digest": digest(FAR)},
-        "its weights moved by 99 of their norm, more than 10",
+        "its weights cost 100.000 nats on lease 1, those sent 1.000; at most 10 more",
     ),
     "other arrays": ({"weights": {}, "digest": digest({})}, "its weights have other names, shapes or dtypes"),
 }
@@ -259,7 +263,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_answer_is_refused_and_its_tokens_are_given_again(kind):
     changed, why = WRONG[kind]
-    fleet, engine = scripted("a", "b", max_change=10.0)
+    fleet, engine = scripted("a", "b", score=lambda weights, _: weights["scalars"][0], max_rise=10.0)
     wrong = lambda: answer_to(engine.orders["a"], "a", **changed)  # noqa: E731
     found = played(fleet, engine, wrong, lambda: answer_to(engine.orders["b"], "b"))
     assert refused(found) == [("a", why)]
@@ -293,7 +297,7 @@ def test_what_arrives_while_islands_are_awaited_is_kept_for_the_next_round():
 def test_an_island_that_is_late_gives_its_tokens_back():
     fleet, engine = scripted("a", "b")
     found = played(fleet, engine, lambda: answer_to(engine.orders["b"], "b"))
-    assert found.lost == (Lost("a", "late: no answer in 600 s"),)
+    assert found.lost == (Lost("a", "late: no answer in 1 s"),)
     assert [lease.number for lease in fleet.leases.returned] == [0]
 
 
@@ -337,7 +341,7 @@ def test_the_mean_does_not_depend_on_who_answers_first_and_bytes_are_those_of_or
     far = {"a": 1e17, "b": -1e17, "c": 1.0}
 
     def digest_of(*order: str) -> str:
-        fleet, engine = scripted("a", "b", "c", max_change=1e30)
+        fleet, engine = scripted("a", "b", "c")
         made = {name: {key: np.full_like(x, far[name]) for key, x in WEIGHTS.items()} for name in order}
         given = [
             lambda one=one: answer_to(engine.orders[one], one, made[one], digest=digest(made[one]))
@@ -601,11 +605,11 @@ def test_a_snapshot_of_another_run_in_that_place_is_refused(done, tmp_path):
     assert snapshot.resumed(out).resume, "its run may be any of the record's"
 
 
-class Slow(Here):
-    """An island's first answer arrives after five others."""
+class Unreliable(Here):
+    """An island's first answer arrives after five others, and another island lies once, with a right digest."""
 
     held: Answer | None = None
-    count = 0
+    count, lied = 0, False
 
     def islands(self) -> list[str]:
         return [name for name in self.names if not (name == "1" and self.held)]
@@ -618,16 +622,23 @@ class Slow(Here):
         if answer and self.count == 1 and answer.work.island == "1":
             self.held, answer = answer, super().receive(timeout_s)
         self.count += answer is not None
+        if answer and answer.work.island == "2" and not self.lied:
+            self.lied, lie = True, {name: 30 * x for name, x in answer.weights.items()}
+            answer = answer._replace(work=replace(answer.work, digest=digest(lie)), weights=lie)
         return answer
 
 
-def test_a_late_answer_is_refused_and_the_replay_knows_that_it_moved_the_optimiser(island, tmp_path):
+def test_late_and_harmful_answers_are_refused_and_the_replay_knows_that_they_moved_optimisers(
+    island, tmp_path
+):
     out = tmp_path / "out"
-    engine = Slow(island.ready.config, "0", "1", "2", island=island)
+    engine = Unreliable(island.ready.config, "0", "1", "2", island=island)
     run(island, out, engine)
-    (late,) = [one for each in events(out, runlog.Round) for one in each.works if one.refused]
-    assert (late.island, late.version) == ("1", 0)
+    refusals = {one.island: one for each in events(out, runlog.Round) for one in each.works if one.refused}
+    late, lie = refusals["1"], refusals["2"]
+    assert late.version == 0
     assert late.refused.startswith("stale")
+    assert lie.refused.startswith("its weights cost ")
     assert failed(out) == {}
     assert differences(island, out) == []
 
