@@ -40,6 +40,7 @@ GROUPS = {
         "export": ("board", "Write a record as text logs or CSV, or export its model."),
     },
     "Machine": {
+        "schema": ("cli.schema", "Print the JSON Schema of what a command prints with --json."),
         "doctor": ("machine", "Report what this machine can run, and the next command."),
         "plan": ("plan", "Estimate memory and time without the devices, on one node or many."),
         "bench": ("machine", "Time operations against their bounds."),

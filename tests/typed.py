@@ -1,5 +1,6 @@
 """What tests type: a command of ours in this process, or in one of its own; and programs that stand in for others."""
 
+import json
 import shlex
 import socket
 import subprocess
@@ -9,19 +10,40 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from click.testing import CliRunner, Result
 
 from speedrun import cli
+from speedrun.cli import schema
 from speedrun.commands import COMMANDS, is_here
 
 
 def invoke(*words: object) -> Result:
-    return CliRunner().invoke(cli.command, [*map(str, words)], prog_name="speedrun")
+    texts = [*map(str, words)]
+    done = CliRunner().invoke(cli.command, texts, prog_name="speedrun")
+    if "--json" in texts and isinstance(done.exception, SystemExit | None):
+        assert promised(texts, done.stdout) is not None, f"not of its schema: {done.stdout}"
+    return done
 
 
 def speedrun(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "speedrun", *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, check=False, **more)
+
+
+def promised(words: list[str], text: str) -> Any:
+    """What a command printed, as a value of the first type of its schema that says all of it; None if none does."""
+    said, known = json.loads(text), dict(schema.commands(cli.command))
+    named = [command for name, command in known.items() if words[: len(name.split())] == name.split()]
+    # A failure is tried first: the types of answers may be heavy.
+    for kind in (schema.Failure, *(kind for command in named for kind in schema.types_of(command))):
+        try:
+            value = msgspec.json.decode(text, type=kind)
+        except msgspec.ValidationError:
+            continue
+        if json.loads(msgspec.json.encode(value)) == said:
+            return value
+    return None
 
 
 def as_words(settings: Mapping[str, object]) -> list[str]:

@@ -3,22 +3,34 @@
 import importlib
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 import click
-import msgspec
+from msgspec.structs import replace
 
 from speedrun.base.atomic_files import write_whole
 from speedrun.base.console import clean
 from speedrun.base.errors import SpeedrunError, UsageError
 from speedrun.base.subprocesses import say
 from speedrun.board import exports, foreign_logs, plots, submission
+from speedrun.board.foreign_logs import Context, Group, Noise
 from speedrun.board.leaderboard import BOARD, Board, markdown, read
 from speedrun.board.leaks import Leak
 from speedrun.cli import options as cli
+from speedrun.cli.schema import Failure
 from speedrun.record.reader import encode, load, need_record
 from speedrun.record.summary import assemble
 from speedrun.record.validate import examine
+
+#: What the commands answer with `--json`.
+Plots = TypedDict("Plots", {"plots": list[str]})
+Imported = TypedDict(
+    "Imported",
+    {"files": tuple[Context, ...], "num_chosen": int, "groups": tuple[Group, ...], "noise": Noise | None},
+)
+Described = TypedDict("Described", {"record": str})
+Stale = TypedDict("Stale", {"stale": list[str]})
+Exported = TypedDict("Exported", {"files": list[str]})
 
 
 @cli.command("speedrun plot records/smoke-cpu/2026-11-29-first", "speedrun plot runs/first --kind all")
@@ -26,7 +38,7 @@ def plot(
     records: Annotated[tuple[Path, ...], "RECORD..."],
     *,
     kind: Literal[plots.Kind, "all"] = "loss",
-) -> cli.Answer:
+) -> cli.Answer[Plots]:
     """Draw records as PNG, into RECORD/plots.
 
     Options:
@@ -48,7 +60,7 @@ def import_log(
     files: Annotated[tuple[Path, ...], "FILE..."],
     *,
     match: Annotated[tuple[str, ...], "Only runs with TEXT in their name."] = (),
-) -> cli.Answer:
+) -> cli.Answer[Imported]:
     """Read the logs of other people's runs, and show how much equal runs differ.
 
     A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
@@ -64,7 +76,7 @@ def import_log(
         raise UsageError(f"no run has {' or '.join(match)} in its name; choose with another --match")
     groups = tuple(foreign_logs.groups(chosen))
     spread = foreign_logs.noise(groups)
-    facts = {"files": contexts, "num_chosen": len(chosen), "groups": groups, "noise": spread}
+    facts = Imported(files=contexts, num_chosen=len(chosen), groups=groups, noise=spread)
     lines = list[str]()
     for one in contexts:
         lines.append(f"file    {one.source}: {len(one.runs):,} runs, {len(one.problems):,} problems")
@@ -78,7 +90,7 @@ def import_log(
     return cli.Answer(facts, lines)
 
 
-def _of_group(group: foreign_logs.Group) -> str:
+def _of_group(group: Group) -> str:
     steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
     sd = "none" if group.sd is None else f"{group.sd:.4f}"
     step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
@@ -97,7 +109,7 @@ def describe(
     authors: Annotated[tuple[str, ...], "--author NAME", "Name or handle of an author."] = (),
     changes: Annotated[tuple[str, ...], "--change TEXT", "A change from the parent, in one sentence."] = (),
     parent: Annotated[Path | None, "--parent RECORD", "The record that it builds on."] = None,
-) -> cli.Answer:
+) -> cli.Answer[Described]:
     """Write title, authors, changes and parent of RECORD into its about.json and the head of its README.
 
     Other fields stay as they are. The README below its head is yours to write.
@@ -116,6 +128,12 @@ def describe(
     return cli.Answer({"record": str(record)}, [f"record  {record}"])
 
 
+class LeaksFound(Failure, frozen=True, kw_only=True):
+    """A record that seems to hold secrets."""
+
+    findings: tuple[Leak, ...]
+
+
 @cli.command("speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head")
 def submit(
     record: Path,
@@ -124,7 +142,7 @@ def submit(
     name: Annotated[str | None, "--name WORDS"] = None,
     dry_run: Annotated[bool, "Print everything and write nothing."] = False,
     missed: Annotated[bool, "Submit a record that missed its target."] = False,
-) -> cli.Answer:
+) -> cli.Answer[submission.Submission | LeaksFound]:
     """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
 
     Prints the commands that send it, and runs none of them; type them in the root of a checkout. Exits with 1 and
@@ -149,7 +167,7 @@ def submit(
             f"{record} seems to hold secrets ({secrets}), so nothing was written; revoke them where they were issued, "
             "then remove them from what people wrote, or run again without them"
         )
-        return cli.Answer({"error": error, "exit_code": 1, "findings": ready.findings}, found, error=error)
+        return cli.Answer(LeaksFound(error, 1, "failed", findings=ready.findings), found, error=error)
     if not dry_run:
         submission.write(ready, archive)
     done = "  (not written)" if dry_run else ""
@@ -162,7 +180,7 @@ def submit(
         *(f"    {line}" for line in ready.commands),
         "\nOr open the pull request in a browser with that text. Then tick the promises that you make.",
     ]
-    return cli.Answer({**msgspec.to_builtins(ready), "written": not dry_run}, lines)
+    return cli.Answer(replace(ready, written=not dry_run), lines)
 
 
 def _line(finding: Leak) -> str:
@@ -190,7 +208,7 @@ def leaderboard() -> None:
     of=leaderboard,
     silent=True,
 )
-def build(*, records: _Records = Path("records")) -> cli.Answer:
+def build(*, records: _Records = Path("records")) -> cli.Answer[Board]:
     """Validate every record again and write LEADERBOARD.md and leaderboard.json.
 
     They go into the folder of records. A record that cannot be judged is left out, with a warning and exit code 1.
@@ -207,7 +225,7 @@ def build(*, records: _Records = Path("records")) -> cli.Answer:
 
 
 @cli.command("speedrun leaderboard check", of=leaderboard, silent=True)
-def check(*, records: _Records = Path("records")) -> cli.Answer:
+def check(*, records: _Records = Path("records")) -> cli.Answer[Stale]:
     """Exit with 1 if the board is out of date."""
     files = _files(read(records), records).items()
     stale = [path for path, content in files if not path.is_file() or path.read_bytes() != content]
@@ -246,7 +264,7 @@ def export(
         f"The format: {', '.join(exports.FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
     ],
     out: Annotated[Path | None, "--out DIR", "New folder. Default: RECORD's name and the format."] = None,
-) -> cli.Answer:
+) -> cli.Answer[Exported]:
     """Write the curves of RECORD as text logs or CSV, or its model.
 
     A model needs the weights of a run with --checkpoint-every. The files contain nothing about this machine.

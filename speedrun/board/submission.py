@@ -56,6 +56,7 @@ class Submission(msgspec.Struct, frozen=True):
     text_path: str
     commands: tuple[str, ...]
     findings: tuple[Leak, ...]  #: secrets stop the submission; the others are warnings
+    written: bool = False
 
 
 def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:

@@ -4,7 +4,6 @@ No heavy imports: `speedrun --help` must be fast.
 """
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import click
 
 from speedrun import __version__
 from speedrun.base.errors import INTERRUPTED, Terminated, UsageError, unknown
-from speedrun.base.exit_codes import EXIT_CODES
+from speedrun.base.exit_codes import EXIT_CODES, code_of
 from speedrun.base.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 from speedrun.commands import COMMANDS, GROUPS, is_here
 
@@ -74,17 +73,20 @@ class _Commands(click.Group):
             if isinstance(error, click.exceptions.NoArgsIsHelpError):
                 error.show()
                 sys.exit(error.exit_code)
-            _fail(_usage(error), UsageError.exit_code, words)
+            _fail(_usage(error), UsageError.exit_code, words, _option(error))
         sys.exit()
 
 
-def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
+def _fail(said: str, exit_code: int, words: list[str], option: str | None = None) -> NoReturn:
     """Print one line, or JSON if the words ask for it, and exit."""
     from speedrun.base.console import clean  # not light enough for --help
 
     said = clean(" ".join(said.split()), limit=len(said))  # it may quote a file
     if "--json" in words:
-        click.echo(json.dumps({"error": said, "exit_code": exit_code}))
+        from speedrun.cli.options import show
+        from speedrun.cli.schema import Failure
+
+        show(Failure(said, exit_code, code_of(exit_code), option), (), as_json=True)
     else:
         click.echo(f"error: {said}", err=True)
     sys.exit(exit_code)
@@ -114,6 +116,12 @@ def _usage(error: click.UsageError) -> str:
     said = " ".join(error.format_message().split()).rstrip(".")
     help_option = f"'{ctx.command_path} --help'" if ctx is not None else "--help"
     return f"{said[:1].lower()}{said[1:]}; {help_option} shows what is needed"
+
+
+def _option(error: click.UsageError) -> str | None:
+    """Return the option or argument at fault, if click knows it."""
+    param = getattr(error, "param", None)
+    return param.opts[-1] if param else getattr(error, "option_name", None)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import click
 
@@ -16,14 +16,21 @@ from speedrun.cli import options as cli
 from speedrun.record.examine.sandbox import protections
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import Record, encode, load_result, need_record
-from speedrun.record.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
-from speedrun.record.statistics import RATE_FROM, compared
-from speedrun.record.validate import Report, find_check
+from speedrun.record.reproduction import CONFIDENCE, REPRODUCTION, Judgement, NoiseFrom, Point, Verdict
+from speedrun.record.statistics import RATE_FROM, Finding, compared
+from speedrun.record.validate import Report, Status, find_check
 from speedrun.record.validate import validate as checked
 
 if TYPE_CHECKING:
     from speedrun.record.examine.reproduce import Result
 
+
+#: What the commands answer with `--json`.
+Explained = TypedDict("Explained", {"id": str, "severity": str, "title": str, "why": str, "fix": str})
+Checked = TypedDict("Checked", {"id": str, "status": Status, "messages": tuple[str, ...]})
+Validated = TypedDict("Validated", {"exit_code": int, "results": list[Checked]})
+AllValidated = TypedDict("AllValidated", {"exit_code": int, "records": dict[str, Validated]})
+Compared = TypedDict("Compared", {"record": Judgement, "candidate": Judgement, "comparison": Finding})
 
 _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
 
@@ -42,7 +49,7 @@ def validate(
     verbose: Annotated[bool, "-v,--verbose", "Also show checks that passed or were skipped."] = False,
     unsafe: cli.Unsafe = False,
     data: cli.Data = None,
-) -> cli.Answer:
+) -> cli.Answer[Validated | AllValidated | Explained]:
     """Check every claim of the records in the folders RECORD.
 
     It needs no network and no accelerator, and runs a record's source only with --relower. Exits with 0 if all records
@@ -71,20 +78,25 @@ def validate(
             if asked:
                 reports = {path: judge(Path(path), one, options, echo) for path, one in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
-    facts = {path: report.facts() for path, report in reports.items()}
+    facts = {path: _facts(report) for path, report in reports.items()}
     lines: list[str] = []
     for path, report in reports.items():
         lines += [clean(path)] if len(reports) > 1 else []
         lines += _lines(report, verbose=verbose)
-    told = {"exit_code": exit_code, "records": facts} if len(facts) > 1 else facts.popitem()[1]
-    return cli.Answer(told, lines, exit_code)
+    several = AllValidated(exit_code=exit_code, records=facts)
+    return cli.Answer(several if len(facts) > 1 else facts.popitem()[1], lines, exit_code)
 
 
-def _explain(id: str) -> cli.Answer:
+def _explain(id: str) -> cli.Answer[Explained]:
     check = find_check(id)
-    told = {name: getattr(check, name) for name in ("id", "severity", "title", "why")}
+    told = Explained(id=check.id, severity=check.severity, title=check.title, why=check.why, fix=check.hint)
     lines = [f"{check.id}  {check.title} ({check.severity})", f"why   {check.why}", f"fix   {check.hint}"]
-    return cli.Answer({**told, "fix": check.hint}, lines)
+    return cli.Answer(told, lines)
+
+
+def _facts(report: Report) -> Validated:
+    found = [Checked(id=one.check.id, status=one.status, messages=one.messages) for one in report.results]
+    return Validated(exit_code=report.exit_code, results=found)
 
 
 def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
@@ -132,7 +144,7 @@ def reproduce(
     out: Annotated[Path | None, "--out DIR"] = None,
     into_record: Annotated[bool, "Also put reproduction.json into the record."] = False,
     unsafe: cli.Unsafe = False,
-) -> cli.Answer:
+) -> cli.Answer[Judgement | Compared]:
     """Run RECORD again from its own source, and judge whether its result holds. EXECUTES CODE FROM THE RECORD.
 
     First compares data, packages and lock of the record with this machine, and prints what each difference means. The
@@ -170,13 +182,13 @@ def reproduce(
         write_whole(record / REPRODUCTION, encode(results[0].reproduction))
     if candidate is None:
         good = results[0].judgement.verdict in ("within", "faster")
-        answer = cli.Answer(results[0].facts, _table(results[0]), int(not good))
+        answer = cli.Answer(results[0].judgement, _table(results[0]), int(not good))
     else:
         answer = _compared(results, folder)
     return answer._replace(lines=[*answer.lines, *(f"wrote    {clean(str(path))}" for path in wrote)])
 
 
-def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
+def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer[Compared]:
     """Write `comparison.json`, and return the answer about a record and its candidate."""
     record, candidate = ({run.start.seed: run for run in result.runs if run.finished} for result in results)
     pairs = {seed: (record[seed], candidate[seed]) for seed in record if seed in candidate}
@@ -200,7 +212,7 @@ def _compared(results: "Sequence[Result]", folder: Path) -> cli.Answer:
         f"both     {found.together_s.mean:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
         f"rate     {RATE_FROM}",
     ]
-    facts = {"record": results[0].facts, "candidate": results[1].facts, "comparison": found}
+    facts = Compared(record=results[0].judgement, candidate=results[1].judgement, comparison=found)
     return cli.Answer(facts, lines, int(not (high < 0 and loss.low <= 0)))
 
 

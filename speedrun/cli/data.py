@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypedDict
 
 import click
 
@@ -30,6 +30,15 @@ _Out = Annotated[
 _Sources = Annotated[
     tuple[str, ...], "--source NAME", f"File or folder of {', '.join(READERS)}, or hub:OWNER/NAME[:CONFIG]."
 ]
+
+
+#: What the commands answer with `--json`.
+Shards = TypedDict("Shards", {"track": str, "folder": str, "manifest": Manifest})
+Verification = TypedDict(
+    "Verification", {"track": str, "folder": str, "full": bool, "shards": list[overview.Verified]}
+)
+Holdings = TypedDict("Holdings", {"tracks": list[overview.Holding]})
+TokenizerFile = TypedDict("TokenizerFile", {"tokenizer": str, "vocab_size": int})
 
 
 class Reading(NamedTuple):
@@ -63,7 +72,7 @@ def get(
     recipe: Annotated[cli.Recipe | None, "Get the ranks if this recipe reads them."] = None,
     repo: Annotated[str | None, "--repo OWNER/NAME", "Dataset, for a track that takes any shards."] = None,
     out: _Out = None,
-) -> cli.Answer:
+) -> cli.Answer[Shards]:
     """Fetch missing shards from the Hugging Face hub. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
     source = fetch.source_of(rules, repo, shards)
@@ -101,7 +110,7 @@ def prep(
     prefix: Annotated[str, "Prefix of the shards' names."] = "fineweb",
     shard_tokens: Annotated[int, cli.Integer(1, MAX_TOKENS), "Tokens of a shard."] = 10**8,
     max_tokens: Annotated[cli.Count | None, "Stop after this number of tokens."] = None,
-) -> cli.Answer:
+) -> cli.Answer[prepare.Prepared]:
     """Make shards of text, by default of FineWeb's sample of 10 billion tokens.
 
     If the command is stopped or killed, run it again to continue. The bytes depend neither on interruptions nor on the
@@ -117,22 +126,22 @@ def prep(
     workers = workers or _num_cores()
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
         made = prepare.prepare(opened, chosen, cut, folder, num_workers=workers, report=progress.update)
-    return cli.Answer(made.facts(), made.summary())
+    return cli.Answer(made, made.summary())
 
 
 @cli.command("speedrun data docs --track docs-cpu", of=data)
-def docs(*, track: cli.Track = "docs-cpu", out: _Out = None) -> cli.Answer:
+def docs(*, track: cli.Track = "docs-cpu", out: _Out = None) -> cli.Answer[Shards]:
     """Make the shards of a track from the documentation of this Python, in half a minute."""
     return _made(track, out)
 
 
 @cli.command("speedrun data synth --track smoke-cpu", of=data)
-def synth(*, track: cli.Track = "smoke-cpu", out: _Out = None) -> cli.Answer:
+def synth(*, track: cli.Track = "smoke-cpu", out: _Out = None) -> cli.Answer[Shards]:
     """Make the synthetic shards of a track: the same bytes everywhere."""
     return _made(track, out)
 
 
-def _made(track: str, out: Path | None) -> cli.Answer:
+def _made(track: str, out: Path | None) -> cli.Answer[Shards]:
     rules = tracks.load(track)
     folder = data_folder(rules, out)
     with signals.handled_by(signals.stop), lock_folder(folder, say):
@@ -140,7 +149,7 @@ def _made(track: str, out: Path | None) -> cli.Answer:
     return _shards(rules, folder, manifest, manifest.source)
 
 
-def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> cli.Answer:
+def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> cli.Answer[Shards]:
     tokens = sum(entry.tokens for entry in manifest.shards.values())
     return cli.Answer(
         {"track": rules.id, "folder": str(folder), "manifest": manifest},
@@ -154,23 +163,22 @@ def verify(
     track: cli.Track = "smoke-cpu",
     data: cli.Data = None,
     full: Annotated[bool, "Read every byte: digests, ids, documents."] = False,
-) -> cli.Answer:
+) -> cli.Answer[Verification]:
     """Check the shards of a track: headers and sizes, or every byte with --full."""
     rules = tracks.load(track)
     folder = data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
         verified = overview.verify(folder, rules.data, full=full, report=progress.update)
-    facts = {"track": rules.id, "folder": str(folder), "full": full}
     lines = [f"ok  {folder / shard.name}  {shard}" for shard in verified]
-    return cli.Answer({**facts, "shards": [shard._asdict() for shard in verified]}, lines)
+    return cli.Answer(Verification(track=rules.id, folder=str(folder), full=full, shards=verified), lines)
 
 
 @cli.command("speedrun data list", "speedrun data list --json", of=data)
-def list_() -> cli.Answer:
+def list_() -> cli.Answer[Holdings]:
     """List the data of every track."""
     holdings = [overview.holding(tracks.load(name)) for name in tracks.files()]
     lines = [clean(line) for holding in holdings for line in holding.lines()]
-    return cli.Answer({"tracks": [holding._asdict() for holding in holdings]}, lines)
+    return cli.Answer({"tracks": holdings}, lines)
 
 
 @cli.command(
@@ -182,12 +190,12 @@ def train_bpe(
     source: _Sources = (),
     vocab_size: Annotated[int, cli.Integer(258, 2**16), "Number of ids, with the document token."],
     out: Annotated[Path, "--out FILE", "A .json file."],
-) -> cli.Answer:
+) -> cli.Answer[TokenizerFile]:
     """Train a byte-level BPE on texts with `tokenizers`; the same texts give the same file."""
     if not source:
         raise UsageError("no --source; need texts to train on; name a file or a folder")
     opened = open_source(source, column=reading.column, revision=reading.revision)
     document = reading.document_token
     size = tokenizers.train_bpe(texts(opened), vocab_size, out, document_text=document)
-    facts = {"tokenizer": str(out), "vocab_size": size}
+    facts = TokenizerFile(tokenizer=str(out), vocab_size=size)
     return cli.Answer(facts, [f"{out}  {size:,} ids, document token {document}"])

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
@@ -22,29 +22,27 @@ from speedrun.base.progress import working
 from speedrun.base.recipe_files import resolve
 from speedrun.commands import added
 
-if TYPE_CHECKING:
-    from speedrun.train.batch import Trainer
-
-
 _TEXTS = "\n\nOptions:\n"  #: begins the longer help texts in a docstring
+Facts = TypeVar("Facts", covariant=True)
 
 
-class Answer(NamedTuple):
-    """The output of a command."""
+class Answer(NamedTuple, Generic[Facts]):
+    """The output of a command. `speedrun schema` reads the type of the facts in the annotation of its function."""
 
-    facts: Any  #: for `--json`
+    facts: Facts  #: for `--json`
     lines: Iterable[object]  #: otherwise
     exit_code: int = 0
     error: str | None = None  #: printed after the lines, with exit code 1; the facts include it
 
 
-_Function = Callable[..., Answer | None]
+_Function = Callable[..., Answer[Any] | None]
 
 
 class Command(click.Command):
     """A command with `--json`. A `silent` one shows no progress of its own."""
 
     silent = False
+    answers: Any = None  #: annotation of the answer, as text if its types are heavy
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read a bare `--replay` as `--replay=some`, since click would take the record as its value."""
@@ -86,7 +84,8 @@ def command(
     """
 
     def made(function: _Function) -> Command:
-        text = "Print one JSON object on stdout, also for an error."
+        text = "Print one JSON object on stdout, also for an error; 'speedrun schema' describes it."
+        answers = function.__annotations__.pop("return")  # the others are types of this module
         found = Command(
             function.__name__.strip("_").replace("_", "-"),
             callback=function,
@@ -94,7 +93,7 @@ def command(
             help=cleandoc(function.__doc__ or "").partition(_TEXTS)[0],
             epilog=epilog(*examples),
         )
-        found.silent = silent
+        found.silent, found.answers = silent, answers
         if of is not None:
             of.add_command(found)
         return found
@@ -279,8 +278,8 @@ On = Annotated[
 ]
 
 
-def on_nodes(ctx: click.Context, address: str | None, say: Callable[[str], None]) -> "Trainer | None":
-    """Return what trains on the nodes of the Ray at an address; None: this machine. Call it before JAX is imported."""
+def on_nodes(ctx: click.Context, address: str | None, say: Callable[[str], None]) -> Any:
+    """Return the `train.batch.Trainer` of the Ray there; None: this machine. Call it before JAX is imported."""
     return None if address is None else ctx.with_resource(added("nodes")(address, say))
 
 

@@ -87,16 +87,16 @@ class DryRun(NamedTuple):
             return asked
         return msgspec.structs.replace(asked, budget=str(added("afford")(asked, self.kind, self.dollars)))
 
-    def answer(self, ctx: click.Context, asked: Any) -> Answer:
+    def answer(self, ctx: click.Context, asked: Any) -> Answer[Any]:
         """Price a request; refuse to price what is begun."""
         if ctx.params["resume"] is not None:
             raise UsageError("--dry-run prices what would begin; leave out --resume")
-        import msgspec
-
         self.limited(asked)
         found = added("budget")(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
-        facts = {"track": asked.config.track, **msgspec.structs.asdict(found)}
-        return Answer(facts, found.lines(), error=found.error)
+        return Answer(found, found.lines(), error=found.error)
+
+
+Priced = Annotated[Any, "budget"]  #: what that function of another room answers
 
 
 def begun(ctx: click.Context, dry: DryRun, module: str, asked: Callable[[], Any], *allowed: str) -> Path:

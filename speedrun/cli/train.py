@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
 
 import click
 
@@ -28,6 +28,7 @@ from speedrun.train.run_config import RunConfig
 if TYPE_CHECKING:
     from speedrun.train import single_run
     from speedrun.train.batch import Outcome
+    from speedrun.train.first_steps import FirstSteps
 
 
 def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
@@ -103,6 +104,17 @@ class Extras(NamedTuple):
     sample_prompts: Annotated[tuple[str, ...], "--sample-prompt TEXT"] = ()
 
 
+#: A new record, and what each failed check says.
+Judged = TypedDict("Judged", {"record": str, "summary": Summary, "failed_checks": dict[str, tuple[str, ...]]})
+
+
+class Trained(Judged):
+    """The record of a run."""
+
+    plot: str | None
+    bits_per_byte: float | None  #: of validation text; None if its bytes are not known
+
+
 @cli.command(
     "speedrun run --track smoke-cpu",
     "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.04",
@@ -117,7 +129,7 @@ def run(
     processes: Processes,
     extras: Extras,
     dry: requests.DryRun,
-) -> cli.Answer | None:
+) -> "cli.Answer[Trained | FirstSteps | requests.Priced] | None":
     """Train once on a track, under the clock; write, draw and validate a record.
 
     Exits with 0 if the target is reached and every check passes, else with 1; with --check, if the loss falls.
@@ -162,7 +174,7 @@ def run(
     return None if done is None else told(done)
 
 
-def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
+def _checked(ctx: click.Context, config: RunConfig) -> "cli.Answer[FirstSteps]":
     """Train the first steps."""
     for param in cli.typed(ctx):
         if param.name not in ("check", "seed", "as_json", *set(requests.RunOptions._fields) - {"out"}):
@@ -175,7 +187,7 @@ def _checked(ctx: click.Context, config: RunConfig) -> cli.Answer:
     return cli.Answer(found, [found], int(not found.fell))
 
 
-def told(done: "single_run.Single", *more: str) -> cli.Answer:
+def told(done: "single_run.Single", *more: str) -> cli.Answer[Trained]:
     """Return the answer about a finished run, with more lines after its card."""
     lines = [card(done.rules, done.summary, done.report), *more]
     if done.bits_per_byte is not None:
@@ -183,7 +195,16 @@ def told(done: "single_run.Single", *more: str) -> cli.Answer:
     lines += [f"record  {done.config.out}", *([f"plot    {done.picture}"] if done.picture else [])]
     lines.append(f"next    {following(done.config, done.summary, done.report)}")
     is_good = done.summary.target_reached and done.report.exit_code == 0
-    return cli.Answer(done.facts(), lines, 0 if is_good else 1)
+    plot = done.picture and str(done.picture)
+    facts = Trained(
+        **_judged(done.config.out, done.summary, done.report), plot=plot, bits_per_byte=done.bits_per_byte
+    )
+    return cli.Answer(facts, lines, 0 if is_good else 1)
+
+
+def _judged(folder: Path, summary: Summary, report: Report) -> Judged:
+    failed = {one.check.id: one.messages for one in report.having("failed")}
+    return Judged(record=str(folder), summary=summary, failed_checks=failed)
 
 
 @cli.command(
@@ -204,7 +225,7 @@ def batch(
     wandb: cli.Wandb = None,
     on: cli.On = None,
     unranked: cli.Unranked = False,
-) -> cli.Answer:
+) -> cli.Answer[Judged | requests.Priced]:
     """Declare a batch, run it, and test its mean loss. The record holds all runs, including failed ones.
 
     Exits with 0 if the batch proves its target and every check passes, else with 1.
@@ -231,14 +252,13 @@ def batch(
         return _answer(folder, done)
 
 
-def _answer(folder: Path, done: "Outcome") -> cli.Answer:
+def _answer(folder: Path, done: "Outcome") -> cli.Answer[Judged]:
     """Validate the record."""
     report = validate(folder)
-    facts = {"record": str(folder), "summary": done.summary}
-    facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
     lines = [card(done.rules, done.summary, report), f"record  {folder}"]
     for picture in done.plots:
         lines += [f"plot    {picture}", f"next    {shlex.join(['speedrun', 'stats', str(folder)])}"]
+    facts = _judged(folder, done.summary, report)
     return cli.Answer(facts, lines, 0 if done.status.passed and report.exit_code == 0 else 1)
 
 
@@ -279,19 +299,26 @@ def following(config: RunConfig, summary: Summary, report: Report) -> str:
     return shlex.join(["speedrun", *words])
 
 
+RecipeFacts = TypedDict(
+    "RecipeFacts",
+    {"summary": str, "parent": str | None, "num_params": int, "num_steps": int, "total_tokens": int},
+)
+Recipes = dict[str, RecipeFacts] | dict[str, int | float | str | tuple[int | float | str, ...]]
+
+
 @cli.command("speedrun recipes", "speedrun recipes smoke")
-def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer:
+def recipes(name: Annotated[cli.Recipe | None, "[NAME]"] = None) -> cli.Answer[Recipes]:
     """List the recipes, or the settings of the recipe NAME, in the form of --set."""
     from speedrun import recipes
     from speedrun.science import params
     from speedrun.science.recipe import IDENTITY, settings
 
-    found: dict[str, object] = {}
-    lines = []
     if name is not None:
-        found = {key: value for key, value in settings(recipes.load(name)).items() if key not in IDENTITY}
-        lines = [f"{key}={value}" for key, value in found.items()]
-    for each in recipes.names() if name is None else []:
+        own = {key: value for key, value in settings(recipes.load(name)).items() if key not in IDENTITY}
+        return cli.Answer(own, [f"{key}={value}" for key, value in own.items()])
+    found: dict[str, RecipeFacts] = {}
+    lines = []
+    for each in recipes.names():
         try:
             one = recipes.load(each)
         except BaseException as error:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from speedrun.base.console import quantity
@@ -18,7 +18,7 @@ _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million i
 WRITTEN_BYTES = 2 * 10**9  #: for records, plots, compiled programs and locally made shards
 
 
-class Verified(NamedTuple):
+class Verified(msgspec.Struct, frozen=True):
     """One valid shard."""
 
     name: str
@@ -29,7 +29,7 @@ class Verified(NamedTuple):
         return "  ".join(filter(None, [f"{self.tokens:,} tokens", self.sha256]))
 
 
-class Holding(NamedTuple):
+class Holding(msgspec.Struct, frozen=True):
     """The folder of a track."""
 
     track: str

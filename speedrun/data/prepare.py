@@ -45,33 +45,23 @@ class Cut(NamedTuple):
         return f"{self.prefix}_{'train' if index else 'val'}_{index:06d}.bin"
 
 
-class Prepared(NamedTuple):
-    """The result of a preparation."""
+class Prepared(msgspec.Struct, frozen=True):
+    """The result of a preparation, with the totals of all shards."""
 
-    folder: Path
+    folder: str
     manifest: Manifest
     found_shards: int  #: of an earlier run
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields and the totals of all shards."""
-        entries = self.manifest.shards.values()
-        sizes = [entry.text_bytes for entry in entries]
-        return {
-            **self._asdict(),
-            "folder": str(self.folder),
-            "tokens": sum(entry.tokens for entry in entries),
-            "documents": sum(entry.documents for entry in entries),
-            "text_bytes": None if None in sizes else sum(filter(None, sizes)),
-        }
+    tokens: int
+    documents: int
+    text_bytes: int | None
 
     def summary(self) -> list[str]:
         """Return the lines to print."""
-        facts, num_shards = self.facts(), len(self.manifest.shards)
+        num_shards = len(self.manifest.shards)
         found = f" ({self.found_shards} were there)" if self.found_shards else ""
-        tokens, documents, text_bytes = facts["tokens"], facts["documents"], facts["text_bytes"]
-        said = f"{num_shards} shards{found}  {tokens:,} tokens  {documents:,} documents"
-        if text_bytes is not None:
-            said += f"  {text_bytes / max(1, tokens - documents):.2f} bytes a token"
+        said = f"{num_shards} shards{found}  {self.tokens:,} tokens  {self.documents:,} documents"
+        if self.text_bytes is not None:
+            said += f"  {self.text_bytes / max(1, self.tokens - self.documents):.2f} bytes a token"
         lines = [f"made    {self.folder}: {said}"]
         if num_shards == 1:
             lines += ["note    all tokens are in the validation shard; to train, choose fewer --shard-tokens"]
@@ -98,7 +88,7 @@ def prepare(
     manifest = _found(out, fresh)
     found = len(manifest.shards)
     if manifest.complete:
-        return Prepared(out, manifest, found)
+        return _prepared(out, manifest, found)
     write_manifest(out, manifest)
     writer = _Writer(out, cut, manifest, id_bytes_V(chosen))
     watch, start_tokens = Stopwatch(), writer.tokens
@@ -110,7 +100,15 @@ def prepare(
             report(block.read_bytes, source.total_bytes, facts)
             if not writer.left():
                 break
-    return Prepared(out, writer.finish(), found)
+    return _prepared(out, writer.finish(), found)
+
+
+def _prepared(folder: Path, manifest: Manifest, found_shards: int) -> Prepared:
+    entries = manifest.shards.values()
+    tokens, documents = (sum(getattr(entry, name) for entry in entries) for name in ("tokens", "documents"))
+    sizes = [entry.text_bytes for entry in entries]
+    text_bytes = None if None in sizes else sum(filter(None, sizes))
+    return Prepared(str(folder), manifest, found_shards, tokens, documents, text_bytes)
 
 
 def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | int | float]:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypedDict
 
 import click
 from msgspec.structs import replace
@@ -14,10 +14,13 @@ from speedrun.base.console import memory
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli import requests
-from speedrun.cli.train import told
+from speedrun.cli.train import Trained, told
 from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
 from speedrun.train.resume_settings import asked
+
+#: What `replay` answers with `--json`: the number of answers that were repeated, and which differ.
+Replayed = TypedDict("Replayed", {"record": str, "answers": int, "differ": list[str]})
 
 
 @click.group(epilog=cli.epilog("speedrun islands run", "speedrun islands replay runs/first"))
@@ -75,7 +78,7 @@ def run(
     seed: Annotated[cli.Natural, "Seed of the initial weights."] = 0,
     address: Annotated[str | None, "--address HOST:PORT"] = None,
     resume: Annotated[Path | None, "--resume DIR", "Resume the run in DIR from its snapshot."] = None,
-) -> cli.Answer | None:
+) -> cli.Answer[Trained] | None:
     """Train on islands, and write, draw and validate a record. An island that is lost is replaced.
 
     Exits with 0 if the target is reached and every check passes, else with 1.
@@ -122,7 +125,7 @@ def _line(runs: Sequence[Run]) -> str:
 
 
 @cli.command("speedrun islands replay runs/2026-11-26-islands-cpu-1", of=islands)
-def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.Answer:
+def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.Answer[Replayed]:
     """Train again as the log of RECORD says, in turns in this process, and compare every digest. Needs no Ray.
 
     Exits with 0 if all weights and states are equal to the last bit, else with 1. Other machines may round differently.
@@ -142,6 +145,6 @@ def replay(ctx: click.Context, record: Path, *, data: cli.Data = None) -> cli.An
         differ += [f"round {one.round.version}: {said}" for said in one.differs]
         said = f"round {one.round.version}: {len(one.works)} answers, {len(one.differs)} differences"
         click.echo(said, err=True)
-    facts = {"record": str(record), "answers": num_works, "differ": differ}
+    facts = Replayed(record=str(record), answers=num_works, differ=differ)
     lines = [*differ, f"replay   {num_works} answers repeated, {len(differ)} differences"]
     return cli.Answer(facts, lines, int(bool(differ)))

@@ -57,6 +57,7 @@ class Row(msgspec.Struct, frozen=True):
 class Budget(msgspec.Struct, frozen=True):
     """What runs on a track take; None means unknown."""
 
+    track: str
     num_devices: int  #: 0: simulated
     devices: str  #: number and name of those that are timed
     run_s: float | None  #: wall time of one run
@@ -122,7 +123,7 @@ def budget(
     rules, config = tracks.load(asked.config.track), asked.config
     parts, mean = _parts(asked, rules)
     times = [_time(rules, recipe, config, kind, records, say) for recipe, _ in parts]
-    refusals = [planning.refusal(parts[i][0], one.plan) for i, one in enumerate(times) if one.plan]
+    refusals = [one.plan.error for one in times if one.plan]
     total = sum(number for _, number in parts)
     total_s = sum(number * (one.run_s or math.nan) for (_, number), one in zip(parts, times, strict=True))
     flops = sum(n * one.total_tokens * flops_per_token(one.table(one.config)) for one, n in parts)
@@ -142,12 +143,13 @@ def budget(
         others = {max(n or 0, rules.rules.min_runs, 2) for n in (0, mean.runs_needed())} - {*looks}
         rows += [row(n, mean.chance(n), is_asked=False) for n in others]
     return Budget(
+        track=rules.name,
         num_devices=num_devices,
         devices=f"{num_devices} x {plan.device}" if plan else "this machine",
         run_s=times[0].run_s,
         train_s=times[0].train_s,
         basis=times[0].basis,
-        relative_error=plan.error if plan else 0.0,
+        relative_error=plan.relative_error if plan else 0.0,
         fetch_bytes=fetch_bytes,
         disk_bytes=fetch_bytes + overview.WRITTEN_BYTES,
         dollars_per_hour=dollars,

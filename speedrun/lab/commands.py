@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypedDict
 
 import click
 import msgspec
@@ -17,13 +17,15 @@ from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.lab import experiments
-from speedrun.lab.effects import table
+from speedrun.lab.effects import Summary, table
 from speedrun.lab.experiments import Kind, Request
 from speedrun.record import statistics
 from speedrun.record.batch import batch_status
 from speedrun.record.logged_run import Run
 from speedrun.record.reader import load_result
 from speedrun.record.statistics import Interval
+
+Swept = TypedDict("Swept", {"experiment": str, "summary": Summary})
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -104,7 +106,7 @@ def stats(
     record: Path,
     *,
     against: Annotated[Path | None, "--against RECORD", "Test whether its loss is the same."] = None,
-) -> cli.Answer:
+) -> cli.Answer[Stats]:
     """Test the mean loss of the finished runs of RECORD against the target.
 
     A declared batch is tested at its declared looks. Tests of other runs prove nothing for the board. Exits with 0 if
@@ -180,7 +182,7 @@ def sweep(
     *,
     resume: Annotated[Path | None, "--resume DIR", "Run what is missing."] = None,
     on: cli.On = None,
-) -> cli.Answer:
+) -> cli.Answer[Swept | requests.Priced]:
     """Run a recipe and its variants with the same seeds, and report which are better.
 
     A variant has other settings, lacks a feature (--features), or is an ancestor (--ladder). --set takes the values to
@@ -197,7 +199,7 @@ def sweep(
     trained = cli.on_nodes(ctx, on, say)
     folder = requests.begun(ctx, dry, "speedrun.lab.declare_experiment", asked, "data", "on")
     found = run_sweep(folder, config.data, say, trained, dry.budget)
-    return cli.Answer({"experiment": str(folder), "summary": found}, map(clean, table(found)))
+    return cli.Answer(Swept(experiment=str(folder), summary=found), map(clean, table(found)))
 
 
 def _request(asked: Variants, config: requests.RunOptions, budget: str) -> Request:

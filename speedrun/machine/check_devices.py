@@ -32,11 +32,11 @@ class Check(msgspec.Struct, frozen=True):
     ok: bool
     needed: bool = True  #: by the chosen track
     facts: Mapping[str, Fact] = {}
+    mark: Literal["ok", "note", "bad"] = "ok"  #: follows from `ok` and `needed`
 
-    @property
-    def mark(self) -> Literal["ok", "note", "bad"]:
-        """`ok`; `bad` if it is needed; else `note`."""
-        return "ok" if self.ok else "bad" if self.needed else "note"
+    def __post_init__(self) -> None:
+        mark = "ok" if self.ok else "bad" if self.needed else "note"
+        msgspec.structs.force_setattr(self, "mark", mark)
 
 
 class NoAnswerError(Exception):

@@ -3,28 +3,33 @@
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 import click
-import msgspec
+from msgspec.structs import replace
 
 from speedrun.base import track as tracks
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
+from speedrun.machine.check_devices import Check
 
 if TYPE_CHECKING:
-    from speedrun.machine.check_devices import Check
+    from speedrun.machine.bench_kernels import Timing, Timings
+    from speedrun.machine.bench_step import Comparison, StepTimings
     from speedrun.machine.profile import Profile, Row, Usage
     from speedrun.train.program import Program
 
 
+Report = TypedDict(
+    "Report", {"ready": bool, "track": str, "qualifies": list[str], "checks": list[Check], "next": str}
+)
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
 @cli.command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
-def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] = None) -> cli.Answer:
+def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] = None) -> cli.Answer[Report]:
     """Check what this machine can run, and print the next command.
 
     Exits with 0 if the track can run here (its data may be missing), else with 1.
@@ -43,17 +48,12 @@ def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] =
     again = "speedrun doctor" + (f" --track {track}" if track else "")
     repair = f"repair what is marked above, then: {again}"
     following = checkup.advice(checks, asked=track) if ready else repair
-    report = {
-        "ready": ready,
-        "track": rules.name,
-        "qualifies": [check.name[6:] for check in checks if check.name[:6] == "track " and check.ok],
-        "checks": [{**msgspec.structs.asdict(check), "mark": check.mark} for check in checks],
-        "next": following,
-    }
+    qualifies = [check.name[6:] for check in checks if check.name[:6] == "track " and check.ok]
+    report = Report(ready=ready, track=rules.name, qualifies=qualifies, checks=checks, next=following)
     return cli.Answer(report, [f"next: {following}"], 0 if ready else 1)
 
 
-def _print(check: "Check") -> None:
+def _print(check: Check) -> None:
     """Print a check at once, since others take seconds."""
     mark = click.style(f"{check.mark:<4}", fg=_COLOURS[check.mark])
     click.echo(f"{mark}  {clean(f'{check.name}: {check.found}')}")
@@ -64,7 +64,7 @@ def bench() -> None:
     """Time operations against each other and their bounds."""
 
 
-def _answer(found: Any) -> cli.Answer:
+def _answer(found: Any) -> cli.Answer[Any]:
     return cli.Answer(found, found if isinstance(found, list) else [found])
 
 
@@ -74,7 +74,7 @@ def head(
     tokens: Annotated[cli.Count, "Rows of the logits."] = 1024,
     dim: Annotated[cli.Count, "Width of the model."] = 128,
     vocab: Annotated[cli.Count, "Columns of the logits."] = 50304,
-) -> cli.Answer:
+) -> "cli.Answer[list[Timing]]":
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""
     from speedrun.machine import bench_kernels
 
@@ -98,7 +98,7 @@ class AttentionSizes(NamedTuple):
     of=bench,
     silent=True,
 )
-def attention(sizes: AttentionSizes) -> cli.Answer:
+def attention(sizes: AttentionSizes) -> "cli.Answer[Timings]":
     """Attention and its gradients, in every implementation that runs here, against the definition."""
     from speedrun.machine import bench_kernels
 
@@ -138,7 +138,7 @@ def step(
     *,
     steps: Annotated[cli.Count, "Number of timed steps."] = 10,
     data: Annotated[cli.Folder | None, "--data DIR"] = None,
-) -> cli.Answer:
+) -> "cli.Answer[StepTimings]":
     """The training step as in a run: milliseconds, tokens per second, MFU, memory.
 
     Options:
@@ -166,7 +166,7 @@ def baseline(
     microbatches: Annotated[cli.Count, "Parts of a step's batch."] = 8,
     attention: cli.Attention = "auto",
     settings: cli.Settings = cli.UNCHANGED,
-) -> cli.Answer:
+) -> "cli.Answer[Comparison]":
     """Time our step and that of the program FOLDER/run in turns (ABBA), on the same tokens.
 
     The program is called with --shards DIR --steps N --first-step I --sequences N --seq-len N --start FILE. For each
@@ -207,21 +207,19 @@ def profile(
     steps: Annotated[cli.Count, "Number of traced steps."] = 3,
     top: Annotated[cli.Count, "Rows of the table."] = 20,
     out: Annotated[cli.Folder | None, "--out DIR", "Keep the trace, for XProf or Perfetto."] = None,
-) -> cli.Answer:
+) -> "cli.Answer[Profile]":
     """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives."""
     program = asked.program()
     from speedrun.machine import profile as profiles
     from speedrun.train.memory import fitted_here
 
     found = profiles.profile(fitted_here(program), num_steps=steps, first_step=asked.first_step, folder=out)
-    rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
-    facts = {**found._asdict(), "rows": rows, "devices": usage, "shares": found.shares}
-    facts["kinds"] = [one._asdict() for one in found.kinds]
+    devices = [replace(one, gaps=one.gaps[:_GAPS]) for one in found.devices]
     device = f"{program.num_devices} x {program.mesh.devices.flat[0].device_kind}"
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.shares.items() if share >= _SHOWN_SHARE)
     lines = [
         f"step    {found.step_ms:.2f} ms, {steps} steps of {program.recipe.name} on {device}",
-        *map(_device, found.devices),
+        *map(_device, devices),
         f"kinds   {shares}",
         *(
             f"model   {one.kind} {one.ms:.2f} ms, predicted {one.predicted_ms:.2f}, ratio "
@@ -231,12 +229,7 @@ def profile(
         *_table(found, top),
         *([] if out is None else [f"trace   {out}"]),
     ]
-    return cli.Answer(facts, lines)
-
-
-def _facts(usage: "Usage") -> dict[str, object]:
-    gaps = [gap._asdict() for gap in usage.gaps[:_GAPS]]
-    return {**usage._asdict(), "idle_ns": usage.idle_ns, "gaps": gaps}
+    return cli.Answer(replace(found, rows=found.rows[:top], devices=devices), lines)
 
 
 def _device(usage: "Usage") -> str:
@@ -249,7 +242,7 @@ def _device(usage: "Usage") -> str:
     shares = ", ".join(f"{name} {ns / usage.span_ns:.1%}" for name, ns in parts.items())
     gaps = [
         f"\n        idle {gap.length_ns / 1e6:.3f} ms after {gap.after}, before {gap.before}"
-        for gap in usage.gaps[:_GAPS]
+        for gap in usage.gaps
     ]
     return f"dev {usage.device:<4}{shares}{''.join(gaps)}"
 

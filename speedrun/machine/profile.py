@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 
 from speedrun.base import accelerators
 from speedrun.base.errors import SpeedrunError
@@ -48,7 +49,7 @@ class Event(NamedTuple):
     is_collective: bool
 
 
-class Gap(NamedTuple):
+class Gap(msgspec.Struct, frozen=True):
     """An interval in which a device was idle."""
 
     length_ns: float
@@ -56,7 +57,7 @@ class Gap(NamedTuple):
     before: str  #: the one that came next
 
 
-class Usage(NamedTuple):
+class Usage(msgspec.Struct, frozen=True):
     """Time of one device, from the start of its first event to the end of its last."""
 
     device: int
@@ -64,15 +65,11 @@ class Usage(NamedTuple):
     compute_ns: float  #: at least one event that is no collective
     collective_ns: float  #: at least one collective
     hidden_ns: float  #: both at once
+    idle_ns: float  #: without any event
     gaps: tuple[Gap, ...]  #: longest first
 
-    @property
-    def idle_ns(self) -> float:
-        """Time without any event."""
-        return self.span_ns - self.compute_ns - self.collective_ns + self.hidden_ns
 
-
-class Row(NamedTuple):
+class Row(msgspec.Struct, frozen=True):
     """One instruction of the program, averaged over devices."""
 
     name: str
@@ -84,7 +81,7 @@ class Row(NamedTuple):
     work: Kind | None  #: as in a plan
 
 
-class Compared(NamedTuple):
+class Compared(msgspec.Struct, frozen=True):
     """Kernels of one kind: a step of one device, against the cost model."""
 
     kind: str
@@ -92,22 +89,15 @@ class Compared(NamedTuple):
     predicted_ms: float
 
 
-class Profile(NamedTuple):
+class Profile(msgspec.Struct, frozen=True):
     """Profile of some steps of a recipe."""
 
     step_ms: float  #: from the first kernel to the last over the number of steps; of the slowest device
     rows: list[Row]  #: longest first
     devices: list[Usage]
     num_steps: int
-    kinds: list[Compared]  #: without collectives; empty for a device without rates
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of the time by kind, largest first."""
-        total: defaultdict[str, float] = defaultdict(float)
-        for row in self.rows:
-            total[row.kind] += row.share
-        return dict(sorted(total.items(), key=lambda item: -item[1]))
+    shares: dict[str, float]  #: of the time, by kind of all rows, largest first
+    kinds: list[Compared] = []  #: without collectives; empty for a device without rates
 
 
 def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Path | None = None) -> Profile:
@@ -136,7 +126,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     found = _read(folder, parse(train_step.as_text()), num_steps)
     if device := accelerators.named(program.mesh.devices.flat[0].device_kind):
         counted, _ = fusion.count(step_jaxpr(program, first_step, device))
-        found = found._replace(kinds=compared(found.rows, cost.table(counted, device)))
+        found = msgspec.structs.replace(found, kinds=compared(found.rows, cost.table(counted, device)))
     return found
 
 
@@ -200,7 +190,10 @@ def _read(folder: Path, known: dict[str, Instruction], num_steps: int) -> Profil
         raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
     step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
-    return Profile(step_ms, rows_of(events, known, num_steps * len(devices)), devices, num_steps, [])
+    rows, shares = rows_of(events, known, num_steps * len(devices)), defaultdict[str, float](float)
+    for row in rows:
+        shares[row.kind] += row.share
+    return Profile(step_ms, rows, devices, num_steps, dict(sorted(shares.items(), key=lambda item: -item[1])))
 
 
 def rows_of(events: Sequence[Event], known: dict[str, Instruction], num_runs: int) -> list[Row]:
@@ -268,11 +261,13 @@ def _usage(device: int, events: Sequence[Event]) -> Usage:
         if event.start_ns > last.end_ns:
             gaps.append(Gap(event.start_ns - last.end_ns, last.name, event.name))
         last = max(last, event, key=lambda one: one.end_ns)
+    span_ns, busy_ns = last.end_ns - events[0].start_ns, length([*compute, *collective])
     return Usage(
         device=device,
-        span_ns=last.end_ns - events[0].start_ns,
+        span_ns=span_ns,
         compute_ns=length(compute),
         collective_ns=length(collective),
-        hidden_ns=length(compute) + length(collective) - length([*compute, *collective]),
+        hidden_ns=length(compute) + length(collective) - busy_ns,
+        idle_ns=span_ns - busy_ns,
         gaps=tuple(sorted(gaps, key=lambda gap: -gap.length_ns)),
     )

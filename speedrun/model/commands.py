@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NotRequired, TypedDict
 from urllib.parse import unquote
 
 import click
@@ -21,6 +21,14 @@ from speedrun.base.serving import CONTENT_TYPES, Reply, file_below, serving, sto
 from speedrun.base.serving import Answer as Answering
 from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
+
+if TYPE_CHECKING:
+    from speedrun.model.eval_tasks import Answers, Score
+
+Page = TypedDict("Page", {"url": str})
+Text = TypedDict(
+    "Text", {"prompt": str, "prompt_ids": list[int], "text": str, "ids": list[int], "has_ended": bool}
+)
 
 _RUNS = Path("runs")
 _LIST = "models.json"
@@ -38,7 +46,7 @@ def watch(
     *,
     port: cli.Port = cli.WATCH_PORT,
     ghost: Annotated[str | None, "--ghost RECORD|best"] = None,
-) -> None:
+) -> cli.Answer[Page] | None:
     """Show runs on a page until Ctrl-C or SIGTERM: loss, step times, memory, events.
 
     The default is the newest folder below runs/. A folder may appear later.
@@ -61,7 +69,7 @@ def watch(
             f"page    {url}   Ctrl-C ends it",
             f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open it there",
         ]
-        cli.show({"url": url}, lines, as_json=ctx.params["as_json"])
+        cli.show(Page(url=url), lines, as_json=ctx.params["as_json"])
         stopped()
 
 
@@ -71,6 +79,28 @@ def _newest() -> Path:
     if not folders:
         raise UsageError(f"nothing to watch below {_RUNS}/; name the folder of a run")
     return max(folders, key=lambda path: path.stat().st_mtime_ns)
+
+
+class Model(TypedDict):
+    """A trained model."""
+
+    recipe: str
+    step: int | None  #: None for weights that no run of ours trained
+    track: str
+    dtype: str
+    weights: NotRequired[str]  #: their folder, or repository on the hub, with its revision
+    revision: NotRequired[str]
+    sha256: NotRequired[str]
+
+
+class Sampled(Model):
+    """Texts that a model wrote."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    samples: list[Text]
 
 
 @cli.command(
@@ -95,7 +125,7 @@ def sample(
     top_p: Annotated[float, cli.Number(0, 1), "--top-p P"] = 1.0,
     seed: Annotated[cli.Natural, "Seed of the draws."] = 0,
     dtype: cli.Dtype = None,
-) -> cli.Answer:
+) -> cli.Answer[Sampled]:
     """Continue prompts with the weights of RUN, trained with --checkpoint-every.
 
     RUN may also be a folder from 'speedrun export', a folder with a GPT-2, or gpt2, gpt2-medium, gpt2-large or gpt2-xl
@@ -123,8 +153,8 @@ def sample(
         click.echo()
     for number, text in enumerate(found, 1) if is_shown and not is_one else ():
         click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
-    written = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
-    return cli.Answer({**trained.facts, **how._asdict(), "samples": written}, ())
+    written = [Text(**x.facts, prompt_ids=start.tolist()) for x, start in zip(found, starts, strict=True)]
+    return cli.Answer(Sampled(**trained.facts, **how._asdict(), samples=written), ())
 
 
 def answering(folders: Sequence[Path]) -> Answering:
@@ -163,15 +193,22 @@ def play(
     folders: Annotated[tuple[Path, ...], "DIR..."],
     *,
     port: cli.Port = 3281,
-) -> None:
+) -> cli.Answer[Page] | None:
     """Serve the page of DIR, from 'speedrun export RUN --to web', on this machine only.
 
     The browser computes. With several folders, two models write next to each other, with the same seed. Ctrl-C or
     SIGTERM ends it.
     """
     with signals.handled_by(signals.stop), stoppable() as stopped, serving(answering(folders), port) as url:
-        cli.show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=ctx.params["as_json"])
+        cli.show(Page(url=url), [f"{url}   Ctrl-C ends it"], as_json=ctx.params["as_json"])
         stopped()
+
+
+class Evaluated(Model):
+    """Scores of a model."""
+
+    scores: "NotRequired[list[Score]]"
+    hellaswag: "NotRequired[Answers]"
 
 
 @cli.command(
@@ -191,7 +228,7 @@ def eval(
     hellaswag: Annotated[Path | None, "--hellaswag FILE", "Questions of HellaSwag, as lines of JSON."] = None,
     limit: Annotated[cli.Count | None, "Ask only the first N questions."] = None,
     dtype: cli.Dtype = None,
-) -> cli.Answer:
+) -> cli.Answer[Evaluated]:
     """Score the weights of RUN, trained with --checkpoint-every. Scores are never ranked.
 
     RUN may also be a folder from 'speedrun export', a folder with a GPT-2, or gpt2, gpt2-medium, gpt2-large or gpt2-xl
@@ -212,7 +249,7 @@ def eval(
             raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
     questions = [] if hellaswag is None else eval_tasks.read(hellaswag, limit)
     trained = weight_sources.load(source, **weights._asdict(), dtype=dtype)
-    found: dict[str, Any] = trained.facts
+    found = Evaluated(**trained.facts)
     context = context or trained.program.recipe.eval_seq_len
     parts = eval_tasks.slices(trained, shards, context, tokens) if scores else []
     say(str(trained))
@@ -222,7 +259,7 @@ def eval(
         for part in parts:
             with Progress(part.name, "tokens") as progress:
                 found["scores"].append(score(part, partial(progress.update, total=part.tokens)))
-    lines = [*found.get("scores", [])]
+    lines: list[object] = [*found.get("scores", ())]
     if questions:
         with Progress("hellaswag", "questions") as progress:
             done = partial(progress.update, total=len(questions))

@@ -1,7 +1,7 @@
 """The command `plan`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from speedrun.base import accelerators as kinds
 from speedrun.base import track as tracks
@@ -10,6 +10,9 @@ from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 from speedrun.cli import requests
 from speedrun.commands import added
+
+if TYPE_CHECKING:
+    from speedrun.plan.estimate import Plan
 
 
 @cli.command(
@@ -29,7 +32,7 @@ def plan(
     microbatches: Annotated[cli.Count, "Parts of a node's batch."] = 8,
     settings: cli.Settings = cli.UNCHANGED,
     dollars: Annotated[cli.Amount | None, "Price of one device for an hour."] = None,
-) -> cli.Answer:
+) -> "cli.Answer[Plan | requests.Priced]":
     """Predict memory, bounds, time and cost of a recipe on devices that need not be here.
 
     Exits with 1 if it does not fit into memory, with advice. With --track, it prices what `speedrun batch` would do.
@@ -45,12 +48,10 @@ def plan(
         same = {"recipe": recipe, "num_devices": devices, "microbatches": microbatches}
         config = requests.RunOptions(track, settings=settings, **same).request(Path())
         found = added("budget")(BatchRequest(config, *size), kind, dollars=dollars, say=say)
-        facts = {"error": found.error, "batch": found}
-        return cli.Answer(facts, found.lines(), error=found.error)
+        return cli.Answer(found, found.lines(), error=found.error)
     from speedrun import recipes
     from speedrun.plan import estimate as planning
 
     chosen = recipes.load(recipe or "smoke").override(settings)
     planned = planning.plan(chosen, kind, devices or 8, microbatches, say)
-    error = planning.refusal(chosen, planned)
-    return cli.Answer({"error": error, **planned.facts()}, planned.lines(), error=error)
+    return cli.Answer(planned, planned.lines(), error=planned.error)

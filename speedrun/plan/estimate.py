@@ -60,31 +60,11 @@ class Plan(msgspec.Struct, frozen=True):
     memory_limit_bytes: int
     validation_bytes: int  #: memory of one device while it scores a sequence; arithmetic
     stages: tuple[StagePlan, ...]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Peak memory of training and validation, on one device."""
-        return max(self.validation_bytes, *(stage.memory_bytes for stage in self.stages))
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is below the memory of a device."""
-        return self.memory_bytes < self.memory_limit_bytes
-
-    @property
-    def total_s(self) -> float:
-        """Predicted time of all steps."""
-        return sum(stage.num_steps * stage.step_s for stage in self.stages)
-
-    @property
-    def error(self) -> float:
-        """Relative error of `total_s`."""
-        return sum(one.num_steps * one.step_s * one.error for one in self.stages) / self.total_s
-
-    def facts(self) -> dict[str, Any]:
-        """Return all fields and derived figures, for JSON."""
-        derived = {"fits": self.fits, "memory_bytes": self.memory_bytes, "total_s": self.total_s}
-        return {**msgspec.structs.asdict(self), **derived, "relative_error": self.error}
+    memory_bytes: int  #: peak of training and validation, on one device
+    total_s: float  #: predicted time of all steps
+    relative_error: float  #: of `total_s`
+    fits: bool  #: whether the peak is below the memory of a device
+    error: str | None  #: if it does not fit: what it needs, what the device has and what to do
 
     def lines(self) -> list[str]:
         """Return the plan as text."""
@@ -96,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True):
             f"state {gb(self.state_bytes)} per device",
             *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
             f"val    memory about {gb(self.validation_bytes)}",
-            f"total  {self.total_s:,.1f} s +-{self.error:.0%} on the clock",
+            f"total  {self.total_s:,.1f} s +-{self.relative_error:.0%} on the clock",
         ]
 
 
@@ -135,6 +115,10 @@ def plan(
     if max(scored_bytes, *(one.memory_bytes for one in counted.values())) > device.memory_bytes:
         program = replace(program, remat="on")
         counted = traced()
+    stages = tuple(
+        _stage(program, stage, device, [(share, counted[step]) for step, share in shares.items()])
+        for stage, shares in zip(recipe.stages, sampled, strict=True)
+    )
     return Plan(
         recipe=recipe.name,
         device=device.name,
@@ -146,11 +130,21 @@ def plan(
         state_bytes=memory.state_bytes(program),
         memory_limit_bytes=device.memory_bytes,
         validation_bytes=scored_bytes,
-        stages=tuple(
-            _stage(program, stage, device, [(share, counted[step]) for step, share in shares.items()])
-            for stage, shares in zip(recipe.stages, sampled, strict=True)
-        ),
+        stages=stages,
+        **_whole(recipe, stages, device, scored_bytes),
     )
+
+
+def _whole(
+    recipe: Recipe, stages: tuple[StagePlan, ...], device: Device, validation_bytes: int
+) -> dict[str, Any]:
+    """Return the fields of a plan that follow from all its stages."""
+    needs, has = max(validation_bytes, *(stage.memory_bytes for stage in stages)), device.memory_bytes
+    total_s = sum(stage.num_steps * stage.step_s for stage in stages)
+    error = sum(one.num_steps * one.step_s * one.error for one in stages) / total_s
+    said = f"{recipe.name} does not fit: needs {gb(needs)}, {device.name} has {gb(has)}; {memory.TO_FIT}"
+    same = {"memory_bytes": needs, "total_s": total_s, "relative_error": error, "fits": needs < has}
+    return {**same, "error": None if needs < has else said}
 
 
 def validation_bytes(program: Program, device: Device) -> int:
@@ -181,16 +175,6 @@ def _sampled(program: Program, stage: int) -> dict[int, float]:
             ]
             shares |= {part[len(part) // 2]: len(part) / len(steps) for part in parts}
     return shares
-
-
-def refusal(recipe: Recipe, plan: Plan) -> str | None:
-    """Return what a plan needs, what its device has and what to do; None if it fits."""
-    if plan.fits:
-        return None
-    return (
-        f"{recipe.name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "
-        f"{gb(plan.memory_limit_bytes)}; {memory.TO_FIT}"
-    )
 
 
 def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:

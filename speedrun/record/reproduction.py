@@ -83,8 +83,8 @@ class Difference(Interval, frozen=True):
     noise_from: NoiseFrom
 
 
-class Judgement(msgspec.Struct, frozen=True):
-    """The verdict on a record, and what led to it."""
+class Judgement(Reproduction, frozen=True):
+    """A reproduction, the verdict on the record, and what led to it."""
 
     hardware: tuple[Point, ...]  #: whether times are comparable
     loss_difference: Difference | None  #: nats, these runs minus the record; None: no run finished
@@ -184,6 +184,7 @@ def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> J
     hashes = {run.seed: run.final_hash for run in old}
     num_same_bits = sum(hashes.get(run.seed) == run.final_hash for run in done)
     return Judgement(
+        **msgspec.structs.asdict(found),
         hardware=hardware,
         loss_difference=loss,
         time_ratio=time,

@@ -51,11 +51,6 @@ class Report:
         skipped = self.having("skipped") if verbose else []
         return [*skipped, *found, *self.having("warning"), *self.having("failed")]
 
-    def facts(self) -> dict[str, object]:
-        """Return the exit code and every result, as `--json` prints them."""
-        found = [{"id": one.check.id, "status": one.status, "messages": one.messages} for one in self.results]
-        return {"exit_code": self.exit_code, "results": found}
-
     def __repr__(self) -> str:
         return f"<Report {self.verdict}>"
 

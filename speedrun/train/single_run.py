@@ -68,16 +68,6 @@ class Single(NamedTuple):
         folder = shards.data_folder(self.rules, self.config.data)
         return overview.bits_per_byte(self.summary.val_loss_mean, folder, self.rules.data)
 
-    def facts(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
-        return {
-            "record": str(self.config.out),
-            "plot": self.picture and str(self.picture),
-            "summary": self.summary,
-            "bits_per_byte": self.bits_per_byte,
-            "failed_checks": {r.check.id: r.messages for r in self.report.having("failed")},
-        }
-
 
 def run(job: Job, extras: Extras, **how: Any) -> Single | None:
     """Train as `trained` does, and write the record; return None in all processes but the first."""

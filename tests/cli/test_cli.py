@@ -14,7 +14,7 @@ from typed import invoke, is_typed_here
 from speedrun import __version__, cli, recipes
 from speedrun.base import track
 from speedrun.base.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
-from speedrun.base.exit_codes import EXIT_CODES
+from speedrun.base.exit_codes import EXIT_CODES, code_of
 from speedrun.base.sourcefile import RECIPES_VARIABLE
 from speedrun.cli import train
 from speedrun.cli.options import command as cli_command
@@ -155,8 +155,7 @@ def test_an_expected_error_is_one_line(raiser, error, exit_code, said):
     ended = "\n" * isinstance(error, KeyboardInterrupt)  # by click: the line of the ^C
     assert (plain.exit_code, plain.stdout, plain.stderr) == (exit_code, "", f"{ended}error: {said}\n")
     assert (machine.exit_code, machine.stderr) == (exit_code, ended)
-    assert json.loads(machine.stdout) == {"error": said, "exit_code": exit_code}
-    assert exit_code in EXIT_CODES
+    assert json.loads(machine.stdout) == {"error": said, "exit_code": exit_code, "code": code_of(exit_code)}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import msgspec
 
@@ -41,11 +41,6 @@ class Result(NamedTuple):
     runs: list[Run]
     reproduction: Reproduction
     judgement: Judgement
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the reproduction and its judgement as JSON."""
-        return msgspec.to_builtins(self.reproduction) | msgspec.to_builtins(self.judgement)
 
 
 class Repetition:
