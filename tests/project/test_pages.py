@@ -1,4 +1,4 @@
-"""Commands in README and docs/ work, and their links lead somewhere.
+"""Commands in README, AGENTS.md and docs/ work, and their links lead somewhere.
 
 Lines of ```bash blocks are executed in order. Lines of ```sh blocks install, take an evening, or need what is not here:
 their options are parsed.
@@ -58,7 +58,7 @@ def execute(lines: list[str], folder: Path) -> None:
         assert done.stdout.strip(), f"$ {line}\nsays nothing"
 
 
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path.name: path for path in FILES if path.name != "LOG.md"}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 README = TEXTS["README.md"]
