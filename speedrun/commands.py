@@ -25,6 +25,7 @@ GROUPS = {
         "plot": ("board", "Draw the loss and step times of records."),
         "stats": ("lab", "Report what the runs of a record prove, and how many more a proof takes."),
         "sweep": ("lab", "Compare settings or features of a recipe, or a recipe with its ancestors."),
+        "try": ("lab", "Try a recipe against its parent, pair by pair, until the answer is known."),
         "import-log": ("board", "Read other people's logs, and report the noise between equal runs."),
     },
     "Use": {

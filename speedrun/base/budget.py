@@ -4,15 +4,14 @@ What was spent follows from the logs below a folder, so neither a kill nor `--re
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 
 from speedrun.base import runlog
-from speedrun.base.console import duration
 from speedrun.base.errors import SpeedrunError, Terminated, UsageError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -32,52 +31,28 @@ class Budget(msgspec.Struct, frozen=True):
     def parse(cls, text: str) -> Self:
         """Return the budget that `20m`, `$5`, `$5 at $20/h` or `1e15flop` names."""
         if (found := _FORM.fullmatch(text)) is None or not float(found[1] or found[3]):
-            need = "need a time (90s, 20m, 1.5h, 2d), dollars ('$5') or operations (1e15flop), more than zero"
-            raise UsageError(f"--budget {text!r}; {need}")
+            raise UsageError(f"--budget {text!r}; need 90s, 20m, 1.5h, 2d, '$5' or 1e15flop, more than zero")
         if found[3]:
             return cls(float(found[3]), "$", float(found[4] or 0))
         return cls(float(found[1]) * _SECONDS.get(found[2], 1), "flop" if found[2] == "flop" else "s")
 
-    def __str__(self) -> str:
-        """Return a text that `parse` takes."""
-        if self.unit == "$":
-            return f"${self.limit:.6g} at ${self.dollars_per_hour:.6g}/h"
-        return f"{self.limit:.6g}{self.unit}"
-
-    def charge(self, seconds: float, flops: float) -> float:
-        """Return what a run costs by its wall time and its operations, in the budget's unit; nothing else does."""
-        return {"s": seconds, "$": seconds * self.dollars_per_hour / 3600, "flop": flops}[self.unit]
+    def __str__(self) -> str:  # `parse` takes it
+        return self.told(self.limit) + f" at ${self.dollars_per_hour:.6g}/h" * (self.unit == "$")
 
     def told(self, amount: float) -> str:
-        """Return an amount in words."""
-        if self.unit == "s":
-            return duration(amount)
-        return f"${amount:,.2f}" if self.unit == "$" else f"{amount:.3g} flop"
+        """Return an amount in the budget's unit as text."""
+        return f"${amount:.2f}" if self.unit == "$" else f"{amount:.6g}{self.unit}"
 
-    def cost(self, lines: Sequence[runlog.Line]) -> float:
-        """Return what a run cost by its log, from the start of its process to the last line."""
-        log_s, meter = (lines[-1].t_mono_ns - lines[0].t_mono_ns) / 1e9, Meter()
-        for line in lines:
-            meter.take(line.event)
-        return self.charge(log_s + sum(one.start_s for one in stated(lines)), meter.flops)
+    def charge(self, seconds: float, flops: float) -> float:
+        """Return what wall time and operations cost, in the budget's unit. Nothing else prices them."""
+        return {"s": seconds, "$": seconds * self.dollars_per_hour / 3600, "flop": flops}[self.unit]
 
 
-class Meter:
-    """Counts the operations of training, at the rate for a token that the run's plan states."""
-
-    flops = _of_token = 0.0
-
-    def take(self, event: runlog.AnyEvent) -> None:
-        """Take the next event of the log."""
-        if isinstance(event, runlog.Plan):
-            self._of_token = event.flops_per_token
-        elif isinstance(event, runlog.Step):
-            self.flops += event.batch_tokens * self._of_token
-
-
-def stated(lines: Sequence[runlog.Line]) -> list[runlog.Budget]:
-    """Return what a log says of its budget."""
-    return [line.event for line in lines if isinstance(line.event, runlog.Budget)]
+def flops(newest: Mapping[type, Any]) -> float:
+    """Return the operations of the steps so far, at the rate for a token that the run's plan states."""
+    step, origin, plan = map(newest.get, (runlog.Step, runlog.Resume, runlog.Plan))
+    seen = step.tokens_seen - (origin.tokens_seen if origin else 0) if step else 0
+    return seen * plan.flops_per_token if plan else 0.0
 
 
 class Purse(NamedTuple):
@@ -86,31 +61,40 @@ class Purse(NamedTuple):
     folder: Path
     budget: Budget
 
+    def costs(self) -> tuple[float, float]:
+        """Return what all runs have cost, and the mean of the finished ones; 0 without any."""
+        spent, finished = 0.0, []
+        for lines in _logs(self.folder):
+            newest: dict[type, Any] = {type(line.event): line.event for line in lines}
+            stated, end = newest.get(runlog.Budget), newest.get(runlog.RunEnd)
+            log_s = (lines[-1].t_mono_ns - lines[0].t_mono_ns) / 1e9
+            spent += (cost := self.budget.charge(log_s + (stated.start_s if stated else 0.0), flops(newest)))
+            finished += [cost] if end and end.status == "finished" else []
+        return spent, fmean(finished) if finished else 0.0
+
     def left(self, exit_code: int = Terminated.exit_code) -> Budget:
-        """Return the budget with what is spent; raise SpeedrunError if a run like the finished ones would exceed it."""
-        logs, finished = _logs(self.folder), []
-        spent = sum(costs := [self.budget.cost(lines) for lines in logs])
-        for lines, one in zip(logs, costs, strict=True):
-            if isinstance(last := lines[-1].event, runlog.RunEnd) and last.status == "finished":
-                finished.append(one)
-        planned = fmean(finished) if finished else 0.0
+        """Return the budget with what is spent; raise SpeedrunError if one more like the finished ones exceeds it."""
+        (spent, planned), told = self.costs(), self.budget.told
         if spent + planned > self.budget.limit or spent == self.budget.limit:
-            told = self.budget.told
-            found = f"spent {told(spent)} of {self.budget}" + f", and a run takes {told(planned)}" * (
-                planned > 0
-            )
+            found = f"spent {told(spent)} of {self.budget}; another run takes {told(planned)}"
             raise SpeedrunError(f"{found}; --resume {self.folder} with a larger --budget goes on", exit_code)
         return msgspec.structs.replace(self.budget, spent=spent)
 
 
-def purse_of(folder: Path, asked: str | None, declared: str = "") -> Purse | None:
-    """Return the purse of runs that go on: as asked now, else as the newest run had it, else as declared, if any."""
-    texts = [declared, *(one.limit for lines in _logs(folder) for one in stated(lines))]
-    if not (text := asked or texts[-1]):
+def purse_of(folder: Path, asked: str | None, declared: str = "", *, elsewhere: bool = False) -> Purse | None:
+    """Return the purse of runs that go on: as asked now, else as the newest run had it, else as declared, if any.
+
+    Raise UsageError for dollars without a price, and for runs `elsewhere`, whose logs are not here.
+    """
+    events = [line.event for lines in _logs(folder) for line in lines]
+    stated = [event.limit for event in events if isinstance(event, runlog.Budget)]
+    if not (text := asked or [declared, *stated][-1]):
         return None
     budget = Budget.parse(text)
-    if budget.unit == "$" and not budget.dollars_per_hour:
-        raise UsageError(f"--budget {text!r} has no price; write '{text} at $20/h', for all devices together")
+    if elsewhere or (budget.unit == "$" and not budget.dollars_per_hour):
+        raise UsageError(
+            f"budget {text!r}: need runs here, without --on, and a price of dollars: '$5 at $20/h'"
+        )
     return Purse(folder, budget)
 
 

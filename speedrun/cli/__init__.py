@@ -4,6 +4,7 @@ No heavy imports: `speedrun --help` must be fast.
 """
 
 import importlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class _Commands(click.Group):
         module = importlib.import_module(
             f"speedrun.{place}" if "." in place else f"speedrun.{place}.commands"
         )
-        return getattr(module, cmd_name.replace("-", "_"))
+        return getattr(module, cmd_name.replace("-", "_") + "_" * keyword.iskeyword(cmd_name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))

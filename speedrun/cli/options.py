@@ -111,9 +111,10 @@ def _parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
     hints = get_type_hints(function, include_extras=True)
     told = cleandoc(function.__doc__ or "").partition(_TEXTS)[2]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE))
+    own = {name for name, hint in hints.items() if not hasattr(hint, "_fields")}
     for name, parameter in signature(function).parameters.items():
         if hasattr(hints[name], "_fields"):
-            yield from _parameters(hints[name])
+            yield from (one for one in _parameters(hints[name]) if one.name not in own)
         elif hints[name] is not click.Context:
             is_option = isinstance(function, type) or parameter.kind is Parameter.KEYWORD_ONLY
             text = " ".join(texts.get(name, "").split())

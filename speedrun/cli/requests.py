@@ -75,17 +75,17 @@ class DryRun(NamedTuple):
     def is_asked(self) -> bool:
         """Whether to price only; raise UsageError for what says how, if nothing is priced."""
         if not self.dry_run and self.budget is None and (self.kind, self.dollars) != (None, None):
-            need = "add --dry-run or --budget, or leave them out"
-            raise UsageError(f"--device-kind and --dollars say how to price; {need}")
+            raise UsageError(
+                "--device-kind and --dollars price; add --dry-run or --budget, or leave them out"
+            )
         return self.dry_run
 
     def limited(self, asked: Any) -> Any:
         """Return the request with the price of its budget, if it has one; raise UsageError if its plan exceeds that."""
         import msgspec
 
-        if not asked.budget:
-            return asked
-        return msgspec.structs.replace(asked, budget=str(added("afford")(asked, self.kind, self.dollars)))
+        budget = asked.budget and str(added("afford")(asked, self.kind, self.dollars)[0])
+        return msgspec.structs.replace(asked, budget=budget)
 
     def answer(self, ctx: click.Context, asked: Any) -> Answer[Any]:
         """Price a request; refuse to price what is begun."""

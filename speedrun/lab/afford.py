@@ -10,37 +10,39 @@ from speedrun.base.budget import Budget
 from speedrun.base.errors import UsageError
 
 
-class Planned(msgspec.Struct, frozen=True):
-    """What all runs of a request take."""
-
-    seconds: float | None  #: wall time; None: unknown
-    flops: float  #: of training
-    num_devices: int  #: 0: simulated
-
-
-def planned(asked: Any, kind: str | None) -> Planned:
-    """Price a request as `--dry-run` does."""
+def planned(asked: Any, kind: str | None) -> tuple[float | None, float, int]:
+    """Return seconds of all runs of a request, None if unknown, their operations, and GPUs, as `--dry-run` does."""
     with subprocesses.started("speedrun.lab.budget", asked, kind or "", stdout=PIPE) as child:
         said = child.communicate()[0]
     if child.returncode:
         raise SystemExit(subprocesses.shell_code(child.returncode))
-    return msgspec.json.decode(said, type=Planned)
+    return msgspec.json.decode(said, type=tuple[float | None, float, int])
 
 
-def afford(asked: Any, kind: str | None, dollars: float | None) -> Budget:
-    """Return the budget of a request, with its price; raise UsageError if the plan exceeds it.
+def afford(asked: Any, kind: str | None, dollars: float | None) -> tuple[Budget, float | None]:
+    """Return the budget of a request, with its price, and what is planned; raise UsageError if that exceeds it.
 
     `dollars` are for an hour of a device. What takes an unknown time may start.
     """
-    budget, found = Budget.parse(asked.budget), planned(asked, kind)
-    if budget.unit == "$" and not budget.dollars_per_hour:
-        if not dollars or not found.num_devices:
-            got = f"--budget {asked.budget!r} on {asked.config.track}, {found.num_devices} GPUs at ${dollars or 0:g}"
-            raise UsageError(f"{got}; need --dollars, for a GPU and hour, or a budget of time or operations")
-        budget = msgspec.structs.replace(budget, dollars_per_hour=dollars * found.num_devices)
-    if found.seconds is None and budget.unit != "flop":
+    budget, (seconds, flops, num_gpus) = Budget.parse(asked.budget), planned(asked, kind)
+    if budget.unit == "$":
+        price = budget.dollars_per_hour or (dollars or 0.0) * num_gpus
+        if not price:
+            raise UsageError(f"--budget {asked.budget!r} has no price; need --dollars, and a track of GPUs")
+        budget = msgspec.structs.replace(budget, dollars_per_hour=price)
+    if seconds is None and budget.unit != "flop":
         subprocesses.say(f"warning: how long this takes is not known here; {budget} ends it")
-    elif (cost := budget.charge(found.seconds or 0.0, found.flops)) > budget.limit:
-        hint = "ask for fewer or shorter runs, or allow more; --dry-run shows what they take"
-        raise UsageError(f"{budget.told(cost)} are planned, {budget} is allowed; {hint}")
-    return budget
+        return budget, None
+    if (cost := budget.charge(seconds or 0.0, flops)) > budget.limit:
+        found = f"{budget.told(cost)} are planned, {budget} is allowed"
+        raise UsageError(f"{found}; ask for fewer or shorter runs, which --dry-run prices, or allow more")
+    return budget, cost
+
+
+def pairs(asked: Any, kind: str | None, dollars: float | None) -> int:
+    """Return how many times a request fits into its budget, with a tenth to spare; raise UsageError below two."""
+    budget, cost = afford(asked, kind, dollars)
+    if cost is None or (found := int(budget.limit / cost / 1.1)) < 2:
+        said = "unknown" if cost is None else f"less than two; one takes {budget.told(cost)}"
+        raise UsageError(f"the number of pairs in {budget} is {said}; allow more, or operations (1e15flop)")
+    return found

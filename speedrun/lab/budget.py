@@ -23,7 +23,6 @@ from speedrun.base.output import reported
 from speedrun.base.track import Track
 from speedrun.data import overview
 from speedrun.lab import declare_experiment
-from speedrun.lab.afford import Planned
 from speedrun.lab.experiments import Request
 from speedrun.plan import estimate as planning
 from speedrun.plan.estimate import Plan
@@ -125,8 +124,13 @@ def budget(
     times = [_time(rules, recipe, config, kind, records, say) for recipe, _ in parts]
     refusals = [one.plan.error for one in times if one.plan]
     total = sum(number for _, number in parts)
-    total_s = sum(number * (one.run_s or math.nan) for (_, number), one in zip(parts, times, strict=True))
-    flops = sum(n * one.total_tokens * flops_per_token(one.table(one.config)) for one, n in parts)
+    # What was never run takes as long for an operation as the others.
+    ops = [recipe.total_tokens * flops_per_token(recipe.table(recipe.config)) for recipe, _ in parts]
+    known = [(one.run_s, num) for one, num in zip(times, ops, strict=True) if one.run_s]
+    s_per_op = sum(s for s, _ in known) / sum(num for _, num in known) if known else math.nan
+    counted = [(number, one.run_s, num) for (_, number), one, num in zip(parts, times, ops, strict=True)]
+    total_s = sum(number * (run_s or num * s_per_op) for number, run_s, num in counted)
+    flops = sum(number * num for number, _, num in counted)
     plan, fetch_bytes = times[0].plan, overview.to_fetch_bytes(rules) if config.data is None else 0
     num_devices = plan.num_devices if plan else 0
 
@@ -242,4 +246,4 @@ if __name__ == "__main__":
         asked: Any = decoded(Path(sys.argv[1]).read_bytes(), cast("type", BatchRequest | Request))
         found = budget(asked, sys.argv[2] or None, dollars=None, say=subprocesses.say)
         last = [row for row in found.rows if row.is_asked][-1]
-        print(msgspec.json.encode(Planned(last.total_s, last.flops, found.num_devices)).decode())  # noqa: T201
+        print(msgspec.json.encode((last.total_s, last.flops, found.num_devices)).decode())  # noqa: T201

@@ -1,31 +1,32 @@
-"""The commands that study runs: `stats` and `sweep`."""
+"""The commands that study runs: `stats`, `sweep` and `try`."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypedDict
 
 import click
 import msgspec
+from msgspec.structs import replace
 
-from speedrun.base import budget as budgets
-from speedrun.base.budget import Budget
+from speedrun.base import track as tracks
+from speedrun.base.budget import purse_of
 from speedrun.base.console import clean
 from speedrun.base.errors import UsageError
 from speedrun.base.subprocesses import say
 from speedrun.cli import options as cli
 from speedrun.cli import requests
-from speedrun.lab import experiments
+from speedrun.lab import afford, experiments
 from speedrun.lab.effects import Summary, table
 from speedrun.lab.experiments import Kind, Request
+from speedrun.lab.sequential import Answer as Tried
+from speedrun.lab.sequential import promise
 from speedrun.record import statistics
 from speedrun.record.batch import batch_status
-from speedrun.record.logged_run import Run
 from speedrun.record.reader import load_result
 from speedrun.record.statistics import Interval
 
-Swept = TypedDict("Swept", {"experiment": str, "summary": Summary})
+Swept = TypedDict("Swept", {"experiment": str, "summary": Summary | Tried})
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ def proof(folder: Path, parent: Path | None) -> Stats:
     sd = statistics.sd(losses)
     noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
     needed = statistics.batch_needed(target - record.mean_loss, noise, known_sigma=sigma) if noise else None
-    times_s = [run.train_time_s for run in runs]
+    times_s, purse = [run.train_time_s for run in runs], purse_of(folder, None)
     return Stats(
         track=rules.id,
         target=target,
@@ -87,15 +88,8 @@ def proof(folder: Path, parent: Path | None) -> Stats:
         passed=is_tested and test.passed,
         runs_needed=needed,
         equivalent=None if parent is None else statistics.equivalent(others, losses),
-        budget=_of_budget(record.runs),
+        budget=purse and f"{purse.budget.told(purse.costs()[0])} of {purse.budget} spent",
     )
-
-
-def _of_budget(runs: Sequence[Run]) -> str | None:
-    """Return what runs took of the budget that the newest has."""
-    said = [one.limit for run in sorted(runs, key=lambda run: run.begun) for one in budgets.stated(run.lines)]
-    budget = Budget.parse(said[-1]) if said else None
-    return budget and f"{budget.told(sum(budget.cost(run.lines) for run in runs))} of {budget} spent"
 
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
@@ -198,8 +192,45 @@ def sweep(
         return dry.answer(ctx, asked())
     trained = cli.on_nodes(ctx, on, say)
     folder = requests.begun(ctx, dry, "speedrun.lab.declare_experiment", asked, "data", "on")
-    found = run_sweep(folder, config.data, say, trained, dry.budget)
-    return cli.Answer(Swept(experiment=str(folder), summary=found), map(clean, table(found)))
+    return _told(folder, run_sweep(folder, config.data, say, trained, dry.budget))
+
+
+def _told(folder: Path, found: Summary | Tried) -> cli.Answer[Swept]:
+    facts = Swept(experiment=str(folder), summary=found)
+    if isinstance(found, Summary):
+        return cli.Answer(facts, map(clean, table(found)))
+    return cli.Answer(facts, [f"verdict {found}"], int(found.verdict != "better"))
+
+
+@cli.command("speedrun try mine.py --against smoke --budget 20m")
+def try_(
+    ctx: click.Context,
+    config: requests.RunOptions,
+    dry: requests.DryRun,
+    recipe: Annotated[cli.Recipe | None, "[RECIPE]"] = None,
+    *,
+    against: Annotated[cli.Recipe | None, "--against PARENT", "Recipe to compare with."] = None,
+    resume: Annotated[Path | None, "--resume DIR", "Go on with a try, and the test that it declared."] = None,
+) -> cli.Answer[Swept | requests.Priced]:
+    """Train RECIPE and PARENT in pairs of one seed, until a test of their final losses says better or worse.
+
+    The test is declared before the first pair, and valid after each: of equal recipes, at most 1 % seem unequal. Which
+    difference the budget resolves is printed first. Exits with 0 if RECIPE is better, else with 1.
+    """
+    from speedrun.lab.sweep import run_sweep  # NumPy comes with it
+
+    def asked() -> Request:
+        if recipe is None or against is None or dry.budget is None:
+            raise UsageError("a try takes RECIPE, --against PARENT and --budget; or --resume DIR")
+        run = config.request(config.out or cli.new_folder(f"{config.track}-try"))
+        one = Request(run, "try", num_runs=1, num_confirming=0, budget=dry.budget, against=against)
+        return replace(one, num_runs=afford.pairs(one, dry.kind, dry.dollars))
+
+    if dry.is_asked():
+        rules, answer = tracks.load(config.track), dry.answer(ctx, one := asked())
+        return answer._replace(lines=[*answer.lines, f"try    {promise(rules, one.num_runs)}"])
+    folder = requests.begun(ctx, dry, "speedrun.lab.declare_experiment", asked, "data")
+    return _told(folder, run_sweep(folder, config.data, say, None, dry.budget))
 
 
 def _request(asked: Variants, config: requests.RunOptions, budget: str) -> Request:

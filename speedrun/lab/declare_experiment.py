@@ -19,6 +19,7 @@ from speedrun.base.errors import UsageError, unknown
 from speedrun.base.output import reported
 from speedrun.lab import experiments
 from speedrun.lab.experiments import BASELINE, Arm, Experiment, Request
+from speedrun.lab.sequential import levels
 from speedrun.record import layout
 from speedrun.record.batch import TrackRef
 from speedrun.record.reader import encode
@@ -68,6 +69,7 @@ def design(request: Request) -> Experiment:
         confirming=confirming,
         created_utc=now().utc,
         budget=request.budget,
+        levels=levels(len(seeds)) if request.kind == "try" else (),
     )
     make_record(request.config.out, {experiments.EXPERIMENT: encode(found)})
     return found
@@ -117,7 +119,13 @@ def _sweep(request: Request, name: str, _: list[str]) -> Iterator[Draft]:
         yield title, _changed(request, name, variant), BASELINE
 
 
-_DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep}
+def _try(request: Request, name: str, _: list[str]) -> Iterator[Draft]:
+    """Yield the parent and the recipe, with the same settings."""
+    yield request.against, _changed(request, request.against, {}), None
+    yield name, _changed(request, name, {}), request.against
+
+
+_DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep, "try": _try}
 
 
 if __name__ == "__main__":

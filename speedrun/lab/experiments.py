@@ -27,7 +27,7 @@ EXPERIMENT = "experiment.json"
 #: Name of the unchanged recipe's arm; a ladder has none.
 BASELINE = "as it is"
 
-Kind = Literal["features", "ladder", "sweep"]
+Kind = Literal["features", "ladder", "sweep", "try"]
 Status = Literal["research, not ranked"]
 
 
@@ -41,6 +41,7 @@ class Request(Strict, frozen=True, tag=True):
     features: tuple[str, ...] = ()  #: to switch off; empty: all that the recipe has
     variants: tuple[dict[str, str], ...] = ()  #: settings of each arm of a sweep
     budget: str = ""
+    against: str = ""  #: the parent, in a try
 
 
 class Arm(Strict, frozen=True):
@@ -69,6 +70,7 @@ class Experiment(Strict, frozen=True, omit_defaults=True, tag_field="schema", ta
     confirming: tuple[int, ...]  #: fresh seeds of the best arm and its reference
     created_utc: str
     budget: str = ""  #: of all runs together, as `base.budget` reads it
+    levels: tuple[float, ...] = ()  #: of the test after each pair of a try: `sequential`
 
     def arm(self, name: str) -> Arm:
         """Return the arm of this name."""

@@ -1,7 +1,7 @@
 """Runs what `lab.declare_experiment` declared: the arms of an experiment."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -9,34 +9,36 @@ from statistics import fmean
 from speedrun.base import provenance, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import lock_record, write_whole
-from speedrun.base.budget import purse_of
+from speedrun.base.budget import Purse, purse_of
 from speedrun.base.console import Printer, duration
-from speedrun.base.errors import NonFiniteError, UsageError
+from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
 from speedrun.commands import pictures
-from speedrun.lab import effects, experiments
+from speedrun.lab import effects, experiments, sequential
 from speedrun.lab.effects import count
-from speedrun.lab.experiments import Runs, Trial
+from speedrun.lab.experiments import Experiment, Runs, Trial
+from speedrun.lab.sequential import Answer
 from speedrun.record import layout
 from speedrun.record.reader import encode
 from speedrun.record.summary import assemble
-from speedrun.train.batch import Say, Trainer, here, need_here
+from speedrun.train.batch import Say, Trainer, here
 from speedrun.train.run_config import RunConfig, source_roots
 
 
 def run_sweep(
     folder: Path, data: Path | None, say: Say, trained: Trainer | None, budget: str | None = None
-) -> effects.Summary:
+) -> effects.Summary | Answer:
     """Run what is missing of an experiment: every arm with the first seeds, then the best arm with fresh seeds.
 
-    Without `trained`, the runs follow each other on this machine. Without `budget`, they have the one of before.
+    A try ends at its verdict, or when its budget is spent. Without `trained`, the runs follow each other on this
+    machine. Without `budget`, they have the one of before.
     """
     plan, plan_sha256 = experiments.read(folder)
-    need_here(purse := purse_of(folder, budget, plan.budget), trained)
+    purse = purse_of(folder, budget, plan.budget, elsewhere=trained is not None)
     with lock_record(folder, layout.RUNNING):
         fresh = count(len(plan.confirming), "fresh seed")
         say(
-            f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
-            f"the best | {plan.status} | {folder}"
+            f"{plan.kind:<8}{plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} "
+            f"for the best | {plan.status} | {folder}"
         )
         for reason in plan.left_out:
             say(f"left out  {reason}")
@@ -49,6 +51,9 @@ def run_sweep(
                 )
         train = trained or here(lambda: Printer(sys.stderr), purse)
         run_missing = partial(_run_missing, folder, data, say, train)
+        if plan.kind == "try":
+            write_whole(folder / "summary.json", encode(tried := _tried(plan, run_missing, purse, say)))
+            return tried
         runs = run_missing([*experiments.trials(plan.arms, plan.seeds)])
         found = effects.summary(plan, plan_sha256, runs)
         if best := effects.winner(found.findings) if plan.confirming else None:
@@ -58,6 +63,31 @@ def run_sweep(
             found = effects.summary(plan, plan_sha256, runs)
         write_whole(folder / "summary.json", encode(found))
         return found
+
+
+def _tried(plan: Experiment, run_missing: Callable[..., Runs], purse: Purse | None, say: Say) -> Answer:
+    """Run pairs until their test decides."""
+    rules = tracks.load(plan.track.id.rpartition("@")[0])
+    say(f"try     {sequential.promise(rules, len(plan.seeds))}")
+    order, differences = [*experiments.trials(plan.arms, plan.seeds)], list[float]()
+    found = sequential.answer([], plan.levels)
+    for place, seed in enumerate(plan.seeds):
+        try:
+            runs = run_missing(order[2 * place : 2 * place + 2])
+        except SpeedrunError as error:
+            if purse is None or sum(purse.costs()) < purse.budget.limit:
+                raise
+            say(f"budget  {error}")
+            break
+        parent, recipe = (runs[arm.name, seed] for arm in plan.arms)
+        if not (parent.finished and recipe.finished):
+            return Answer("non-finite", place + 1, len(plan.seeds))
+        differences.append(recipe.val_loss - parent.val_loss)
+        found = sequential.answer(differences, plan.levels)
+        say(f"look    {found}")
+        if found.verdict != "unresolved":
+            break
+    return found
 
 
 def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, wanted: Sequence[Trial]) -> Runs:

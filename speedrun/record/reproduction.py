@@ -25,7 +25,7 @@ SAME_TIME = 0.01
 #: Relative sd of single runs in records with few runs; for times, a lower bound. Measured for smoke-cpu on 2 shared
 #: cores (losses: 60 seeds), and for GPU times in the same issue.
 _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
-_LOSS_SD = 0.0036
+LOSS_SD = 0.0036
 #: Lowest ratio of two benchmarks of the same hardware; shared CPUs vary more than GPUs.
 SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
 
@@ -131,7 +131,7 @@ def loss_difference(
     The same seeds do not reduce the noise: unless the bits are equal, runs of one seed end like runs of two.
     """
     losses = [run.val_loss for run in record]
-    scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
+    scatter = noise(losses, sigma or LOSS_SD * fmean(losses), "track" if sigma else "assumed")
     seeds = {run.seed for run in here}
     counterparts = [run.val_loss for run in record if run.start.seed in seeds or not same_seeds]
     return difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)

@@ -121,12 +121,6 @@ def here(printer: Callable[[], Printer], purse: Purse | None = None) -> Trainer:
     return trained
 
 
-def need_here(purse: Purse | None, trained: Trainer | None) -> None:
-    """Raise UsageError for a budget of runs on other nodes, whose logs are not here while they run."""
-    if purse and trained:
-        raise UsageError("a budget is of runs on this machine, in turns; leave out --on, or the budget")
-
-
 class Outcome(NamedTuple):
     """A complete batch."""
 
@@ -155,7 +149,7 @@ def run_batch(
     path = folder / layout.BATCH
     declared, sha256 = read_declared(path, Preregistration, "speedrun batch --runs N")
     recipe, rules = declared.recipe, tracks.load(declared.track.id.rpartition("@")[0])
-    need_here(purse := purse_of(folder, budget, declared.budget), trained)
+    purse = purse_of(folder, budget, declared.budget, elsewhere=trained is not None)
     curve, told = added("ghost")(ghost, rules.id) if ghost else None, set[str]()
 
     def assembled() -> Summary:

@@ -25,7 +25,7 @@ import msgspec
 from speedrun.base import messages, runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import write_whole
-from speedrun.base.budget import Budget, Meter
+from speedrun.base.budget import Budget, flops
 from speedrun.base.clock import Phase, Phases, Stamp, Stopwatch, now
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError, Terminated
@@ -227,7 +227,7 @@ class Kept:
         self._is_whole = self.is_over = self._has_hung = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         self._nonce = ""  #: of the held-out text, once there is a result
-        self._watch, self._meter, self._overspent = Stopwatch(), Meter(), ""
+        self._watch, self._newest, self._overspent = Stopwatch(), dict[type, runlog.AnyEvent](), ""
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
@@ -266,7 +266,7 @@ class Kept:
             self._held.append((runlog.Budget(str(self._job.budget), self._watch.seconds), now()))
         while self._held and not message.hold:
             event, stamp = self._held.pop(0)
-            self._meter.take(event)
+            self._newest[type(event)] = event
             self._log.emit(event, hold=bool(self._held), stamp=stamp)
             self._is_whole = isinstance(event, runlog.RunEnd)
             self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
@@ -306,7 +306,7 @@ class Kept:
         budget = self._job.budget
         if budget is None or self._overspent or self.has_result or not self._job.is_first:
             return False
-        spent = budget.spent + budget.charge(self._watch.seconds, self._meter.flops)
+        spent = budget.spent + budget.charge(self._watch.seconds, flops(self._newest))
         if spent > budget.limit:
             self._overspent = f"spent {budget.told(spent)} of {budget}; --resume with a larger one goes on"
         return spent > budget.limit

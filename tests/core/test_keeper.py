@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from record_forge import forge
 from small_run import SMALL, log_of, runs_of
 
 from speedrun.base import messages, runlog
-from speedrun.base.budget import Budget, Purse, purse_of
+from speedrun.base.budget import Budget, Purse, flops, purse_of
 from speedrun.base.clock import now
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError, UsageError
@@ -321,63 +322,50 @@ def test_a_recipe_that_leaves_with_success_has_none(hostile):
 
 
 def test_a_budget_ends_a_run_as_a_signal_does_and_counts_what_was_before(sent, tmp_path):
-    """Operations of the run's steps, at the rate of its plan: two runs of them fit, and not a third."""
+    """Operations of the run's steps, at the rate of its plan: two runs take just their budget."""
     told, out = without_question(sent), tmp_path / "out"
+    start: Any = told[0]
+    run_flop = flops({type(event): event for event in told})
+    steps = [event for event in told if isinstance(event, runlog.Step)]
     plan = next(event for event in told if isinstance(event, runlog.Plan))
-    steps = [event.batch_tokens * plan.flops_per_token for event in told if isinstance(event, runlog.Step)]
-    start, budget = told[0], Budget(sum(steps) - 1, "flop")
-    assert isinstance(start, runlog.RunStart)
+    assert run_flop == sum(step.batch_tokens for step in steps) * plan.flops_per_token > 0
 
-    def keep(name: str, budget: Budget, last: list[runlog.AnyEvent]) -> keeper.Kept:
+    def keep(name: str, budget: Budget, *last: runlog.AnyEvent) -> keeper.Kept:
         (out / "runs" / name).mkdir(parents=True)
         kept = keeper.Kept(keeper.Job(RunConfig("smoke-cpu", out), budget=budget), lambda _: None)
         ended = []
         for event in (replace(start, run_id=name), *told[1:-3], *last):
             kept.take(msgspec.json.encode(messages.Told(event)))
             ended.append(kept.overspends())
-        assert sum(ended) <= 1, "it is told to end once"
+        assert sum(ended) == (budget.spent + run_flop > budget.limit), "it is told to end once"
+        kept.close(0)
         return kept
 
-    stopped: list[runlog.AnyEvent] = [
-        runlog.Error("Terminated", "by SIGTERM"),
-        replace(told[-1], status="aborted"),
-    ]
-    first = keep("first", budget, stopped)
-    first.close(75)
-    assert first.error is not None
-    assert (first.error.exit_code, first.error.args[0].startswith("budget: spent")) == (75, True)
-    run = runs_of(out)[0]
+    budget = Budget(run_flop - 1, "flop")
+    first = keep(
+        "first", budget, runlog.Error("Terminated", "by SIGTERM"), replace(told[-1], status="aborted")
+    )
+    assert (first.error and first.error.exit_code, str(first.error)[:13]) == (75, "budget: spent")
+    (run,) = runs_of(out)
     assert isinstance(run.lines[1].event, runlog.Budget)
     assert (run.outcome, "was ended by its budget after" in run.crashed) == ("aborted", True)
-    purse = purse_of(out, None)
-    assert purse is not None
     with pytest.raises(SpeedrunError, match="with a larger --budget goes on") as error:
-        purse.left(2)
+        (purse_of(out, None) or Purse(out, budget)).left(2)
     assert error.value.exit_code == 2
-    purse = purse_of(out, f"{2 * sum(steps)}flop", "1s")
-    assert purse is not None
-    second = keep("second", purse.left(), [told[-1]])
-    second.close(0)
-    assert second.error is None, "both together take just that"
-    with pytest.raises(SpeedrunError, match="and a run takes"):
-        Purse(out, Budget(2.9 * sum(steps), "flop")).left()
-    second = keep("third", budget, [runlog.Budget("1000d", 0.0)])
-    assert "not its own" in str(second.error)
+    assert (purse := purse_of(out, f"{2 * run_flop}flop", "1s")) is not None
+    assert keep("second", purse.left(), told[-1]).error is None, "both together take just that"
+    with pytest.raises(SpeedrunError, match="another run takes"):
+        Purse(out, Budget(2.9 * run_flop, "flop")).left()
+    assert "not its own" in str(keep("third", budget, runlog.Budget("1000d", 0.0)).error)
 
 
 @pytest.mark.parametrize(
     ("text", "shown", "hour"),
-    [
-        ("90s", "90s", 3600),
-        ("1.5h", "5400s", 3600),
-        ("$5 at $20/h", "$5 at $20/h", 20),
-        ("2e15flop", "2e+15flop", 7),
-    ],
+    [("1.5h", "5400s", 3600), ("$5 at $20/h", "$5.00 at $20/h", 20), ("2e15flop", "2e+15flop", 7)],
 )
 def test_a_budget_has_one_form(text, shown, hour):
     budget = Budget.parse(text)
-    assert (str(budget), Budget.parse(shown)) == (shown, budget)
-    assert budget.charge(3600, 7) == hour
+    assert (str(budget), Budget.parse(shown), budget.charge(3600, 7)) == (shown, budget, hour)
     for wrong in (text[:-1] + "x", f"-{text}", "0s"):
-        with pytest.raises(UsageError, match="need a time"):
+        with pytest.raises(UsageError, match="need 90s"):
             Budget.parse(wrong)

@@ -151,20 +151,18 @@ def test_who_knows_no_loss_must_say_a_number():
 def test_what_is_planned_to_exceed_its_budget_does_not_start(monkeypatch, tmp_path):
     """Smoke's run is priced, in a child, as the records have it; a device and hour of eight costs eight."""
     found = priced("smoke-cpu", 1)
-    price = afford.Planned(asked(found).total_s, asked(found).flops, 8)
-    assert afford.planned(BatchRequest(RunConfig("smoke-cpu", tmp_path), 1), None) == replace(
-        price, num_devices=0
-    )
-    monkeypatch.setattr(afford, "planned", lambda *_: price)
-    limits = {"{:.4f}s": found.run_s, "{:.4f}flop": price.flops, "${:.4f}": found.run_s * 10 / 3600}
+    row, request = asked(found), BatchRequest(RunConfig("smoke-cpu", tmp_path), 1)
+    assert afford.planned(request, None) == (row.total_s, row.flops, 0)
+    monkeypatch.setattr(afford, "planned", lambda *_: (row.total_s, row.flops, 8))
+    limits = {"{:.4f}s": found.run_s, "{:.4f}flop": row.flops, "${:.4f}": found.run_s * 10 / 3600}
     for form, limit in limits.items():
         near = [form.format(x * limit) for x in (0.99, 1.01)]
-        few, enough = (BatchRequest(RunConfig("smoke-cpu", tmp_path), 1, budget=one) for one in near)
-        assert afford.afford(enough, None, 1.25).limit == pytest.approx(1.01 * limit, rel=1e-3)
+        few, enough = (replace(request, budget=one) for one in near)
+        assert afford.afford(enough, None, 1.25)[0].limit == pytest.approx(1.01 * limit, rel=1e-3)
         with pytest.raises(UsageError, match=r"are planned, .* is allowed; ask for fewer"):
             afford.afford(few, None, 1.25)
     with pytest.raises(UsageError, match="need --dollars"):
-        afford.afford(BatchRequest(RunConfig("smoke-cpu", tmp_path), 1, budget="$5"), None, None)
+        afford.afford(replace(request, budget="$5"), None, None)
 
 
 #: A command with what changes its request.
