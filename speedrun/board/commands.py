@@ -22,7 +22,6 @@ from speedrun.record.reader import encode, load, need_record
 from speedrun.record.summary import assemble
 from speedrun.record.validate import examine
 
-#: What the commands answer with `--json`.
 Plots = TypedDict("Plots", {"plots": list[str]})
 Imported = TypedDict(
     "Imported",

@@ -74,7 +74,9 @@ class _Commands(click.Group):
             if isinstance(error, click.exceptions.NoArgsIsHelpError):
                 error.show()
                 sys.exit(error.exit_code)
-            _fail(_usage(error), UsageError.exit_code, words, _option(error))
+            param = getattr(error, "param", None)
+            option = param.opts[-1] if param else getattr(error, "option_name", None)
+            _fail(_usage(error), UsageError.exit_code, words, option)
         sys.exit()
 
 
@@ -117,12 +119,6 @@ def _usage(error: click.UsageError) -> str:
     said = " ".join(error.format_message().split()).rstrip(".")
     help_option = f"'{ctx.command_path} --help'" if ctx is not None else "--help"
     return f"{said[:1].lower()}{said[1:]}; {help_option} shows what is needed"
-
-
-def _option(error: click.UsageError) -> str | None:
-    """Return the option or argument at fault, if click knows it."""
-    param = getattr(error, "param", None)
-    return param.opts[-1] if param else getattr(error, "option_name", None)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

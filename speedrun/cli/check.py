@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from speedrun.record.examine.reproduce import Result
 
 
-#: What the commands answer with `--json`.
 Explained = TypedDict("Explained", {"id": str, "severity": str, "title": str, "why": str, "fix": str})
 Checked = TypedDict("Checked", {"id": str, "status": Status, "messages": tuple[str, ...]})
 Validated = TypedDict("Validated", {"exit_code": int, "results": list[Checked]})

@@ -32,10 +32,9 @@ _Sources = Annotated[
 ]
 
 
-#: What the commands answer with `--json`.
 Shards = TypedDict("Shards", {"track": str, "folder": str, "manifest": Manifest})
-Verification = TypedDict(
-    "Verification", {"track": str, "folder": str, "full": bool, "shards": list[overview.Verified]}
+Verified = TypedDict(
+    "Verified", {"track": str, "folder": str, "full": bool, "shards": list[overview.Verified]}
 )
 Holdings = TypedDict("Holdings", {"tracks": list[overview.Holding]})
 TokenizerFile = TypedDict("TokenizerFile", {"tokenizer": str, "vocab_size": int})
@@ -163,14 +162,14 @@ def verify(
     track: cli.Track = "smoke-cpu",
     data: cli.Data = None,
     full: Annotated[bool, "Read every byte: digests, ids, documents."] = False,
-) -> cli.Answer[Verification]:
+) -> cli.Answer[Verified]:
     """Check the shards of a track: headers and sizes, or every byte with --full."""
     rules = tracks.load(track)
     folder = data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
         verified = overview.verify(folder, rules.data, full=full, report=progress.update)
     lines = [f"ok  {folder / shard.name}  {shard}" for shard in verified]
-    return cli.Answer(Verification(track=rules.id, folder=str(folder), full=full, shards=verified), lines)
+    return cli.Answer(Verified(track=rules.id, folder=str(folder), full=full, shards=verified), lines)
 
 
 @cli.command("speedrun data list", "speedrun data list --json", of=data)

@@ -15,6 +15,8 @@ from speedrun.commands import added
 if TYPE_CHECKING:
     from speedrun.train.run_config import RunConfig
 
+Priced = Annotated[Any, "budget"]  #: what that function of another room answers
+
 
 class RunOptions(NamedTuple):
     """Options of a run.
@@ -94,9 +96,6 @@ class DryRun(NamedTuple):
         self.limited(asked)
         found = added("budget")(asked, self.kind, dollars=self.dollars, say=partial(click.echo, err=True))
         return Answer(found, found.lines(), error=found.error)
-
-
-Priced = Annotated[Any, "budget"]  #: what that function of another room answers
 
 
 def begun(ctx: click.Context, dry: DryRun, module: str, asked: Callable[[], Any], *allowed: str) -> Path:

@@ -59,8 +59,7 @@ def types_of(command: cli.Command) -> list[Any]:
     for block in ast.parse(getsource(module)).body:  # what is too heavy to be imported for every command
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
             exec(compile(ast.Module(block.body, []), str(module.__file__), "exec"), vars(module))
-    answers = command.answers
-    answers = eval(answers, vars(module)) if isinstance(answers, str) else answers
+    answers = command.answers if not isinstance(command.answers, str) else eval(command.answers, vars(module))
     facts = [get_args(one)[0] for one in _members(answers) if get_origin(one) is cli.Answer]
     return [kind for one in facts for kind in _members(one)] + [Failure]
 

@@ -104,6 +104,11 @@ class Extras(NamedTuple):
     sample_prompts: Annotated[tuple[str, ...], "--sample-prompt TEXT"] = ()
 
 
+RecipeFacts = TypedDict(
+    "RecipeFacts",
+    {"summary": str, "parent": str | None, "num_params": int, "num_steps": int, "total_tokens": int},
+)
+Recipes = dict[str, RecipeFacts] | dict[str, int | float | str | tuple[int | float | str, ...]]
 #: A new record, and what each failed check says.
 Judged = TypedDict("Judged", {"record": str, "summary": Summary, "failed_checks": dict[str, tuple[str, ...]]})
 
@@ -195,10 +200,8 @@ def told(done: "single_run.Single", *more: str) -> cli.Answer[Trained]:
     lines += [f"record  {done.config.out}", *([f"plot    {done.picture}"] if done.picture else [])]
     lines.append(f"next    {following(done.config, done.summary, done.report)}")
     is_good = done.summary.target_reached and done.report.exit_code == 0
-    plot = done.picture and str(done.picture)
-    facts = Trained(
-        **_judged(done.config.out, done.summary, done.report), plot=plot, bits_per_byte=done.bits_per_byte
-    )
+    plot, judged = done.picture and str(done.picture), _judged(done.config.out, done.summary, done.report)
+    facts = Trained(**judged, plot=plot, bits_per_byte=done.bits_per_byte)
     return cli.Answer(facts, lines, 0 if is_good else 1)
 
 
@@ -297,13 +300,6 @@ def following(config: RunConfig, summary: Summary, report: Report) -> str:
     else:
         words = ["plot", str(config.out), "--kind", "all"]
     return shlex.join(["speedrun", *words])
-
-
-RecipeFacts = TypedDict(
-    "RecipeFacts",
-    {"summary": str, "parent": str | None, "num_params": int, "num_steps": int, "total_tokens": int},
-)
-Recipes = dict[str, RecipeFacts] | dict[str, int | float | str | tuple[int | float | str, ...]]
 
 
 @cli.command("speedrun recipes", "speedrun recipes smoke")

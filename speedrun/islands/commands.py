@@ -19,7 +19,6 @@ from speedrun.record.logged_run import Run, rounds_of
 from speedrun.record.reader import load_result
 from speedrun.train.resume_settings import asked
 
-#: What `replay` answers with `--json`: the number of answers that were repeated, and which differ.
 Replayed = TypedDict("Replayed", {"record": str, "answers": int, "differ": list[str]})
 
 

@@ -35,8 +35,7 @@ class Check(msgspec.Struct, frozen=True):
     mark: Literal["ok", "note", "bad"] = "ok"  #: follows from `ok` and `needed`
 
     def __post_init__(self) -> None:
-        mark = "ok" if self.ok else "bad" if self.needed else "note"
-        msgspec.structs.force_setattr(self, "mark", mark)
+        msgspec.structs.force_setattr(self, "mark", "ok" if self.ok else "bad" if self.needed else "note")
 
 
 class NoAnswerError(Exception):

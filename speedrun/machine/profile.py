@@ -190,9 +190,8 @@ def _read(folder: Path, known: dict[str, Instruction], num_steps: int) -> Profil
         raise SpeedrunError(f"{path}: no instruction in the trace; need a backend that records them")
     devices = usage(events)
     step_ms = max(device.span_ns for device in devices) / num_steps / 1e6
-    rows, shares = rows_of(events, known, num_steps * len(devices)), defaultdict[str, float](float)
-    for row in rows:
-        shares[row.kind] += row.share
+    rows = rows_of(events, known, num_steps * len(devices))
+    shares = {kind: sum(row.share for row in rows if row.kind == kind) for kind in {row.kind for row in rows}}
     return Profile(step_ms, rows, devices, num_steps, dict(sorted(shares.items(), key=lambda item: -item[1])))
 
 

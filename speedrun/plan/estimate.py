@@ -135,11 +135,9 @@ def plan(
     )
 
 
-def _whole(
-    recipe: Recipe, stages: tuple[StagePlan, ...], device: Device, validation_bytes: int
-) -> dict[str, Any]:
-    """Return the fields of a plan that follow from all its stages."""
-    needs, has = max(validation_bytes, *(stage.memory_bytes for stage in stages)), device.memory_bytes
+def _whole(recipe: Recipe, stages: tuple[StagePlan, ...], device: Device, scored: int) -> dict[str, Any]:
+    """Return the fields of a plan that follow from all its stages, and from the bytes `scored` needs."""
+    needs, has = max(scored, *(stage.memory_bytes for stage in stages)), device.memory_bytes
     total_s = sum(stage.num_steps * stage.step_s for stage in stages)
     error = sum(one.num_steps * one.step_s * one.error for one in stages) / total_s
     said = f"{recipe.name} does not fit: needs {gb(needs)}, {device.name} has {gb(has)}; {memory.TO_FIT}"
