@@ -5,6 +5,7 @@ What was spent follows from the logs below a folder, so neither a kill nor `--re
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, Self
@@ -92,13 +93,15 @@ def purse_of(folder: Path, asked: str | None, declared: str = "", *, elsewhere: 
         return None
     budget = Budget.parse(text)
     if elsewhere or (budget.unit == "$" and not budget.dollars_per_hour):
-        raise UsageError(
-            f"budget {text!r}: need runs here, without --on, and a price of dollars: '$5 at $20/h'"
-        )
+        raise UsageError(f"budget {text!r}; need runs here, without --on, and a price: '$5 at $20/h'")
     return Purse(folder, budget)
 
 
 def _logs(folder: Path) -> list[list[runlog.Line]]:
     """Return the logs below a folder, the oldest first."""
-    found = [lines for path in folder.glob("**/metrics.jsonl") if (lines := [*runlog.read(path)])]
-    return sorted(found, key=lambda lines: lines[0].t_utc)
+    found = list[list[runlog.Line]]()
+    for path in folder.glob("**/metrics.jsonl"):
+        found.append([])
+        with suppress(msgspec.DecodeError):  # what goes on with the record tells of damage
+            found[-1] += runlog.read(path)
+    return sorted(filter(None, found), key=lambda lines: lines[0].t_utc)

@@ -22,7 +22,7 @@ from speedrun.cli import requests
 from speedrun.commands import added
 from speedrun.record.summary import Summary
 from speedrun.record.validate import Report, validate
-from speedrun.train import connect, keeper
+from speedrun.train import connect, keeper, resume_settings
 from speedrun.train.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def run(
 
     if resume is not None:
         cli.only_with_resume(ctx, "unranked", "budget", *Extras._fields, *Processes._fields)
-        if purse := purse_of(resume, dry.budget):
+        if (purse := purse_of(resume, dry.budget)) and not resume_settings.finished(resume):
             budget = purse.left(UsageError.exit_code)
     group = connect.find_group(processes.coordinator, processes.processes, processes.process)
     job = keeper.Job(config, group, processes.heartbeat, processes.meet_within, single.init_from, budget)

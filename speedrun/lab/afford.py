@@ -34,8 +34,7 @@ def afford(asked: Any, kind: str | None, dollars: float | None) -> tuple[Budget,
         subprocesses.say(f"warning: how long this takes is not known here; {budget} ends it")
         return budget, None
     if (cost := budget.charge(seconds or 0.0, flops)) > budget.limit:
-        found = f"{budget.told(cost)} are planned, {budget} is allowed"
-        raise UsageError(f"{found}; ask for fewer or shorter runs, which --dry-run prices, or allow more")
+        raise UsageError(f"{budget.told(cost)} are planned, {budget} is allowed; plan less, or allow more")
     return budget, cost
 
 

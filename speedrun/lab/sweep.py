@@ -37,8 +37,8 @@ def run_sweep(
     with lock_record(folder, layout.RUNNING):
         fresh = count(len(plan.confirming), "fresh seed")
         say(
-            f"{plan.kind:<8}{plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} "
-            f"for the best | {plan.status} | {folder}"
+            f"{plan.kind:<8}{plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}"
+            f"{f', then {fresh} for the best' * bool(plan.confirming)} | {plan.status} | {folder}"
         )
         for reason in plan.left_out:
             say(f"left out  {reason}")
@@ -121,5 +121,5 @@ def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, want
             if run.finished:
                 pictures(config.out)
         if run is None or code not in (0, NonFiniteError.exit_code):
-            raise subprocesses.run_error(code, "sweep", folder, data)
+            raise subprocesses.run_error(code, "try" if plan.levels else "sweep", folder, data)
     return runs

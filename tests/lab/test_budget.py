@@ -159,7 +159,7 @@ def test_what_is_planned_to_exceed_its_budget_does_not_start(monkeypatch, tmp_pa
         near = [form.format(x * limit) for x in (0.99, 1.01)]
         few, enough = (replace(request, budget=one) for one in near)
         assert afford.afford(enough, None, 1.25)[0].limit == pytest.approx(1.01 * limit, rel=1e-3)
-        with pytest.raises(UsageError, match=r"are planned, .* is allowed; ask for fewer"):
+        with pytest.raises(UsageError, match=r"are planned, .* is allowed; plan less"):
             afford.afford(few, None, 1.25)
     with pytest.raises(UsageError, match="need --dollars"):
         afford.afford(replace(request, budget="$5"), None, None)
