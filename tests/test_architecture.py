@@ -84,7 +84,7 @@ ALLOWANCES = {
     "keeper": 338,
     "trust": 500,
     "faster": 280,
-    "demo": 400,
+    "demo": 399,
     "questions": 400,
     "agents": 150,
 }

@@ -86,7 +86,7 @@ function uses(program) {
 }
 
 /** Evaluate a program on inputs and constants by number, which it consumes. */
-function evaluate(program, given) {
+function evaluate(program, given, others) {
   const left = uses(program);
   const values = new Map();
   for (const [number, value] of given) left.has(number) ? values.set(number, value) : value.dispose();
@@ -100,15 +100,16 @@ function evaluate(program, given) {
     return value;
   };
   for (const [name, operands, out, more] of program.equations) {
-    values.set(out, OPERATIONS[name](operands.map(read), more, program.values[out]));
+    values.set(out, (others[name] ?? OPERATIONS[name])(operands.map(read), more, program.values[out]));
   }
   return program.outputs.map(read);
 }
 
-/** Compile a program with constants by name: a function that consumes its inputs, and keeps the constants. */
-export function compiled(program, constants) {
+/** Compile a program with constants by name: a function that consumes its inputs, and keeps the constants. `others` replace
+ * operations; `changed` makes another function of the one from a list of inputs and constants to outputs. */
+export function compiled(program, constants, others = {}, changed = (run) => run) {
   const numbers = [...program.inputs, ...Object.keys(program.constants).map(Number)];
-  const run = jit((given) => evaluate(program, given.map((x, i) => [numbers[i], x])));
+  const run = jit(changed((given) => evaluate(program, given.map((x, i) => [numbers[i], x]), others)));
   const names = Object.values(program.constants);
   return (...inputs) => run([...inputs, ...names.map((name) => constants.get(name).ref)]);
 }
