@@ -122,7 +122,8 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     # Later compilers make the zeros of gradients later.
     least = 0.97 if jax.__version_info__ < (0, 11) else 0.85
     assert least < found.memory.peak_memory_in_bytes / peaks_bytes[adam] < 1.03
-    assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.03)
+    # JAX 0.12 moves 3.2 % more in the second stage, less elsewhere.
+    assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.035)
     assert found.unknown_loops == 0
     # Attention's own are three; one normalises and turns keys, or with an offset four of both and their gradients.
     assert found.custom_calls["__gpu$xla.gpu.triton"] == (3 + 1) * LAYERS_WITH_ATTENTION + 2 * 3
