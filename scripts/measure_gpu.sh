@@ -77,7 +77,7 @@ each() {
       --out "$out/profile-$w"
   done
   # If record 92 does not train: one change at a time.
-  local anvil=(bench step "${record92[@]}" "${small[@]}" --steps $tries)
+  local anvil=(bench step "${record92[@]}" "${small[@]}" --steps "$tries")
   "$1" anvil-polar 300 "${anvil[@]}" --set optimizer.polar_dtype=float32
   "$1" anvil-banded 300 "${anvil[@]}" --attention banded
   "$1" anvil-columns 300 "${anvil[@]}" --set "schedule.phases.2.columns=($columns,)"

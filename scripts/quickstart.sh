@@ -24,7 +24,7 @@ if [[ -t 1 && -n $picture && (-n ${DISPLAY:-}${WAYLAND_DISPLAY:-} || $OSTYPE == 
 fi
 cat <<END
 quickstart: $SECONDS s. By hand: source .venv/bin/activate
-A model that answers, in one or two minutes:
+A model that answers, in one or two minutes on idle cores:
   speedrun run --track docs-cpu --checkpoint-every 1000 --out runs/talk
   speedrun sample runs/talk --prompt 'Return the'
 END

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from speedrun.base import runlog
+from speedrun.base.console import duration
 from speedrun.base.errors import SpeedrunError, Terminated, UsageError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -38,11 +39,15 @@ class Budget(msgspec.Struct, frozen=True):
         return cls(float(found[1]) * _SECONDS.get(found[2], 1), "flop" if found[2] == "flop" else "s")
 
     def __str__(self) -> str:  # `parse` takes it
-        return self.told(self.limit) + f" at ${self.dollars_per_hour:.6g}/h" * (self.unit == "$")
+        if self.unit == "$":
+            return f"${self.limit:.6g} at ${self.dollars_per_hour:.6g}/h"
+        return f"{self.limit:.6g}{self.unit}"
 
     def told(self, amount: float) -> str:
-        """Return an amount in the budget's unit as text."""
-        return f"${amount:.2f}" if self.unit == "$" else f"{amount:.6g}{self.unit}"
+        """Return an amount in words."""
+        if self.unit == "s":
+            return duration(amount)
+        return f"${amount:.2f}" if self.unit == "$" else f"{amount:.3g} flop"
 
     def charge(self, seconds: float, flops: float) -> float:
         """Return what wall time and operations cost, in the budget's unit. Nothing else prices them."""
@@ -77,7 +82,9 @@ class Purse(NamedTuple):
         """Return the budget with what is spent; raise SpeedrunError if one more like the finished ones exceeds it."""
         (spent, planned), told = self.costs(), self.budget.told
         if spent + planned > self.budget.limit or spent == self.budget.limit:
-            found = f"spent {told(spent)} of {self.budget}; another run takes {told(planned)}"
+            found = f"spent {told(spent)} of {self.budget}" + f"; another run takes {told(planned)}" * (
+                planned > 0
+            )
             raise SpeedrunError(f"{found}; --resume {self.folder} with a larger --budget goes on", exit_code)
         return msgspec.structs.replace(self.budget, spent=spent)
 

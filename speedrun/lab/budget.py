@@ -80,7 +80,7 @@ class Budget(msgspec.Struct, frozen=True):
             lines.append("run    its time is unknown: there is no record of this recipe here, and no plan")
         else:
             basis = f"+-{self.relative_error:.0%}; {UNTIMED_S:.0f} s of it are a guess"
-            basis = "from the records here" if self.basis == "records" else basis
+            basis = "from records/, perhaps of another machine" if self.basis == "records" else basis
             lines.append(
                 f"run    {duration(self.run_s)} on {self.devices}, {duration(self.train_s)} of it on the clock, {basis}"
             )

@@ -215,7 +215,8 @@ def try_(
     """Train RECIPE and PARENT in pairs of one seed, until a test of their final losses says better or worse.
 
     The test is declared before the first pair, and valid after each: of equal recipes, at most 1 % seem unequal. Which
-    difference the budget resolves is printed first. Exits with 0 if RECIPE is better, else with 1.
+    difference the budget resolves is printed first. --set changes both recipes; to try a number, write a file, or use
+    'speedrun sweep'. Exits with 0 if RECIPE is better, else with 1.
     """
     from speedrun.lab.sweep import run_sweep  # NumPy comes with it
 

@@ -98,10 +98,10 @@ def trials(arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Trial]:
 
 def read(folder: Path) -> tuple[Experiment, str]:
     """Read `experiment.json` with its digest, and check that it was not edited."""
-    found, digest = read_declared(folder / EXPERIMENT, Experiment, "speedrun sweep")
+    found, digest = read_declared(folder / EXPERIMENT, Experiment, "speedrun sweep' or 'speedrun try")
     if (found.seeds, found.confirming) != seeds_for(found.arms, len(found.seeds), len(found.confirming)):
         got = f"{folder / EXPERIMENT}: its seeds do not follow from its arms"
-        raise UsageError(f"{got}; restore it, or start a new sweep")
+        raise UsageError(f"{got}; restore it, or start anew")
     return found, digest
 
 

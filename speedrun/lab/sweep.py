@@ -47,7 +47,7 @@ def run_sweep(
             if layout.sha256(provenance.closure(source_roots(recipe), rules).encode()) != sha256:
                 raise UsageError(
                     f"the source of {recipe} changed since {folder} was designed, or is not in $SPEEDRUN_RECIPES; "
-                    "restore it, or start a new sweep"
+                    f"restore it, or start a new {plan.kind}"
                 )
         train = trained or here(lambda: Printer(sys.stderr), purse)
         run_missing = partial(_run_missing, folder, data, say, train)

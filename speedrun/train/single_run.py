@@ -126,7 +126,7 @@ def _assemble_broken(config: RunConfig, *, resumes: bool) -> None:
         return
     try:
         assemble(config.out, default_title=_title(config))
-        _say(f"record  {config.out} says where the run crashed")
+        _say(f"record  {config.out} says where the run ended")
         if resumes and steps_in(folder_of(config.out)):
             _say(f"resume  speedrun run --resume {shlex.quote(str(config.out))}")
     except SpeedrunError as error:  # the error that broke the run matters more

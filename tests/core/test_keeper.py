@@ -361,7 +361,7 @@ def test_a_budget_ends_a_run_as_a_signal_does_and_counts_what_was_before(sent, t
 
 @pytest.mark.parametrize(
     ("text", "shown", "hour"),
-    [("1.5h", "5400s", 3600), ("$5 at $20/h", "$5.00 at $20/h", 20), ("2e15flop", "2e+15flop", 7)],
+    [("1.5h", "5400s", 3600), ("$5 at $20/h", "$5 at $20/h", 20), ("2e15flop", "2e+15flop", 7)],
 )
 def test_a_budget_has_one_form(text, shown, hour):
     budget = Budget.parse(text)
