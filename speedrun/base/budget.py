@@ -17,7 +17,7 @@ from speedrun.base.console import duration
 from speedrun.base.errors import SpeedrunError, Terminated, UsageError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_NUMBER = r"(\d+(?:\.\d+)?(?:e\+?\d+)?)"
+_NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _FORM = re.compile(rf"{_NUMBER}(s|m|h|d|flop)|\${_NUMBER}(?: at \${_NUMBER}/h)?")
 
 
@@ -32,7 +32,7 @@ class Budget(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the budget that `20m`, `$5`, `$5 at $20/h` or `1e15flop` names."""
-        if (found := _FORM.fullmatch(text)) is None or not float(found[1] or found[3]):
+        if (found := _FORM.fullmatch(text)) is None or not 0 < float(found[1] or found[3]) < 1e300:
             raise UsageError(f"--budget {text!r}; need 90s, 20m, 1.5h, 2d, '$5' or 1e15flop, more than zero")
         if found[3]:
             return cls(float(found[3]), "$", float(found[4] or 0))

@@ -25,7 +25,7 @@ class Islands(_Event, tag="islands", frozen=True):
     deadline_s: Seconds  #: of a round
     outer_lr: Positive = 1.0
     outer_momentum: Momentum = 0.0
-    max_rise: Positive = 0.15  #: nats by which weights may score worse than those that were sent
+    max_rise: Positive = 0.15  #: nats by which weights may score worse than those sent, and the median
 
 
 class Island(_Event, tag="island", frozen=True):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import click
 
+from speedrun.base.budget import Budget
 from speedrun.base.errors import UsageError
 from speedrun.cli import options as cli
 from speedrun.cli.options import Amount, Answer, Attention, Count, Data, Integer, Recipe, Settings, Track
@@ -75,7 +76,9 @@ class DryRun(NamedTuple):
     budget: Annotated[str | None, "--budget 20m|$5|1e15flop"] = None
 
     def is_asked(self) -> bool:
-        """Whether to price only; raise UsageError for what says how, if nothing is priced."""
+        """Whether to price only; raise UsageError for what says how, if nothing is priced, and for no budget."""
+        if self.budget is not None:
+            Budget.parse(self.budget)  # "$5" in double quotes is nothing to a shell
         if not self.dry_run and self.budget is None and (self.kind, self.dollars) != (None, None):
             raise UsageError(
                 "--device-kind and --dollars price; add --dry-run or --budget, or leave them out"

@@ -86,6 +86,7 @@ class Actors:
                 self._failed = 0
                 continue
             answer, is_last = found
+            answer = answer._replace(work=replace(answer.work, island=name))  # whatever it says
             if is_last:
                 self._left.append(self._lost(name, "it received SIGTERM"))
             return answer

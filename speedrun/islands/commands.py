@@ -34,7 +34,7 @@ class Fleet(NamedTuple):
         every: Steps of a round. Default: the track's.
         quorum: Islands whose answers make a round count. Default: the track's.
         outer_lr: Learning rate of the outer step; 1 without momentum takes the mean.
-        max_rise: Refuse weights that score worse than those that were sent, by more than so many nats.
+        max_rise: Refuse weights that score worse than those sent and than the median, by more than so many nats.
         meet_within: Time for islands to start.
     """
 

@@ -12,11 +12,11 @@ from speedrun.base import mesh as meshes
 from speedrun.base.clock import Stopwatch
 from speedrun.base.errors import SpeedrunError
 from speedrun.base.signals import Deferred
-from speedrun.data.stream import START
+from speedrun.data.stream import START, Cursor
 from speedrun.islands import snapshot
 from speedrun.islands.fleet import Fleet, Played
 from speedrun.islands.island import config_sha256, weights_of, with_weights
-from speedrun.islands.rounds import Engine, Leases, Lost, Order, Weights
+from speedrun.islands.rounds import Engine, Leases, Lost, Weights
 from speedrun.islands.snapshot import Snapshot
 from speedrun.record import layout
 from speedrun.record.reader import load
@@ -71,13 +71,13 @@ class Driver:
         self._recruit(self._settings.islands)
         return state, at
 
-    def _score(self, weights: Weights, order: Order) -> float:
-        """Return the mean loss of weights on the first batch of an order, in nats."""
-        ready, lease = self._this.ready, order.lease
-        state = with_weights(ready.program, self._initial, weights, order.step)
-        batch = ready.stream(lease.start).batch(*lease.shapes[0])
+    def _score(self, weights: Weights, start: Cursor, step: int) -> float:
+        """Return the mean loss of weights on the batch from there, as at a step, in nats."""
+        ready, planned = self._this.ready, self._planned[step]
+        state = with_weights(ready.program, self._initial, weights, step)
+        batch = ready.stream(start).batch(*planned.batch)
         placed = (meshes.shard(x_BT, ready.program.mesh) for x_BT in batch)
-        score = self._scores[self._planned[order.step].shape]
+        score = self._scores[planned.shape]
         nats_BC = score(state.params, *placed, ready.program.schedule, state.step)
         return float(np.sum(jax.device_get(nats_BC), dtype=np.float64)) / batch.targets_BT.size
 

@@ -38,6 +38,8 @@ class Island:
     def work(self, order: Order) -> Answer:
         """Train on a lease, from the weights and the step of an order."""
         lease, losses, num_tokens = order.lease, [], 0
+        if order.is_fresh:
+            self.state = self.fresh()
         self.state = with_weights(self._program, self.state, order.weights, order.step)
         stream = self.ready.stream(lease.start)
         for number, shape in enumerate(lease.shapes, start=order.step):

@@ -1,6 +1,5 @@
 """Repeats what the islands of a record did, in turns in one process, from the log of their leases."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -21,8 +20,8 @@ from speedrun.science.step import TrainState
 from speedrun.train.checkpoint import state_hash
 from speedrun.train.preflight import shapes_of
 
-#: Trains as a work says, on the island of that name, from these weights.
-Train = Callable[[str, Work, Weights], Answer]
+#: Trains as a work says, on the island of that name, from these weights, and perhaps with a fresh optimiser.
+Train = Callable[[str, Work, Weights, bool], Answer]
 
 
 class Repeated(NamedTuple):
@@ -48,20 +47,20 @@ def repeated(
 ) -> Iterator[Repeated]:
     """Repeat all rounds that counted, from the first weights on; `history` is from `rounds_of`.
 
-    An answer that was refused is repeated, too, as it moved the optimiser of its island.
+    An answer that was refused is not: the optimiser of its island begins anew, as one does that missed a round.
     """
-    due: dict[int, dict[tuple[str, int, str], Work]] = defaultdict(dict)
-    for folder, one in history:
-        for work in one.works:  # an island may answer twice
-            due[work.version].setdefault((f"{folder}/{work.island}", work.lease, work.state_hash), work)
+    steady = set[str]()
     velocity = {name: np.zeros(x.shape, np.float32) for name, x in weights.items()}
-    for one in sorted((one for _, one in history if one.digest), key=lambda one: one.version):
+    for folder, one in history:
         parts, works = {}, []
-        for (name, *_), work in due[one.version].items():
-            answer = train(name, work, weights)
-            if not work.refused:
-                works.append((work, replace(answer.work, island=work.island)))
-                parts[work.lease] = work.num_tokens, answer.weights
+        used = {f"{folder}/{work.island}": work for work in one.works if not work.refused}
+        for name, work in used.items():
+            answer = train(name, work, weights, name not in steady)
+            works.append((work, replace(answer.work, island=work.island)))
+            parts[work.lease] = work.num_tokens, answer.weights
+        steady = used.keys() - {f"{folder}/{work.island}" for work in one.works if work.refused}
+        if not one.digest:
+            continue
         weights, velocity = stepped(settings, weights, velocity, [part for _, part in sorted(parts.items())])
         yield Repeated(one, works, weights)
 
@@ -70,11 +69,11 @@ def in_turns(island: Island, every: int) -> Train:
     """Return what trains all islands with the program of one, each from a state of its own."""
     shapes, states = shapes_of(island.ready.recipe), dict[str, TrainState]()
 
-    def train(name: str, work: Work, weights: Weights) -> Answer:
+    def train(name: str, work: Work, weights: Weights, is_fresh: bool) -> Answer:  # noqa: FBT001
         island.state = states.pop(name) if name in states else island.fresh()
         step = work.version * every
         lease = Lease(work.lease, Cursor(*work.start), Cursor(*work.stop), tuple(shapes[step:][:every]))
-        answer = island.work(Order(work.version, step, lease, weights))
+        answer = island.work(Order(work.version, step, lease, weights, is_fresh))
         states[name] = island.state
         return answer
 
@@ -97,10 +96,11 @@ def examined(trainer: Trainer) -> tuple[Replayed, State, Cursor]:
         given = [np.asarray(step, leaves[0].dtype), *weights.values()]
         return [*map(jax.device_put, given, trainer.places), *leaves[len(given) :]]
 
-    def train(island: str, work: Work, weights: Weights) -> Answer:
+    def train(island: str, work: Work, weights: Weights, is_fresh: bool) -> Answer:  # noqa: FBT001
         nonlocal last
         at, tokens, costs = work.version * settings.every, trainer.read_from(Cursor(*work.start)), []
-        leaves = adopted(states.pop(island, None) or trainer.initial()[0], weights, at)
+        kept = None if is_fresh else states.pop(island)
+        leaves = adopted(kept or trainer.initial()[0], weights, at)
         for step in range(at, min(at + settings.every, end)):
             leaves, loss, _ = trainer.stepped(leaves, step, tokens)
             costs.append(loss)

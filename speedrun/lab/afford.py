@@ -8,6 +8,7 @@ import msgspec
 from speedrun.base import subprocesses
 from speedrun.base.budget import Budget
 from speedrun.base.errors import UsageError
+from speedrun.lab.sequential import MOST_PAIRS
 
 
 def planned(asked: Any, kind: str | None) -> tuple[float | None, float, int]:
@@ -44,4 +45,4 @@ def pairs(asked: Any, kind: str | None, dollars: float | None) -> int:
     if cost is None or (found := int(budget.limit / cost / 1.1)) < 2:
         said = "unknown" if cost is None else f"less than two; one takes {budget.told(cost)}"
         raise UsageError(f"the number of pairs in {budget} is {said}; allow more, or operations (1e15flop)")
-    return found
+    return min(found, MOST_PAIRS)

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from speedrun.base.errors import UsageError
+from speedrun.lab.sequential import levels
 from speedrun.record.batch import TrackRef, seeds_from
 from speedrun.record.layout import Strict, sha256
 from speedrun.record.logged_run import Run
@@ -102,6 +103,10 @@ def read(folder: Path) -> tuple[Experiment, str]:
     if (found.seeds, found.confirming) != seeds_for(found.arms, len(found.seeds), len(found.confirming)):
         got = f"{folder / EXPERIMENT}: its seeds do not follow from its arms"
         raise UsageError(f"{got}; restore it, or start anew")
+    if found.levels and found.levels != levels(len(found.seeds)):
+        raise UsageError(
+            f"{folder / EXPERIMENT}: its test does not follow from its seeds; restore it, or start anew"
+        )
     return found, digest
 
 

@@ -16,12 +16,14 @@ from speedrun.record.reproduction import LOSS_SD
 from speedrun.record.statistics import Interval, Verdict
 
 ALPHA, POWER = 0.01, 0.8
+MOST_PAIRS = 1000
 
 
 def levels(num_pairs: int) -> tuple[float, ...]:
     """Return the level of the test after each of so many pairs."""
     cubes = [k**3 for k in range(1, num_pairs + 1)]
-    return tuple(ALPHA * cube / sum(cubes) for cube in cubes)
+    total = sum(cubes)
+    return tuple(ALPHA * cube / total for cube in cubes)
 
 
 def resolved(num_pairs: int) -> float:
@@ -66,7 +68,7 @@ def answer(differences: Sequence[float], declared: Sequence[float]) -> Answer:
         return Answer("unresolved", n, len(declared))
     mean, reach = (
         fmean(differences),
-        float(special.stdtrit(n - 1, 1 - declared[n - 1] / 2)) * sd / math.sqrt(n),
+        -float(special.stdtrit(n - 1, declared[n - 1] / 2)) * sd / math.sqrt(n),
     )
     verdict = "unresolved" if abs(mean) <= reach else "better" if mean < 0 else "worse"
     return Answer(verdict, n, len(declared), Interval(mean, mean - reach, mean + reach))

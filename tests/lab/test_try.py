@@ -83,7 +83,8 @@ def trying(forged, monkeypatch):
         out.mkdir(parents=True)
         write_code(out, Spec())
         asked.append((out.parent.name[3:], seed))
-        loss = 3.25 - 0.1 * (asked[-1][0] == "recipe") + seed % 997 * 1e-6 * (asked[-1][0] == "recipe")
+        nth = [*dict.fromkeys(one for _, one in asked)].index(seed)  # two pairs decide nothing, three do
+        loss = 3.25 - (0.1 - 0.0005 * (nth % 2)) * (asked[-1][0] == "recipe")
         write_run(out, Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss)))
         return 0, ""
 
