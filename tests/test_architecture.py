@@ -88,7 +88,7 @@ ALLOWANCES = {
     "demo": 399,
     "questions": 400,
     "agents": 150,
-    "door": 100,
+    "door": 110,
 }
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350

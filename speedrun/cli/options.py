@@ -56,8 +56,14 @@ class Command(click.Command):
         assert self.callback is not None
         hints = get_type_hints(self.callback)
         given = {name: _given(ctx, name, kind) for name, kind in hints.items() if name != "return"}
-        with working(ctx.command_path) if self.silent else nullcontext():
-            answer = ctx.invoke(self.callback, **given)
+        try:
+            with working(ctx.command_path) if self.silent else nullcontext():
+                answer = ctx.invoke(self.callback, **given)
+        except SystemExit as ended:  # as a child ended, which has said why
+            if not ctx.params["as_json"] or not isinstance(ended.code, int) or not ended.code:
+                raise
+            found = "ended by a process of its own; the last line on standard error says why"
+            raise SpeedrunError(found, ended.code) from None
         if isinstance(answer, Answer):
             as_json = ctx.params["as_json"]
             show(answer.facts, answer.lines, as_json=as_json)

@@ -116,5 +116,5 @@ def begun(ctx: click.Context, dry: DryRun, module: str, asked: Callable[[], Any]
     config = request.config
     generated.ensure(track.load(config.track), config.data, partial(click.echo, err=True))
     if code := subprocesses.run_module(module, request):
-        ctx.exit(subprocesses.shell_code(code))
+        raise SystemExit(subprocesses.shell_code(code))
     return config.out

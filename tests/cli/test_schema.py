@@ -87,3 +87,10 @@ def test_a_script_reaches_a_validated_record_by_json_alone(tmp_path, monkeypatch
     refused = ask("submit", "nowhere", "--dry-run")
     assert (refused.code, refused.exit_code) == ("usage", 2)
     assert calls <= 12
+
+
+def test_a_refusal_that_a_child_has_found_is_an_answer_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("speedrun.data.generated.ensure", lambda *_: None)
+    monkeypatch.setattr("speedrun.base.subprocesses.run_module", lambda *_: 3)
+    found = invoke("batch", "--runs", "2", "--out", str(tmp_path / "new"), "--json")
+    assert (found.exit_code, json.loads(found.stdout)["code"]) == (3, "data")
