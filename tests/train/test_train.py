@@ -336,7 +336,7 @@ def test_no_other_variable_is_taken_from_a_record_than_runs_record(
     monkeypatch.setattr(sandbox, "run", lambda *_, environment, **__: given.append(environment) or 7)
     monkeypatch.setattr(sandbox, "problem", lambda: None)
     monkeypatch.setenv("SECRET", "of this machine")
-    result = invoke("reproduce", copy, "--data", smoke_data)
+    result = invoke("reproduce", copy, "--data", smoke_data, "--out", tmp_path / "again")
     if name in provenance.VARIABLES:
         assert given[0][name] == "cpu"
         assert "SECRET" not in given[0]
