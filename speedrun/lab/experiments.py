@@ -103,7 +103,7 @@ def read(folder: Path) -> tuple[Experiment, str]:
     if (found.seeds, found.confirming) != seeds_for(found.arms, len(found.seeds), len(found.confirming)):
         got = f"{folder / EXPERIMENT}: its seeds do not follow from its arms"
         raise UsageError(f"{got}; restore it, or start anew")
-    if found.levels and found.levels != levels(len(found.seeds)):
+    if found.levels != (levels(len(found.seeds)) if found.kind == "try" else ()):
         raise UsageError(
             f"{folder / EXPERIMENT}: its test does not follow from its seeds; restore it, or start anew"
         )

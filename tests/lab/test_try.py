@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from record_forge import Spec, source_text, write_code, write_run
 from scipy import special
 from small_run import log_of
@@ -120,6 +121,11 @@ def test_a_try_ends_with_its_verdict_and_goes_on_after_its_budget(trying):
     more = invoke("try", "--resume", str(trying.folder), "--budget", f"{20 * trying.run_flop:.0f}flop")
     assert (more.exit_code, more.stdout) == (0, first.stdout), "the same test, to the same end"
     assert trying.asked[6:] == trying.asked[4:6]
+    path = trying.folder / "experiment.json"
+    for wrong in ((), (0.5, *plan.levels[1:])):
+        path.write_bytes(encode(replace(plan, levels=wrong)))
+        edited = invoke("try", "--resume", str(trying.folder))
+        assert (edited.exit_code, "its test does not follow from its seeds" in edited.stderr) == (2, True)
 
 
 def test_a_try_is_two_arms_with_the_same_settings():
