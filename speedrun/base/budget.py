@@ -82,9 +82,8 @@ class Purse(NamedTuple):
         """Return the budget with what is spent; raise SpeedrunError if one more like the finished ones exceeds it."""
         (spent, planned), told = self.costs(), self.budget.told
         if spent + planned > self.budget.limit or spent == self.budget.limit:
-            found = f"spent {told(spent)} of {self.budget}" + f"; another run takes {told(planned)}" * (
-                planned > 0
-            )
+            another = f"; another run takes {told(planned)}" if planned else ""
+            found = f"spent {told(spent)} of {self.budget}{another}"
             raise SpeedrunError(f"{found}; --resume {self.folder} with a larger --budget goes on", exit_code)
         return msgspec.structs.replace(self.budget, spent=spent)
 

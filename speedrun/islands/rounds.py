@@ -58,7 +58,7 @@ class Order(NamedTuple):
     step: int  #: of the schedule, at which it begins
     lease: Lease
     weights: Weights
-    is_fresh: bool = True  #: the inner optimiser begins anew
+    is_fresh: bool  #: the inner optimiser begins anew
 
 
 class Answer(NamedTuple):
