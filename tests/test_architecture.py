@@ -86,7 +86,7 @@ ALLOWANCES = {
     "trust": 500,
     "faster": 280,
     "demo": 399,
-    "questions": 400,
+    "questions": 441,
     "agents": 150,
     "door": 110,
 }

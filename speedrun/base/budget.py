@@ -1,9 +1,11 @@
 """A budget of one or several runs: wall time, money, or floating-point operations. An instrument, which no recipe sees.
 
-What was spent follows from the logs below a folder, so neither a kill nor `--resume` refills it.
+What was spent follows from the logs below a folder and the time of starts without one: no kill or resume refills it.
 """
 
+import math
 import re
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +15,14 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from speedrun.base import runlog
+from speedrun.base.atomic_files import write_whole
+from speedrun.base.clock import Stopwatch, now
 from speedrun.base.console import duration
 from speedrun.base.errors import SpeedrunError, Terminated, UsageError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+GRACE_S = 60.0  #: for a step and its end, when a budget is spent
 _FORM = re.compile(rf"{_NUMBER}(s|m|h|d|flop)|\${_NUMBER}(?: at \${_NUMBER}/h)?")
 
 
@@ -28,6 +33,7 @@ class Budget(msgspec.Struct, frozen=True):
     unit: Literal["s", "$", "flop"]
     dollars_per_hour: float = 0.0  #: of all devices of a run together; 0: not known yet
     spent: float = 0.0  #: by earlier runs
+    folder: Path | None = None  #: keeps the seconds of starts without a log; None: there is nothing to resume
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -61,6 +67,33 @@ def flops(newest: Mapping[type, Any]) -> float:
     return seen * plan.flops_per_token if plan else 0.0
 
 
+class Meter:
+    """Counts what a run takes of its budget. What is killed before it has a log is paid for, too."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget, self.over = budget, ""  #: `over` tells that it is spent
+        self.watch, self._ends_by_s = Stopwatch(), math.inf
+        self._start = budget.folder and budget.folder / f"start-{now().mono_ns}.txt"
+
+    def start(self, *, is_logged: bool) -> None:
+        """Keep the seconds of the start in a file, until the log has them. Raise SpeedrunError if that cannot be."""
+        if file := self._start:
+            file.unlink(missing_ok=True) if is_logged else write_whole(file, b"%.3f" % self.watch.seconds)
+
+    def signal(self, flops: float, *, may_stay: bool) -> int:
+        """Return, each once, SIGTERM when the budget is spent, SIGKILL after `GRACE_S` unless it `may_stay`; else 0."""
+        seconds, budget = self.watch.seconds, self.budget
+        spent = budget.spent + budget.charge(seconds, flops)
+        if not self.over and spent > budget.limit:
+            self.over = f"spent {budget.told(spent)} of {budget}; --resume with a larger one goes on"
+            self._ends_by_s = seconds + GRACE_S
+            return signal.SIGTERM
+        if may_stay or seconds < self._ends_by_s:
+            return 0
+        self._ends_by_s = math.inf
+        return signal.SIGKILL
+
+
 class Purse(NamedTuple):
     """A budget, and the folder below which all is that it pays."""
 
@@ -69,7 +102,8 @@ class Purse(NamedTuple):
 
     def costs(self) -> tuple[float, float]:
         """Return what all runs have cost, and the mean of the finished ones; 0 without any."""
-        spent, finished = 0.0, []
+        starts_s = sum(float(one.read_bytes()) for one in self.folder.glob("start-*.txt"))
+        spent, finished = self.budget.charge(starts_s, 0.0), list[float]()
         for lines in _logs(self.folder):
             newest: dict[type, Any] = {type(line.event): line.event for line in lines}
             stated, end = newest.get(runlog.Budget), newest.get(runlog.RunEnd)
@@ -85,7 +119,7 @@ class Purse(NamedTuple):
             another = f"; another run takes {told(planned)}" if planned else ""
             found = f"spent {told(spent)} of {self.budget}{another}"
             raise SpeedrunError(f"{found}; --resume {self.folder} with a larger --budget goes on", exit_code)
-        return msgspec.structs.replace(self.budget, spent=spent)
+        return msgspec.structs.replace(self.budget, spent=spent, folder=self.folder)
 
 
 def purse_of(folder: Path, asked: str | None, declared: str = "", *, elsewhere: bool = False) -> Purse | None:
@@ -104,10 +138,11 @@ def purse_of(folder: Path, asked: str | None, declared: str = "", *, elsewhere: 
 
 
 def _logs(folder: Path) -> list[list[runlog.Line]]:
-    """Return the logs below a folder, the oldest first."""
-    found = list[list[runlog.Line]]()
+    """Return the logs below a folder, the oldest first; of copies, which have the same last line, only one."""
+    found = dict[bytes, list[runlog.Line]]()
     for path in folder.glob("**/metrics.jsonl"):
-        found.append([])
+        lines = list[runlog.Line]()
         with suppress(msgspec.DecodeError):  # what goes on with the record tells of damage
-            found[-1] += runlog.read(path)
-    return sorted(filter(None, found), key=lambda lines: lines[0].t_utc)
+            lines += runlog.read(path)
+        found |= {msgspec.json.encode(lines[-1]): lines} if lines else {}
+    return sorted(found.values(), key=lambda lines: lines[0].t_utc)

@@ -10,8 +10,8 @@ from speedrun.base import provenance, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import lock_record, write_whole
 from speedrun.base.budget import Purse, purse_of
-from speedrun.base.console import Printer, duration
-from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
+from speedrun.base.console import Printer, clean, duration
+from speedrun.base.errors import NonFiniteError, SpeedrunError, Terminated, UsageError
 from speedrun.commands import pictures
 from speedrun.lab import effects, experiments, sequential
 from speedrun.lab.effects import count
@@ -50,19 +50,28 @@ def run_sweep(
                     f"restore it, or start a new {plan.kind}"
                 )
         train = trained or here(lambda: Printer(sys.stderr), purse)
-        run_missing = partial(_run_missing, folder, data, say, train)
+        run_missing = partial(_run_missing, folder, data, say, train, purse)
         if plan.kind == "try":
             write_whole(folder / "summary.json", encode(tried := _tried(plan, run_missing, purse, say)))
             return tried
-        runs = run_missing([*experiments.trials(plan.arms, plan.seeds)])
-        found = effects.summary(plan, plan_sha256, runs)
-        if best := effects.winner(found.findings) if plan.confirming else None:
-            say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
-            pair = [plan.arm(best.against), plan.arm(best.arm)]
-            runs |= run_missing([*experiments.trials(pair, plan.confirming)])
-            found = effects.summary(plan, plan_sha256, runs)
-        write_whole(folder / "summary.json", encode(found))
-        return found
+
+        def so_far() -> effects.Summary:
+            ended = [*experiments.trials(plan.arms, (*plan.seeds, *plan.confirming))]
+            found = effects.summary(plan, plan_sha256, experiments.completed(folder, plan, ended))
+            write_whole(folder / "summary.json", encode(found))
+            return found
+
+        try:
+            run_missing([*experiments.trials(plan.arms, plan.seeds)])
+            if best := effects.winner(so_far().findings) if plan.confirming else None:
+                say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
+                pair = [plan.arm(best.against), plan.arm(best.arm)]
+                run_missing([*experiments.trials(pair, plan.confirming)])
+        except SpeedrunError:
+            for line in effects.table(so_far()):
+                say(clean(line))
+            raise
+        return so_far()
 
 
 def _tried(plan: Experiment, run_missing: Callable[..., Runs], purse: Purse | None, say: Say) -> Answer:
@@ -90,7 +99,9 @@ def _tried(plan: Experiment, run_missing: Callable[..., Runs], purse: Purse | No
     return found
 
 
-def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, wanted: Sequence[Trial]) -> Runs:
+def _run_missing(
+    folder: Path, data: Path | None, say: Say, train: Trainer, purse: Purse | None, wanted: Sequence[Trial]
+) -> Runs:
     """Run the unfinished trials of an experiment; return all runs."""
     plan, sha256 = experiments.read(folder)
     runs = experiments.completed(folder, plan, wanted)
@@ -121,5 +132,7 @@ def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, want
             if run.finished:
                 pictures(config.out)
         if run is None or code not in (0, NonFiniteError.exit_code):
+            if purse and code == Terminated.exit_code:
+                purse.left()  # raises, with what goes on, if it is spent
             raise subprocesses.run_error(code, "try" if plan.levels else "sweep", folder, data)
     return runs

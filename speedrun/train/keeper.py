@@ -25,8 +25,8 @@ import msgspec
 from speedrun.base import messages, runlog, subprocesses
 from speedrun.base import track as tracks
 from speedrun.base.atomic_files import write_whole
-from speedrun.base.budget import Budget, flops
-from speedrun.base.clock import Phase, Phases, Stamp, Stopwatch, now
+from speedrun.base.budget import Budget, Meter, flops
+from speedrun.base.clock import Phase, Phases, Stamp, now
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError, Terminated
 from speedrun.base.exit_codes import meaning
@@ -160,15 +160,16 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
             is_open = bool(raw := events.read(1 << 16))
             *messages, rest = (rest + raw).split(b"\n")
             for message in messages if len(rest) < _MOST_MESSAGE_BYTES else [rest]:
-                if answer := kept.take(message):
-                    _answer(child, answer)
+                if (answer := kept.take(message)) and child.stdin:
+                    with suppress(OSError, ValueError):  # it has ended
+                        os.write(child.stdin.fileno(), answer.encode())
         elif done.is_set():
             return
         if kept.error is not None and not is_told:
             subprocesses.kill(child) if kept.is_over else child.terminate()
             is_told = True
-        if not done.is_set() and kept.overspends():
-            child.terminate()
+        if not done.is_set() and (number := kept.overspends()):
+            child.send_signal(number)
         if not done.is_set() and kept.hangs():
             child.send_signal(signal.SIGUSR1)  # it writes its stacks
             done.wait(_LINGER_S)
@@ -179,12 +180,6 @@ def _keep(events: IO[bytes], kept: "Kept", child: "Popen[str]", stacks: IO[bytes
                 write_whole(kept.stacks, text)
             for line in text.decode(errors="replace").splitlines():
                 subprocesses.say(line)
-
-
-def _answer(child: "Popen[str]", text: str) -> None:
-    assert child.stdin is not None
-    with suppress(OSError, ValueError):  # it has ended
-        os.write(child.stdin.fileno(), text.encode())
 
 
 class LastWords:
@@ -227,7 +222,8 @@ class Kept:
         self._is_whole = self.is_over = self._has_hung = self.has_result = False
         self.error: SpeedrunError | None = None  #: the first one
         self._nonce = ""  #: of the held-out text, once there is a result
-        self._watch, self._newest, self._overspent = Stopwatch(), dict[type, runlog.AnyEvent](), ""
+        self._newest = dict[type, runlog.AnyEvent]()
+        self._meter = Meter(job.budget) if job.budget and job.is_first else None
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
@@ -250,7 +246,7 @@ class Kept:
         return ""
 
     def _take(self, message: messages.Told) -> None:
-        told = message.event
+        told, over = message.event, self._meter and self._meter.over
         if isinstance(told, runlog.Budget):
             return self._refuse("the run told of a budget, which is not its own; see its recipe")
         if isinstance(told, runlog.HeldOut) and told.nonce != self._nonce:
@@ -259,11 +255,12 @@ class Kept:
             return self._refuse("the run validated again after its held-out text was drawn; see its recipe")
         if self._log is None:
             self._log = self._opened(message.event)
-        if isinstance(told, runlog.Error) and self._overspent and told.kind == Terminated.__name__:
-            told = runlog.Error("Budget", self._overspent)  # not just from outside
+        if isinstance(told, runlog.Error) and over and told.kind == Terminated.__name__:
+            told = runlog.Error("Budget", over)  # not just from outside
         self._held.append((told, now()))
-        if isinstance(told, runlog.RunStart) and self._job.budget:
-            self._held.append((runlog.Budget(str(self._job.budget), self._watch.seconds), now()))
+        if isinstance(told, runlog.RunStart) and self._meter:
+            self._held.append((runlog.Budget(str(self._meter.budget), self._meter.watch.seconds), now()))
+            self._meter.start(is_logged=True)
         while self._held and not message.hold:
             event, stamp = self._held.pop(0)
             self._newest[type(event)] = event
@@ -280,11 +277,8 @@ class Kept:
         return self._nonce
 
     def _refuse(self, why: str) -> None:
-        """Take nothing more: what follows is a consequence."""
-        self.error, self.is_over = self.error or SpeedrunError(why), True
-        if self._log is not None:
-            with suppress(SpeedrunError):
-                self._log.emit(runlog.Error("Refused", why))
+        self.error = self.error or SpeedrunError(why)
+        self._last("Refused", why)
 
     def hangs(self) -> bool:
         """Return whether a phase takes longer than it may. Then that is the last line: the rest is a consequence."""
@@ -295,21 +289,30 @@ class Kept:
         took = f"{phase} has taken {spent_s:.1f} s; its deadline is {limit_s:g} s"
         hint = f"--deadline {phase}=SECONDS sets it; {self.stacks.name} has the stacks of all threads"
         self.error = self.error or SpeedrunError(f"{took}; {hint}", HANG)
-        was_over, self.is_over, self._has_hung = self.is_over, True, True
-        if self._log is not None and not was_over:
-            with suppress(SpeedrunError):
-                self._log.emit(runlog.Error("Hang", f"{took}; {hint}"))
+        self._has_hung = True
+        self._last("Hang", f"{took}; {hint}")
         return True
 
-    def overspends(self) -> bool:
-        """Return, once, that the run has exceeded its budget. It is to end as after a SIGTERM."""
-        budget = self._job.budget
-        if budget is None or self._overspent or self.has_result or not self._job.is_first:
-            return False
-        spent = budget.spent + budget.charge(self._watch.seconds, flops(self._newest))
-        if spent > budget.limit:
-            self._overspent = f"spent {budget.told(spent)} of {budget}; --resume with a larger one goes on"
-        return spent > budget.limit
+    def overspends(self) -> int:
+        """Return the signal that the budget sends to the run, if any: that of a user, then that of a kill."""
+        if (meter := self._meter) is None or self.has_result:
+            return 0
+        if self._log is None:
+            with suppress(SpeedrunError):  # the log fails, too, and says so
+                meter.start(is_logged=False)
+        number = meter.signal(
+            flops(self._newest), may_stay=self._phases.current()[0] in ("checkpoint", "end")
+        )
+        if number == signal.SIGKILL:
+            self._last("Budget", f"{meter.over}; the run did not end by itself")
+        return number
+
+    def _last(self, kind: str, why: str) -> None:
+        """Take nothing more: what follows is a consequence."""
+        was_over, self.is_over = self.is_over, True
+        if self._log is not None and not was_over:
+            with suppress(SpeedrunError):
+                self._log.emit(runlog.Error(kind, why))
 
     def _opened(self, first: runlog.AnyEvent) -> runlog.RunLog:
         if not isinstance(first, runlog.RunStart):
@@ -318,8 +321,8 @@ class Kept:
 
     def close(self, code: int) -> None:
         """Say why a log has no end, without a result that nobody has seen; check that the file is as written."""
-        if self._overspent and not self.has_result:
-            self.error = self.error or SpeedrunError(f"budget: {self._overspent}", Terminated.exit_code)
+        if self._meter and self._meter.over and not self.has_result:
+            self.error = self.error or SpeedrunError(f"budget: {self._meter.over}", Terminated.exit_code)
         if not (code or self._is_whole or self.error) and self._job.is_first:
             self.error = SpeedrunError("the process of the run ended without a result; see its recipe")
         if self._log is None:

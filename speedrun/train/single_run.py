@@ -109,6 +109,7 @@ def trained(
     except BaseException as error:
         if is_ours and job.is_first:
             fails_again = getattr(error, "exit_code", 0) in (NonFiniteError.exit_code, UsageError.exit_code)
+            fails_again |= str(error).startswith("budget: ")  # which says how it goes on
             _assemble_broken(config, resumes=not fails_again)
         raise
     if extras.sample_every is not None and job.is_first:

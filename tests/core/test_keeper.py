@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -337,7 +339,9 @@ def test_a_budget_ends_a_run_as_a_signal_does_and_counts_what_was_before(sent, t
         for event in (replace(start, run_id=name), *told[1:-3], *last):
             kept.take(msgspec.json.encode(messages.Told(event)))
             ended.append(kept.overspends())
-        assert sum(ended) == (budget.spent + run_flop > budget.limit), "it is told to end once"
+        assert ended.count(signal.SIGTERM) == (budget.spent + run_flop > budget.limit), (
+            "it is told to end once"
+        )
         kept.close(0)
         return kept
 
@@ -357,6 +361,40 @@ def test_a_budget_ends_a_run_as_a_signal_does_and_counts_what_was_before(sent, t
     with pytest.raises(SpeedrunError, match="another run takes"):
         Purse(out, Budget(2.9 * run_flop, "flop")).left()
     assert "not its own" in str(keep("third", budget, runlog.Budget("1000d", 0.0)).error)
+
+
+def test_starts_without_a_log_are_paid_for_and_a_copied_log_once(sent, kept, tmp_path):
+    for message in sent:
+        kept.take(message)
+    kept.close(0)
+    purse = Purse(tmp_path, Budget(1e6, "s"))
+    logged_s = purse.costs()[0]
+    shutil.copytree(log_of(tmp_path).parent, tmp_path / "copied")
+    assert purse.costs()[0] == logged_s > 0
+    for count in (1, 2):
+        start = keeper.Kept(replace(kept._job, budget=purse.left()), lambda _: None)
+        assert start._meter
+        start._meter.watch._start_ns -= int(100e9)  # so much later
+        start.overspends()
+        assert purse.costs()[0] - logged_s == pytest.approx(100 * count, abs=1), "also if it is killed now"
+        start.close(1)
+    with pytest.raises(SpeedrunError, match="spent"):
+        Purse(tmp_path, Budget(199, "s")).left()
+    logged = keeper.Kept(replace(kept._job, budget=purse.left()), lambda _: None)
+    logged.overspends()
+    first: Any = messages.received(sent[0])
+    (tmp_path / "runs" / "next").mkdir()
+    logged.take(msgspec.json.encode(messages.Told(replace(first.event, run_id="next"))))
+    assert purse.costs()[0] - logged_s == pytest.approx(200, abs=1)
+    logged.close(1)
+
+
+def test_a_run_that_takes_no_signal_is_killed_when_its_budget_is_spent(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setattr("speedrun.base.budget.GRACE_S", 0.5)
+    job = keeper.Job(RunConfig("webmini", tmp_path / "out"), budget=Budget(0.1, "s"))
+    code, error = keeper.trained(job, Printer(io.StringIO()), module="hung_child")
+    assert (code, error[:13]) == (75, "budget: spent")
 
 
 @pytest.mark.parametrize(

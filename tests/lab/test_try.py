@@ -64,7 +64,8 @@ def trying(forged, monkeypatch):
 
     def designed(_: str, request: Request) -> int:
         both, number = arms("parent", "recipe"), request.num_runs
-        kind: dict[str, Any] = {"kind": "try", "budget": request.budget, "levels": sequential.levels(number)}
+        levels = sequential.levels(number) if request.kind == "try" else ()
+        kind: dict[str, Any] = {"kind": request.kind, "budget": request.budget, "levels": levels}
         split = {
             "num_devices": 8,
             "microbatches": 8,
@@ -95,6 +96,23 @@ def trying(forged, monkeypatch):
     newest: Any = {type(line.event): line.event for line in runlog.read(log_of(forged / "one"))}
     monkeypatch.setattr(afford, "planned", lambda one, _: (None, 2 * one.num_runs * flops(newest), 0))
     return SimpleNamespace(folder=folder, asked=asked, run_flop=flops(newest))
+
+
+def test_a_sweep_that_its_budget_ends_prints_what_it_found(trying):
+    words = ["--track", "forged", "--set", "optimizer.muon_lr=0.1,0.2", "--runs", "2", "--confirm", "0"]
+    budget = ["--budget", f"{4.1 * trying.run_flop:.0f}flop"]
+    whole = invoke("sweep", *words, "--out", str(trying.folder), *budget)
+    assert (whole.exit_code, len(trying.asked)) == (0, 4), whole.stderr
+    lost = next(trying.folder.glob("00*/*-1"))  # as if it had been killed
+    (lost / "runs").rename(lost / "lost")
+    spent = invoke("sweep", "--resume", str(trying.folder))
+    assert (spent.exit_code, len(trying.asked), "with a larger --budget goes on" in spent.stderr) == (
+        2,
+        4,
+        True,
+    )
+    assert "not resolvable with 1 seed" in spent.stderr
+    assert json.loads((trying.folder / "summary.json").read_bytes())["num_runs"] == 3
 
 
 def test_a_try_ends_with_its_verdict_and_goes_on_after_its_budget(trying):
