@@ -23,6 +23,7 @@ from speedrun.base.budget import Budget, Purse, flops, purse_of
 from speedrun.base.clock import now
 from speedrun.base.console import Printer
 from speedrun.base.errors import HANG, SpeedrunError, StorageError, UsageError
+from speedrun.record.reader import read_files
 from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
 from speedrun.train import keeper
@@ -378,6 +379,7 @@ def test_starts_without_a_log_are_paid_for_and_a_copied_log_once(sent, kept, tmp
         start.overspends()
         assert purse.costs()[0] - logged_s == pytest.approx(100 * count, abs=1), "also if it is killed now"
         start.close(1)
+    assert not any(name.startswith("start-") for name in read_files(tmp_path)[1]), "files of a record"
     with pytest.raises(SpeedrunError, match="spent"):
         Purse(tmp_path, Budget(199, "s")).left()
     logged = keeper.Kept(replace(kept._job, budget=purse.left()), lambda _: None)
