@@ -134,4 +134,4 @@ def require(program: Program, need_bytes: int) -> None:
     if need_bytes > limit_bytes:
         need = f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device"
         kind = program.mesh.devices.flat[0].device_kind
-        raise UsageError(f"{need}, this {kind} has {limit_bytes / 1e9:.2f} GB; {TO_FIT}")
+        raise UsageError(f"{need}, this {kind} gives JAX {limit_bytes / 1e9:.2f} GB; {TO_FIT}")

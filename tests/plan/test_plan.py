@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import anatomy
 import deviceless
@@ -20,6 +21,7 @@ from speedrun.train import memory
 from speedrun.train.program import Program
 
 planned = partial(invoke, "plan")
+CARDS = Path(__file__).parents[2] / "docs" / "cards.md"
 
 
 @pytest.mark.compile
@@ -29,6 +31,19 @@ def test_kernels_are_those_of_one_device():
     plans = (planning.plan(recipe, "h100", num_devices, 8).stages[0] for num_devices in (1, 8))
     one, eight = ({line.kind: line.starts for line in stage.lines} for stage in plans)
     assert (one["attention"], eight["attention"]) == (8 * 11 * 4, 11 * 4)
+
+
+@pytest.mark.compile
+def test_the_table_of_cards_is_what_plan_says():
+    rows = re.findall(
+        r"^\| `(.+)` \| (.+) \| (.+) \| (.+) \| (.+) \| (.+)% \|$", CARDS.read_text(), re.MULTILINE
+    )
+    assert {kind for kind, *_ in rows} == {*accelerators.DEVICES}
+    for kind, *said in rows:
+        found = planning.plan(recipes.load("record21"), kind, 1, 8)
+        memory_gb, limit_gb = found.memory_bytes / 1e9, found.memory_limit_bytes / 1e9
+        now = memory_gb, limit_gb, found.stages[0].step_s * 1e3, found.total_s / 60, found.stages[0].mfu * 100
+        assert [float(x.replace(",", "")) for x in said] == pytest.approx(now, rel=0.05), "write these"
 
 
 @pytest.mark.compile
@@ -86,12 +101,12 @@ def test_it_prints_for_people_and_for_programs():
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
-    small = accelerators.DEVICES["4090"]._replace(memory_bytes=17_000_000)
+    small = accelerators.DEVICES["4090"]._replace(memory_bytes=18_900_000)
     monkeypatch.setitem(accelerators.DEVICES, "small", small)
     device = ["--device-kind", "small", "--devices", "1", "--set", "eval_seq_len=1024"]
     refused = planned(*device, "--json")
     assert refused.exit_code == 1
-    told = r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB; try more"
+    told = r"smoke needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 gives JAX 0\.\d\d GB; try more"
     assert re.match(told, json.loads(refused.stdout)["error"])
     fewer = ["--microbatches", "32", "--set", "stages.0.num_sequences=64", "--set", "stages.0.seq_len=64"]
     assert planned(*device, *fewer).exit_code == 0

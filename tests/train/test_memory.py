@@ -54,7 +54,9 @@ def a_device_of(monkeypatch):
 
 def test_a_run_that_does_not_fit_is_refused(a_device_of, tmp_path):
     a_device_of(memory.max_bytes(Program(recipes.load("smoke"), make_mesh(8))) - 1)
-    said = r"smoke needs about 0\.\d\d GB on each device, this cpu has 0\.\d\d GB; try more --microbatches"
+    said = (
+        r"smoke needs about 0\.\d\d GB on each device, this cpu gives JAX 0\.\d\d GB; try more --microbatches"
+    )
     with pytest.raises(UsageError, match=said):
         prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path))
 
@@ -78,5 +80,5 @@ def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
 def test_simulated_devices_share_the_memory_of_the_machine():
     program, eight = Program(recipes.load("smoke"), make_mesh(8)), mesh.memory_bytes(make_mesh(8))
     assert mesh.memory_bytes(make_mesh(1)) // 8 == eight
-    with pytest.raises(UsageError, match="this cpu has"):
+    with pytest.raises(UsageError, match="this cpu gives JAX"):
         memory.require(program, eight + 1)
