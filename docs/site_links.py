@@ -19,7 +19,9 @@ def on_page_markdown(markdown, page, config, files):
             file.inclusion = InclusionLevel.NOT_IN_NAV
         return link[0]
 
-    if re.search("LOG|/api/(?!package)", page.file.src_uri):  # logs and the API have every word
+    if re.search(
+        "LOG|benchmarks/|records/.+-.+/|/api/(?!package)", page.file.src_uri
+    ):  # logs and the API have every word
         page.meta["search"] = {"boost": 0.1}
     markdown = re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", target, markdown)
     return re.sub(r"^!\[[^]]*\]\(([^)]+)\)$", r"[\g<0>](\1)", markdown, flags=re.MULTILINE)

@@ -84,7 +84,7 @@ ALLOWANCES = {
     "rooms": 65,
     "keeper": 338,
     "trust": 500,
-    "faster": 283,
+    "faster": 287,
     "demo": 399,
     "questions": 441,
     "agents": 150,

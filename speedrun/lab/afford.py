@@ -35,7 +35,9 @@ def afford(asked: Any, kind: str | None, dollars: float | None) -> tuple[Budget,
         subprocesses.say(f"warning: how long this takes is not known here; {budget} ends it")
         return budget, None
     if (cost := budget.charge(seconds or 0.0, flops)) > budget.limit:
-        raise UsageError(f"{budget.told(cost)} are planned, {budget} is allowed; plan less, or allow more")
+        raise UsageError(
+            f"{budget.told(cost)} are planned, {budget.told(budget.limit)} is allowed; plan less"
+        )
     return budget, cost
 
 

@@ -109,7 +109,6 @@ class Sampled(Model):
     "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
     "speedrun sample runs/first --ids 0,17,4",
     "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
-    silent=True,
 )
 def sample(
     ctx: click.Context,
