@@ -35,9 +35,7 @@ def afford(asked: Any, kind: str | None, dollars: float | None) -> tuple[Budget,
         subprocesses.say(f"warning: how long this takes is not known here; {budget} ends it")
         return budget, None
     if (cost := budget.charge(seconds or 0.0, flops)) > budget.limit:
-        raise UsageError(
-            f"{budget.told(cost)} are planned, {budget.told(budget.limit)} is allowed; plan less"
-        )
+        raise UsageError(f"{budget.told(cost)} are planned, {budget.told(budget.limit)} allowed; plan less")
     return budget, cost
 
 

@@ -199,6 +199,8 @@ def _time(
     plan = None
     if rules.rules.platform == "gpu":
         num_devices, named = config.num_devices or rules.rules.num_devices or 8, rules.rules.device_kind
+        if kind and named not in ("", accelerators.load(kind).name):
+            say(f"warning: {rules.id} ranks {named} only")
         of_track = (kind for kind, one in accelerators.DEVICES.items() if one.name == named)
         plan = planning.plan(
             recipe,

@@ -56,6 +56,13 @@ def asked(found: Any) -> Any:
     return next(row for row in found.rows if row.is_asked)
 
 
+@pytest.mark.parametrize(("goal", "warned"), [("main-8xh100", 1), ("single-gpu", 0)])
+def test_a_price_on_a_card_that_the_track_does_not_rank_says_so(goal, warned):
+    said = list[str]()
+    budgets.budget(BatchRequest(RunConfig(goal, Path()), 2), "4090", dollars=None, say=said.append)
+    assert [f"warning: {goal}@" in line and "NVIDIA H100" in line for line in said] == [True] * warned
+
+
 def test_a_run_takes_what_the_records_took():
     """Those of 280 steps as they are, others for as many steps; fewer take less, but start as slowly."""
     trains, walls = [], []
@@ -159,7 +166,7 @@ def test_what_is_planned_to_exceed_its_budget_does_not_start(monkeypatch, tmp_pa
         near = [form.format(x * limit) for x in (0.99, 1.01)]
         few, enough = (replace(request, budget=one) for one in near)
         assert afford.afford(enough, None, 1.25)[0].limit == pytest.approx(1.01 * limit, rel=1e-3)
-        with pytest.raises(UsageError, match=r"are planned, .* is allowed; plan less"):
+        with pytest.raises(UsageError, match=r"are planned, .* allowed; plan less"):
             afford.afford(few, None, 1.25)
     with pytest.raises(UsageError, match="need --dollars"):
         afford.afford(replace(request, budget="$5"), None, None)
