@@ -75,7 +75,7 @@ class Budget(msgspec.Struct, frozen=True):
     def lines(self) -> list[str]:
         """Return the budget as text."""
         data = f"{quantity(self.fetch_bytes, 'B')} to fetch" if self.fetch_bytes else "nothing to fetch"
-        lines = [f"data   {data} | {quantity(self.disk_bytes, 'B')} of disk"]
+        lines = [f"data   {data} | {quantity(self.disk_bytes, 'B')} of disk, with what runs write"]
         if self.run_s is None or self.train_s is None:
             lines.append("run    its time is unknown: there is no record of this recipe here, and no plan")
         else:

@@ -111,7 +111,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert found.limit_s == pytest.approx(2 * 4 * found.run_s + 3600)
     assert (found.basis, found.fetch_bytes) == ("plan", 10 * 200_001_024)
     lines = found.lines()
-    assert lines[0] == "data   2.00 GB to fetch | 4.00 GB of disk"
+    assert lines[0] == "data   2.00 GB to fetch | 4.00 GB of disk, with what runs write"
     assert " on 8 x NVIDIA H100 80GB HBM3, " in lines[1]
     assert "$" in lines[-2]
     assert "$" not in "".join(priced("main-8xh100", 4).lines())
