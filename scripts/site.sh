@@ -11,9 +11,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build/pages
 ln -sfn "$PWD"/{*.md,LICENSE,docs,jobs,records,speedrun,tests} build/pages
-rm -rf build/pages/demo
 [[ -x .venv/bin/python ]] || die "found no .venv; run scripts/install.sh first"
-.venv/bin/python -m speedrun.model.demo.folder build/pages/demo README.md RULES.md docs/[!L]*.md docs/LOG.md
+rm -rf build/pages/demo
+.venv/bin/python -m speedrun.model.demo.folder build/pages/demo README.md RULES.md docs/[!L]*.md docs/LOG.md # tables last
 "${PYTHON:-python3}" -m venv build/site.venv
 build/site.venv/bin/pip --disable-pip-version-check --quiet install --no-deps --require-hashes -r requirements/site.lock
 NO_MKDOCS_2_WARNING=1 build/site.venv/bin/mkdocs build --strict --quiet -f docs/mkdocs.yml

@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from speedrun.base import runlog
-from speedrun.base.atomic_files import write_whole
+from speedrun.base.atomic_files import read_regular, write_whole
 from speedrun.base.clock import Stopwatch, now
 from speedrun.base.console import duration
-from speedrun.base.errors import SpeedrunError, Terminated, UsageError
+from speedrun.base.errors import SpeedrunError, Terminated, UsageError, translate_read_errors
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
-GRACE_S = 60.0  #: for a step and its end, when a budget is spent
+GRACE_S = 60.0  #: for a step and the end of a run, when a budget is spent
 _FORM = re.compile(rf"{_NUMBER}(s|m|h|d|flop)|\${_NUMBER}(?: at \${_NUMBER}/h)?")
 
 
@@ -78,20 +78,18 @@ class Meter:
     def start(self, *, is_logged: bool) -> None:
         """Keep the seconds of the start in a file, until the log has them. Raise SpeedrunError if that cannot be."""
         if file := self._start:
-            file.unlink(missing_ok=True) if is_logged else write_whole(file, b"%.3f" % self.watch.seconds)
+            with suppress(OSError):  # of `unlink`: then it is paid for twice
+                file.unlink(missing_ok=True) if is_logged else write_whole(file, b"%.3f" % self.watch.seconds)
 
     def signal(self, flops: float, *, may_stay: bool) -> int:
-        """Return, each once, SIGTERM when the budget is spent, SIGKILL after `GRACE_S` unless it `may_stay`; else 0."""
+        """Return SIGTERM once, when the budget is spent, SIGKILL after `GRACE_S` unless the run `may_stay`; else 0."""
         seconds, budget = self.watch.seconds, self.budget
         spent = budget.spent + budget.charge(seconds, flops)
         if not self.over and spent > budget.limit:
-            self.over = f"spent {budget.told(spent)} of {budget}; --resume with a larger one goes on"
+            self.over = f"spent {budget.told(spent)} of {budget}"
             self._ends_by_s = seconds + GRACE_S
             return signal.SIGTERM
-        if may_stay or seconds < self._ends_by_s:
-            return 0
-        self._ends_by_s = math.inf
-        return signal.SIGKILL
+        return 0 if may_stay or seconds < self._ends_by_s else signal.SIGKILL
 
 
 class Purse(NamedTuple):
@@ -102,7 +100,10 @@ class Purse(NamedTuple):
 
     def costs(self) -> tuple[float, float]:
         """Return what all runs have cost, and the mean of the finished ones; 0 without any."""
-        starts_s = sum(float(one.read_bytes()) for one in self.folder.glob("start-*.txt"))
+        starts_s = 0.0
+        for one in self.folder.glob("start-[0-9]*.txt"):
+            with translate_read_errors(one, "take it out of the folder"):
+                starts_s += max(0.0, float(read_regular(one, 64)))  # nan counts as 0
         spent, finished = self.budget.charge(starts_s, 0.0), list[float]()
         for lines in _logs(self.folder):
             newest: dict[type, Any] = {type(line.event): line.event for line in lines}

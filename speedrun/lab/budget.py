@@ -120,6 +120,8 @@ def budget(
     Without `kind` it is the track's, or an H100.
     """
     rules, config = tracks.load(asked.config.track), asked.config
+    if kind and (named := rules.rules.device_kind) not in ("", accelerators.load(kind).name):
+        say(f"warning: {rules.id} ranks {named} only")
     parts, mean = _parts(asked, rules)
     times = [_time(rules, recipe, config, kind, records, say) for recipe, _ in parts]
     refusals = [one.plan.error for one in times if one.plan]
@@ -199,8 +201,6 @@ def _time(
     plan = None
     if rules.rules.platform == "gpu":
         num_devices, named = config.num_devices or rules.rules.num_devices or 8, rules.rules.device_kind
-        if kind and named not in ("", accelerators.load(kind).name):
-            say(f"warning: {rules.id} ranks {named} only")
         of_track = (kind for kind, one in accelerators.DEVICES.items() if one.name == named)
         plan = planning.plan(
             recipe,

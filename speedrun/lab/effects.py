@@ -171,7 +171,7 @@ def _in_words(one: Finding, kind: Kind) -> str:
 def _best(found: Summary) -> str:
     if found.winner is None:
         return "no arm is better; nothing to confirm"
-    if (fresh := found.confirmation) is None:
+    if (fresh := found.confirmation) is None or not fresh.seeds:
         return f"{found.winner}: not confirmed, because no fresh seeds ran"
     confirmed = "confirmed" if fresh.verdict == "better" else "NOT confirmed"
     return f"{found.winner}: {confirmed} by {count(len(fresh.seeds), 'fresh seed')}"

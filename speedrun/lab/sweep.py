@@ -11,7 +11,7 @@ from speedrun.base import track as tracks
 from speedrun.base.atomic_files import lock_record, write_whole
 from speedrun.base.budget import Purse, purse_of
 from speedrun.base.console import Printer, clean, duration
-from speedrun.base.errors import NonFiniteError, SpeedrunError, Terminated, UsageError
+from speedrun.base.errors import NonFiniteError, SpeedrunError, UsageError
 from speedrun.commands import pictures
 from speedrun.lab import effects, experiments, sequential
 from speedrun.lab.effects import count
@@ -50,14 +50,14 @@ def run_sweep(
                     f"restore it, or start a new {plan.kind}"
                 )
         train = trained or here(lambda: Printer(sys.stderr), purse)
-        run_missing = partial(_run_missing, folder, data, say, train, purse)
+        run_missing = partial(_run_missing, folder, data, say, train)
         if plan.kind == "try":
             write_whole(folder / "summary.json", encode(tried := _tried(plan, run_missing, purse, say)))
             return tried
 
         def so_far() -> effects.Summary:
-            ended = [*experiments.trials(plan.arms, (*plan.seeds, *plan.confirming))]
-            found = effects.summary(plan, plan_sha256, experiments.completed(folder, plan, ended))
+            declared = [*experiments.trials(plan.arms, (*plan.seeds, *plan.confirming))]
+            found = effects.summary(plan, plan_sha256, experiments.completed(folder, plan, declared))
             write_whole(folder / "summary.json", encode(found))
             return found
 
@@ -68,7 +68,7 @@ def run_sweep(
                 pair = [plan.arm(best.against), plan.arm(best.arm)]
                 run_missing([*experiments.trials(pair, plan.confirming)])
         except SpeedrunError:
-            for line in effects.table(so_far()):
+            for line in effects.table(found) if (found := so_far()).num_runs else ():
                 say(clean(line))
             raise
         return so_far()
@@ -99,9 +99,7 @@ def _tried(plan: Experiment, run_missing: Callable[..., Runs], purse: Purse | No
     return found
 
 
-def _run_missing(
-    folder: Path, data: Path | None, say: Say, train: Trainer, purse: Purse | None, wanted: Sequence[Trial]
-) -> Runs:
+def _run_missing(folder: Path, data: Path | None, say: Say, train: Trainer, wanted: Sequence[Trial]) -> Runs:
     """Run the unfinished trials of an experiment; return all runs."""
     plan, sha256 = experiments.read(folder)
     runs = experiments.completed(folder, plan, wanted)
@@ -132,7 +130,5 @@ def _run_missing(
             if run.finished:
                 pictures(config.out)
         if run is None or code not in (0, NonFiniteError.exit_code):
-            if purse and code == Terminated.exit_code:
-                purse.left()  # raises, with what goes on, if it is spent
             raise subprocesses.run_error(code, "try" if plan.levels else "sweep", folder, data)
     return runs

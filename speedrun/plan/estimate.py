@@ -65,8 +65,8 @@ class Plan(msgspec.Struct, frozen=True):
     memory_bytes: int  #: peak of training and validation, on one device
     total_s: float  #: predicted time of all steps
     relative_error: float  #: of `total_s`
-    fits: bool  #: whether the peak is below the memory of a device
-    error: str | None  #: if it does not fit: what it needs, what the device has and what to do
+    fits: bool  #: whether the peak is below nine tenths of the memory of a device
+    error: str | None  #: if it does not fit: what it needs, what JAX gets and what to do
 
     def lines(self) -> list[str]:
         """Return the plan as text."""

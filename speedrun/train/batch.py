@@ -180,8 +180,6 @@ def run_batch(
             for config, code in train(rules, configs, load(folder).runs):
                 now = status_now()
                 if config.seed in now.missing or code not in (0, NonFiniteError.exit_code):
-                    if purse and code == Terminated.exit_code:
-                        purse.left()  # raises, with what goes on, if it is spent
                     raise subprocesses.run_error(code, "batch", folder, data)
                 if not now.missing:  # decided by a loss that is not finite
                     break

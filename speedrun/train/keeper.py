@@ -260,13 +260,14 @@ class Kept:
         self._held.append((told, now()))
         if isinstance(told, runlog.RunStart) and self._meter:
             self._held.append((runlog.Budget(str(self._meter.budget), self._meter.watch.seconds), now()))
-            self._meter.start(is_logged=True)
         while self._held and not message.hold:
             event, stamp = self._held.pop(0)
             self._newest[type(event)] = event
             self._log.emit(event, hold=bool(self._held), stamp=stamp)
             self._is_whole = isinstance(event, runlog.RunEnd)
             self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
+        if isinstance(told, runlog.RunStart) and self._meter:  # not before: a kill would make it free
+            self._meter.start(is_logged=True)
 
     def _draw(self) -> str:
         """Draw the nonce of the held-out text, once; the run cannot change its result afterwards."""
@@ -295,17 +296,20 @@ class Kept:
 
     def overspends(self) -> int:
         """Return the signal that the budget sends to the run, if any: that of a user, then that of a kill."""
-        if (meter := self._meter) is None or self.has_result:
+        if (meter := self._meter) is None or self._held or self.has_result:  # a result is scored to its end
             return 0
-        if self._log is None:
-            with suppress(SpeedrunError):  # the log fails, too, and says so
-                meter.start(is_logged=False)
+        self._keep_start()
         number = meter.signal(
             flops(self._newest), may_stay=self._phases.current()[0] in ("checkpoint", "end")
         )
         if number == signal.SIGKILL:
             self._last("Budget", f"{meter.over}; the run did not end by itself")
         return number
+
+    def _keep_start(self) -> None:
+        if self._meter and self._log is None:
+            with suppress(SpeedrunError):  # the log fails, too, and says so
+                self._meter.start(is_logged=False)
 
     def _last(self, kind: str, why: str) -> None:
         """Take nothing more: what follows is a consequence."""
@@ -325,6 +329,7 @@ class Kept:
             self.error = self.error or SpeedrunError(f"budget: {self._meter.over}", Terminated.exit_code)
         if not (code or self._is_whole or self.error) and self._job.is_first:
             self.error = SpeedrunError("the process of the run ended without a result; see its recipe")
+        self._keep_start()
         if self._log is None:
             return
         with self._log as log:

@@ -109,8 +109,8 @@ def trained(
     except BaseException as error:
         if is_ours and job.is_first:
             fails_again = getattr(error, "exit_code", 0) in (NonFiniteError.exit_code, UsageError.exit_code)
-            fails_again |= str(error).startswith("budget: ")  # which says how it goes on
-            _assemble_broken(config, resumes=not fails_again)
+            more = " --budget MORE" * str(error).startswith("budget: ")
+            _assemble_broken(config, None if fails_again else more)
         raise
     if extras.sample_every is not None and job.is_first:
         _say(f"samples {samples_of(config.out)}: reading the last checkpoints")
@@ -122,13 +122,13 @@ def _title(config: RunConfig) -> str:
     return f"{config.recipe or rules.recipe} on {rules.id}"
 
 
-def _assemble_broken(config: RunConfig, *, resumes: bool) -> None:
+def _assemble_broken(config: RunConfig, more: str | None) -> None:
     if not any(config.out.glob(f"runs/*/{LOG}")):
         return
     try:
         assemble(config.out, default_title=_title(config))
         _say(f"record  {config.out} says where the run ended")
-        if resumes and steps_in(folder_of(config.out)):
-            _say(f"resume  speedrun run --resume {shlex.quote(str(config.out))}")
+        if more is not None and steps_in(folder_of(config.out)):
+            _say(f"resume  speedrun run --resume {shlex.quote(str(config.out))}{more}")
     except SpeedrunError as error:  # the error that broke the run matters more
         _say(f"warning: the record of the broken run is incomplete: {error}")

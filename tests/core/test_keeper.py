@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from record_forge import forge
 from small_run import SMALL, log_of, runs_of
 
-from speedrun.base import messages, runlog
+from speedrun.base import budget, messages, runlog
 from speedrun.base.budget import Budget, Purse, flops, purse_of
 from speedrun.base.clock import now
 from speedrun.base.console import Printer
-from speedrun.base.errors import HANG, SpeedrunError, StorageError, UsageError
+from speedrun.base.errors import HANG, DataError, SpeedrunError, StorageError, UsageError
 from speedrun.record.reader import read_files
 from speedrun.record.summary import assemble
 from speedrun.record.validate import validate
@@ -383,20 +383,46 @@ def test_starts_without_a_log_are_paid_for_and_a_copied_log_once(sent, kept, tmp
     with pytest.raises(SpeedrunError, match="spent"):
         Purse(tmp_path, Budget(199, "s")).left()
     logged = keeper.Kept(replace(kept._job, budget=purse.left()), lambda _: None)
+    assert logged._meter
+    logged._meter.watch._start_ns -= int(100e9)
     logged.overspends()
     first: Any = messages.received(sent[0])
     (tmp_path / "runs" / "next").mkdir()
     logged.take(msgspec.json.encode(messages.Told(replace(first.event, run_id="next"))))
-    assert purse.costs()[0] - logged_s == pytest.approx(200, abs=1)
+    assert len([*tmp_path.glob("start-*.txt")]) == 2, "the log has the third one"
+    assert purse.costs()[0] - logged_s == pytest.approx(300, abs=1)
     logged.close(1)
+    (tmp_path / "start-1.txt").write_text("ten")
+    with pytest.raises(DataError, match="take it out of the folder"):
+        purse.costs()
+
+
+def test_a_result_is_scored_to_its_end_though_the_budget_is_spent(sent, kept):
+    late = keeper.Kept(replace(kept._job, budget=Budget(100, "s")), lambda _: None)
+    for message in sent[:-3]:
+        late.take(message)
+    assert late._meter
+    late._meter.watch._start_ns -= int(1000e9)
+    assert late.overspends() == 0
+    for message in sent[-3:]:
+        late.take(message)
+    late.close(0)
+    assert (late.error, late.has_result) == (None, True)
 
 
 def test_a_run_that_takes_no_signal_is_killed_when_its_budget_is_spent(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr("speedrun.base.budget.GRACE_S", 0.5)
-    job = keeper.Job(RunConfig("webmini", tmp_path / "out"), budget=Budget(0.1, "s"))
-    code, error = keeper.trained(job, Printer(io.StringIO()), module="hung_child")
-    assert (code, error[:13]) == (75, "budget: spent")
+    sends, sent = budget.Meter.signal, list[int]()
+    monkeypatch.setattr(budget.Meter, "signal", lambda *a, **b: sent.append(found := sends(*a, **b)) or found)
+    config = RunConfig("webmini", tmp_path / "out", deadlines_s={"data": 60.0})
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a child inherits it
+    try:
+        job = keeper.Job(config, budget=Budget(0.1, "s"))
+        code, error = keeper.trained(job, Printer(io.StringIO()), module="hung_child")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert (code, error[:13], {*sent}) == (75, "budget: spent", {0, signal.SIGTERM, signal.SIGKILL})
 
 
 @pytest.mark.parametrize(
