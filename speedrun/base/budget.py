@@ -1,6 +1,6 @@
 """A budget of one or several runs: wall time, money, or floating-point operations. An instrument, which no recipe sees.
 
-What was spent follows from the logs below a folder and the time of starts without one: no kill or resume refills it.
+What was spent follows from the logs below a folder, and the seconds that none of them has: nothing refills it.
 """
 
 import math
@@ -23,6 +23,7 @@ from speedrun.base.errors import SpeedrunError, Terminated, UsageError, translat
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 GRACE_S = 60.0  #: for a step and the end of a run, when a budget is spent
+_UNLOGGED_S = 5.0  #: between two lines of a log, before they are kept
 _FORM = re.compile(rf"{_NUMBER}(s|m|h|d|flop)|\${_NUMBER}(?: at \${_NUMBER}/h)?")
 
 
@@ -33,7 +34,7 @@ class Budget(msgspec.Struct, frozen=True):
     unit: Literal["s", "$", "flop"]
     dollars_per_hour: float = 0.0  #: of all devices of a run together; 0: not known yet
     spent: float = 0.0  #: by earlier runs
-    folder: Path | None = None  #: keeps the seconds of starts without a log; None: there is nothing to resume
+    folder: Path | None = None  #: keeps the seconds that no log has; None: there is nothing to resume
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -68,28 +69,36 @@ def flops(newest: Mapping[type, Any]) -> float:
 
 
 class Meter:
-    """Counts what a run takes of its budget. What is killed before it has a log is paid for, too."""
+    """Counts what a run takes of its budget, if it has one. What is killed between two lines of a log is paid, too."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget | None) -> None:
         self.budget, self.over = budget, ""  #: `over` tells that it is spent
-        self.watch, self._ends_by_s = Stopwatch(), math.inf
-        self._start = budget.folder and budget.folder / f"start-{now().mono_ns}.txt"
+        self.watch, self._since, self._ends_by_s = Stopwatch(), Stopwatch(), math.inf
+        self._file = budget and budget.folder and budget.folder / f"unlogged-{now().mono_ns}.txt"
 
-    def start(self, *, is_logged: bool) -> None:
-        """Keep the seconds of the start in a file, until the log has them. Raise SpeedrunError if that cannot be."""
-        if file := self._start:
-            with suppress(OSError):  # of `unlink`: then it is paid for twice
-                file.unlink(missing_ok=True) if is_logged else write_whole(file, b"%.3f" % self.watch.seconds)
+    def logged(self) -> None:
+        """Begin anew to count what the log does not have."""
+        self._since = Stopwatch()
+        if self._file:
+            with suppress(OSError):  # then it is paid for twice
+                self._file.unlink(missing_ok=True)
+
+    def keep_unlogged(self, *, has_log: bool) -> None:
+        """Keep the seconds that the log does not have in a file, if they are many."""
+        if self._file and self._since.seconds > _UNLOGGED_S * has_log:
+            with suppress(SpeedrunError):  # the log fails, too, and says so
+                write_whole(self._file, b"%.3f" % self._since.seconds)
 
     def signal(self, flops: float, *, may_stay: bool) -> int:
-        """Return SIGTERM once, when the budget is spent, SIGKILL after `GRACE_S` unless the run `may_stay`; else 0."""
-        seconds, budget = self.watch.seconds, self.budget
-        spent = budget.spent + budget.charge(seconds, flops)
+        """Return SIGTERM once, if the budget is spent, SIGKILL a minute later, or an hour if it `may_stay`; else 0."""
+        if (budget := self.budget) is None:
+            return 0
+        spent = budget.spent + budget.charge(seconds := self.watch.seconds, flops)
         if not self.over and spent > budget.limit:
             self.over = f"spent {budget.told(spent)} of {budget}"
             self._ends_by_s = seconds + GRACE_S
             return signal.SIGTERM
-        return 0 if may_stay or seconds < self._ends_by_s else signal.SIGKILL
+        return 0 if seconds < self._ends_by_s + 3600 * may_stay else signal.SIGKILL
 
 
 class Purse(NamedTuple):
@@ -100,11 +109,10 @@ class Purse(NamedTuple):
 
     def costs(self) -> tuple[float, float]:
         """Return what all runs have cost, and the mean of the finished ones; 0 without any."""
-        starts_s = 0.0
-        for one in self.folder.glob("start-[0-9]*.txt"):
+        spent, finished = 0.0, list[float]()
+        for one in self.folder.glob("unlogged-[0-9]*.txt"):
             with translate_read_errors(one, "take it out of the folder"):
-                starts_s += max(0.0, float(read_regular(one, 64)))  # nan counts as 0
-        spent, finished = self.budget.charge(starts_s, 0.0), list[float]()
+                spent += self.budget.charge(max(0.0, float(read_regular(one, 64))), 0.0)  # nan counts as 0
         for lines in _logs(self.folder):
             newest: dict[type, Any] = {type(line.event): line.event for line in lines}
             stated, end = newest.get(runlog.Budget), newest.get(runlog.RunEnd)
@@ -139,11 +147,12 @@ def purse_of(folder: Path, asked: str | None, declared: str = "", *, elsewhere: 
 
 
 def _logs(folder: Path) -> list[list[runlog.Line]]:
-    """Return the logs below a folder, the oldest first; of copies, which have the same last line, only one."""
+    """Return the logs below a folder, the oldest first; of copies, which have the same first line, the longest."""
     found = dict[bytes, list[runlog.Line]]()
     for path in folder.glob("**/metrics.jsonl"):
         lines = list[runlog.Line]()
         with suppress(msgspec.DecodeError):  # what goes on with the record tells of damage
             lines += runlog.read(path)
-        found |= {msgspec.json.encode(lines[-1]): lines} if lines else {}
-    return sorted(found.values(), key=lambda lines: lines[0].t_utc)
+        key = msgspec.json.encode(lines[:1])
+        found[key] = max(found.get(key, []), lines, key=len)
+    return sorted(filter(None, found.values()), key=lambda lines: lines[0].t_utc)

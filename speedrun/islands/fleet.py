@@ -98,9 +98,8 @@ class Fleet:
         shapes, deadline_s = self.shapes[self.step :][: self.settings.every], self.settings.deadline_s
         orders: dict[str, Order] = {}
         for name in engine.islands():
-            orders[name] = Order(
-                self.version, self.step, self.leases.grant(shapes), self.weights, name not in self.steady
-            )
+            lease, is_fresh = self.leases.grant(shapes), name not in self.steady
+            orders[name] = Order(self.version, self.step, lease, self.weights, is_fresh)
             engine.send(name, orders[name])
         waiting, watch = dict(orders), Stopwatch()
         works, answers, lost = list[Work](), dict[int, Answer](), list[Lost]()

@@ -14,10 +14,10 @@ from speedrun.lab.sequential import MOST_PAIRS
 def planned(asked: Any, kind: str | None) -> tuple[float | None, float, int]:
     """Return seconds of all runs of a request, None if unknown, their operations, and GPUs, as `--dry-run` does."""
     with subprocesses.started("speedrun.lab.budget", asked, kind or "", stdout=PIPE) as child:
-        said = child.communicate()[0]
+        said = child.communicate()[0].splitlines()[-1:]
     if child.returncode:
         raise SystemExit(subprocesses.shell_code(child.returncode))
-    return msgspec.json.decode(said, type=tuple[float | None, float, int])
+    return msgspec.json.decode(b"".join(said), type=tuple[float | None, float, int])
 
 
 def afford(asked: Any, kind: str | None, dollars: float | None) -> tuple[Budget, float | None]:

@@ -1,6 +1,6 @@
 """The files of a record, and their digests.
 
-    about.json  batch.json  source.txt  reproduction.json  runs/<run>/metrics.jsonl  start-<n>.txt  README.md  plots/
+    about.json  batch.json  source.txt  reproduction.json  runs/<run>/metrics.jsonl  unlogged-<n>.txt  README.md  plots/
 
 Authors write `about.json` (`record.reader`). `batch.json` declares a batch before its first run (`record.batch`),
 `source.txt` is the source closure, and `metrics.jsonl` the log of a run (`base.runlog`). README and plots are made from

@@ -39,7 +39,7 @@ _FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 _FILES = (
     (re.compile(r"(about|batch|reproduction)\.json"), MOST_ABOUT_BYTES),
     (re.compile(r"source\.txt"), 4 * _MIB),
-    (re.compile(r"start-\d+\.txt"), 64),  # of a budget: a start without a log took so many seconds
+    (re.compile(r"unlogged-\d+\.txt"), 64),  # of a budget: seconds that no log has
     (archive.NAME, archive.MOST_BYTES),
     (re.compile(r"README\.md"), _MIB),
     (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),

@@ -143,9 +143,8 @@ def with_kept_programs() -> dict[str, str]:
     lines = cpu.read_text().splitlines() if cpu.exists() else ()
     knows = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     kind = f"{platform.machine()}-{hashlib.sha256(knows.encode()).hexdigest()[:8]}"
-    folder = Path(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun", "programs", kind
-    )
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache, "speedrun", "programs", kind)
     with suppress(OSError):  # JAX warns
         folder.mkdir(0o700, parents=True, exist_ok=True)
     return known | {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32)}
@@ -223,7 +222,7 @@ class Kept:
         self.error: SpeedrunError | None = None  #: the first one
         self._nonce = ""  #: of the held-out text, once there is a result
         self._newest = dict[type, runlog.AnyEvent]()
-        self._meter = Meter(job.budget) if job.budget and job.is_first else None
+        self._meter = Meter(job.budget if job.is_first else None)
         which = f".process-{group.index}" if group else ""
         self.stacks = Path(f"{job.config.out.resolve()}{which}.stacks.txt")  #: of the child, if it hangs
 
@@ -246,7 +245,7 @@ class Kept:
         return ""
 
     def _take(self, message: messages.Told) -> None:
-        told, over = message.event, self._meter and self._meter.over
+        told, over = message.event, self._meter.over
         if isinstance(told, runlog.Budget):
             return self._refuse("the run told of a budget, which is not its own; see its recipe")
         if isinstance(told, runlog.HeldOut) and told.nonce != self._nonce:
@@ -258,16 +257,15 @@ class Kept:
         if isinstance(told, runlog.Error) and over and told.kind == Terminated.__name__:
             told = runlog.Error("Budget", over)  # not just from outside
         self._held.append((told, now()))
-        if isinstance(told, runlog.RunStart) and self._meter:
+        if isinstance(told, runlog.RunStart) and self._meter.budget:
             self._held.append((runlog.Budget(str(self._meter.budget), self._meter.watch.seconds), now()))
         while self._held and not message.hold:
             event, stamp = self._held.pop(0)
             self._newest[type(event)] = event
             self._log.emit(event, hold=bool(self._held), stamp=stamp)
+            self._meter.logged()
             self._is_whole = isinstance(event, runlog.RunEnd)
             self.has_result = isinstance(event, runlog.RunEnd) and event.status == "finished"
-        if isinstance(told, runlog.RunStart) and self._meter:  # not before: a kill would make it free
-            self._meter.start(is_logged=True)
 
     def _draw(self) -> str:
         """Draw the nonce of the held-out text, once; the run cannot change its result afterwards."""
@@ -296,20 +294,16 @@ class Kept:
 
     def overspends(self) -> int:
         """Return the signal that the budget sends to the run, if any: that of a user, then that of a kill."""
-        if (meter := self._meter) is None or self._held or self.has_result:  # a result is scored to its end
+        meter = self._meter
+        meter.keep_unlogged(has_log=self._log is not None)
+        if self._held or self.has_result:  # a result is scored to its end
             return 0
-        self._keep_start()
         number = meter.signal(
             flops(self._newest), may_stay=self._phases.current()[0] in ("checkpoint", "end")
         )
         if number == signal.SIGKILL:
             self._last("Budget", f"{meter.over}; the run did not end by itself")
         return number
-
-    def _keep_start(self) -> None:
-        if self._meter and self._log is None:
-            with suppress(SpeedrunError):  # the log fails, too, and says so
-                self._meter.start(is_logged=False)
 
     def _last(self, kind: str, why: str) -> None:
         """Take nothing more: what follows is a consequence."""
@@ -325,20 +319,18 @@ class Kept:
 
     def close(self, code: int) -> None:
         """Say why a log has no end, without a result that nobody has seen; check that the file is as written."""
-        if self._meter and self._meter.over and not self.has_result:
+        if self._meter.over and not self.has_result:
             self.error = self.error or SpeedrunError(f"budget: {self._meter.over}", Terminated.exit_code)
         if not (code or self._is_whole or self.error) and self._job.is_first:
             self.error = SpeedrunError("the process of the run ended without a result; see its recipe")
-        self._keep_start()
         if self._log is None:
-            return
+            return self._meter.keep_unlogged(has_log=False)
+        self._meter.logged()  # its end is written now
         with self._log as log:
             try:
                 if not (self._is_whole or self.is_over):
                     log.emit(runlog.Error("Killed", f"the process of the run ended with {meaning(code)}"))
                 if not self.error and not log.is_as_written():
-                    self.error = SpeedrunError(
-                        "something else moved or changed the log of the run; see its recipe"
-                    )
+                    self.error = SpeedrunError("something else changed the log of the run; see its recipe")
             except SpeedrunError as error:
                 self.error = self.error or error
