@@ -41,13 +41,9 @@ def test_every_command_has_a_schema_without_gaps():
 
 def test_a_command_that_says_something_else_is_found(monkeypatch):
     found = Answer({"url": 1}, ())
-    monkeypatch.setattr(COMMANDS["describe"], "callback", lambda **_: found)
-    assert (
-        promised(
-            ["describe", "x", "--json"], CliRunner().invoke(cli.command, ["describe", "x", "--json"]).stdout
-        )
-        is None
-    )
+    monkeypatch.setattr(COMMANDS["validate"], "callback", lambda **_: found)
+    words = ["validate", "x", "--json"]
+    assert promised(words, CliRunner().invoke(cli.command, words).stdout) is None
 
 
 def test_the_page_has_the_words_of_the_exit_codes():
@@ -56,6 +52,7 @@ def test_the_page_has_the_words_of_the_exit_codes():
     assert rows == {code: code_of(code) for code in EXIT_CODES}
 
 
+@pytest.mark.skipif(not {"doctor", "submit"} <= COMMANDS.keys(), reason="rooms were taken out")
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.compile)])
 def test_a_script_reaches_a_validated_record_by_json_alone(tmp_path, monkeypatch, smoke_data, trains):
     """In twelve calls. Otherwise than in the group `compile`, its run is a finished one that it resumes."""
