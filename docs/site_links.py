@@ -19,9 +19,8 @@ def on_page_markdown(markdown, page, config, files):
             file.inclusion = InclusionLevel.NOT_IN_NAV
         return link[0]
 
-    if re.search(
-        "LOG|benchmarks/|records/.+-.+/|/api/(?!package)", page.file.src_uri
-    ):  # logs and the API have every word
+    # Logs, measurements, records and the API have every word.
+    if re.search("LOG|benchmarks/|records/.+-.+/|/api/(?!package)", page.file.src_uri):
         page.meta["search"] = {"boost": 0.1}
     markdown = re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", target, markdown)
     return re.sub(r"^!\[[^]]*\]\(([^)]+)\)$", r"[\g<0>](\1)", markdown, flags=re.MULTILINE)

@@ -110,6 +110,7 @@ found = json.load(open(sys.argv[1]))
 found = found if isinstance(found, dict) else {"timings": found}
 keys = "error", "mean_ms", "step_ms", "mfu", "peak_bytes", "ratio"
 facts = [(key, found[key]) for key in keys if found.get(key) is not None]
+facts = [(key, one["mean"] if isinstance(one, dict) else one) for key, one in facts] # of an interval
 facts += [(one["name"], one["median_ms"]) for one in found.get("timings", ())]
 print(*(f"{key} {value if isinstance(value, str) else format(value, '.5g')}" for key, value in facts), sep=", ")
 END

@@ -106,11 +106,8 @@ def test_a_sweep_that_its_budget_ends_prints_what_it_found(trying):
     lost = next(trying.folder.glob("00*/*-1"))  # as if it had been killed
     (lost / "runs").rename(lost / "lost")
     spent = invoke("sweep", "--resume", str(trying.folder))
-    assert (spent.exit_code, len(trying.asked), "with a larger --budget goes on" in spent.stderr) == (
-        2,
-        4,
-        True,
-    )
+    assert (spent.exit_code, len(trying.asked)) == (2, 4)
+    assert "with a larger --budget goes on" in spent.stderr
     assert "not resolvable with 1 seed" in spent.stderr
     assert json.loads((trying.folder / "summary.json").read_bytes())["num_runs"] == 3
 
