@@ -103,7 +103,8 @@ class _Pass:
     @property
     def work(self) -> Work:
         """Its work. Each number is read or written by three instructions."""
-        accessed = max((value.size for value in self.reads), default=0) + sum(x.size for x in self.writes)
+        read = max((num_bytes // value.itemsize for value, num_bytes in self.reads.items()), default=0)
+        accessed = read + sum(value.size for value in self.writes)
         computed = sum(INSTRUCTIONS.get(one.name, 1) * one.elements for one in self.operations)
         num_bytes = sum(self.reads.values()) + sum(value.num_bytes for value in self.writes)
         num_bytes += sum(one.starved_bytes for one in self.operations)

@@ -125,6 +125,12 @@ def test_passes_read_and_write_what_xla_does(function, arrays):
     assert [number for number in found if number > 0.01] == pytest.approx(arrays, abs=0.01)
 
 
+def test_rows_of_a_table_cost_as_much_however_long_the_table_is():
+    ids = np.arange(1024)
+    short, long = (counted(lambda x: x[ids] * 2, (rows, 1024)) for rows in (4096, 1_000_000))
+    assert cost.table(long, H100) == cost.table(short, H100) != ()
+
+
 def test_a_kernel_is_priced_by_what_its_call_states_not_by_its_name():
     def run(x: jax.Array, **stated: Any) -> jax.Array:
         cost = pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=0)
