@@ -18,9 +18,9 @@ case $group in
   *) scripts/install.sh dev ;;
 esac
 export PATH="$PWD/.venv/bin:$PATH"
-# Caches stay inside the checkout, and the type checker stays off the network.
+# Caches, also of bytecode, stay inside the checkout, and the type checker stays off the network.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
-export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 PYTHONDONTWRITEBYTECODE=
 # Programs that no test run has used for two weeks.
 if [[ -d .venv/programs ]]; then find .venv/programs -type f -atime +14 -delete; fi
 
