@@ -319,8 +319,9 @@ def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
     return {name: np.stack(rows) for name, rows in vectors.items()}
 
 
-def test_golden89_the_first_steps_agree(golden):
-    assert_run_agrees(Run(golden, 1), 2)
+def test_golden89_the_first_step_agrees(golden):
+    """Only Muon moves weights in it; of Adam, test_cautious_adam.py has the formulas."""
+    assert_run_agrees(Run(golden, 1), 1)
 
 
 @pytest.mark.compile

@@ -298,7 +298,7 @@ def hostile(smoke_data, tmp_path, monkeypatch) -> Callable[[str], tuple[RunConfi
     return trained
 
 
-@pytest.mark.parametrize("what", SLOW)
+@pytest.mark.parametrize("what", [pytest.param("time", marks=pytest.mark.compile), "module"])
 def test_a_recipe_that_slows_its_clock_does_not_reach_the_one_that_stamps(hostile, what):
     config, (code, said) = hostile(STEPS + SLOW[what])
     assert code == 0, said

@@ -549,7 +549,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("point", "nth"), [("snapshot", 2), ("round", 3)], ids=["before its log", "after it"]
+    ("point", "nth"),
+    [
+        pytest.param("snapshot", 2, id="before its log"),
+        pytest.param("round", 3, id="after it", marks=pytest.mark.compile),
+    ],
 )
 def test_a_driver_that_dies_after_a_snapshot_logs_each_round_once(island, tmp_path, monkeypatch, point, nth):
     out, reached = tmp_path / "out", list[str]()

@@ -163,6 +163,7 @@ def test_a_batch_sends_what_it_declared_and_keeps_its_own_files(tmp_path):
     assert sent == [msgspec.structs.replace(config, data=Path("here").absolute()) for config in asked]
 
 
+@pytest.mark.compile
 def test_what_comes_home_is_the_run(trained, tmp_path):
     given = {layout.BATCH: b"{}\n", layout.SOURCE: (trained.out / layout.SOURCE).read_bytes()}
     plain = msgspec.structs.replace(

@@ -17,6 +17,7 @@ BASELINE = Path(__file__).parents[1] / "baselines" / "jax" / "run"
 STEPS = 6
 
 
+@pytest.mark.compile
 def test_a_plain_jax_step_has_the_losses_of_ours(smoke_data, tmp_path):
     """From random parameters: from the initial ones, some gradients are zero but for rounding, which Adam enlarges."""
     recipe = recipes.load("smoke").override({"stages.0.num_sequences": "2"})
