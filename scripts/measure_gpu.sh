@@ -81,6 +81,7 @@ each() {
   "$1" anvil-polar 300 "${anvil[@]}" --set optimizer.polar_dtype=float32
   "$1" anvil-banded 300 "${anvil[@]}" --attention banded
   "$1" anvil-columns 300 "${anvil[@]}" --set "schedule.phases.2.columns=($columns,)"
+  "$1" anvil-gradients 300 "${anvil[@]}" --set config.mlp_gradient_scale=0
   "$1" anvil-mlp 300 "${anvil[@]}" --set config.mlp_dtype=bfloat16
   "$1" doctor 120 doctor
   "$1" head 120 bench head "${head[@]}"

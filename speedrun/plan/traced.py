@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
 from speedrun.plan.efficiencies import KIND, Kind
-from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, mlp
+from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, mlp, mlp_gradients
 from speedrun.science.kernels.attention import Window, first_key
 from speedrun.science.kernels.dispatch import Choice, Kernels
 from speedrun.train.program import Program
@@ -177,8 +177,22 @@ def _mlp_backward(_: mlp.Factors, saved: tuple[jax.Array, ...], dy_ND: jax.Array
     return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
 
 
-def _mlp_of_states(x_D: jax.Array, *weights: jax.Array, factors: mlp.Factors) -> jax.Array:
-    return _mlp(factors, x_D.reshape(-1, x_D.shape[-1]), *weights).reshape(x_D.shape)
+def _squares(x8_ND: jax.Array, up8_FD: jax.Array, factor: jax.Array) -> Any:
+    shape, flops = (len(x8_ND), len(up8_FD)), 2 * x8_ND.size * len(up8_FD)
+    results = [Struct(one, mlp_gradients.E4M3) for one in (shape, shape[::-1])]
+    return kernel("Mosaic FP8", results, x8_ND, up8_FD, factor, flops=flops)
+
+
+def _slopes(dy_ND: jax.Array, down_DF: jax.Array, h8_NF: jax.Array, factor: jax.Array) -> Any:
+    results = [Struct(one, mlp_gradients.E5M2) for one in (h8_NF.shape, h8_NF.shape[::-1])]
+    flops = 2 * dy_ND.size * down_DF.shape[1]
+    return kernel("Mosaic bf16", results, dy_ND, down_DF, h8_NF, factor, flops=flops)
+
+
+def _mlp_of_states(x_D: jax.Array, *weights: jax.Array, **how: Any) -> jax.Array:
+    if "gradient_scale" in how:
+        return mlp_gradients.mlp(x_D, *weights, **how, fused=mlp_gradients.Fused(_squares, _slopes))
+    return _mlp(how["factors"], x_D.reshape(-1, x_D.shape[-1]), *weights).reshape(x_D.shape)
 
 
 def _norm_forward(x_BTHK: jax.Array) -> Any:

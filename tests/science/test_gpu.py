@@ -4,7 +4,7 @@
 Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -122,9 +122,16 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
         yield f"{name}, {tokens} tokens", *both, (angles, dy, *qk), 0.004
 
 
+MLPS: Mapping[str, Any] = {
+    "mlp-bf16": {"factors": "bfloat16"},
+    "mlp-fp8": {"factors": "float8_e4m3fn"},
+    "mlp-fp8-gradients": {"gradient_scale": 2.0**-6},
+}
+
+
 def _mlp(name: str, size: Size) -> Iterator[_Case]:
     """In 8 bits, products are off by the rounding of each factor: 3 digits."""
-    factors, most = ("float8_e4m3fn", 0.1) if name == "mlp-fp8" else ("bfloat16", 0.01)
+    most, how = 0.01 if name == "mlp-bf16" else 0.1, MLPS[name]
     dim, wide = size.model_dim, size.mlp_dim
 
     def results(form: Callable[..., Any], dy: jax.Array, *given: jax.Array) -> Results:
@@ -132,13 +139,14 @@ def _mlp(name: str, size: Size) -> Iterator[_Case]:
         return dict(zip(("y", "dx", "dup", "ddown"), (y, *pull(dy)), strict=True))
 
     for tokens in (size.tokens, 8 * size.tokens):
-        call = dispatch.MlpCall(tokens, dim, wide, jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY)
+        on = jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY
+        call = dispatch.MlpCall(tokens, dim, wide, *on, rounds_gradients="gradient_scale" in how)
         if (choice := dispatch.mlp_impl(call)).name != "mosaic":
             raise UsageError(f"no kernel of the MLP can run: {choice.reason}")
         shapes = (tokens, dim), (tokens, dim), (wide, dim), (dim, wide)
         drawn = (jax.random.normal(jax.random.key(i), shape, call.dtype) for i, shape in enumerate(shapes))
         dy, x, *weights = drawn
-        fast = partial(results, partial(choice.function, factors=factors))
+        fast = partial(results, partial(choice.function, **how))
         yield f"{name}, {tokens} tokens", fast, partial(results, mlp), (dy, nn.rms_norm(x), *weights), most
 
 
@@ -206,7 +214,7 @@ def wrong(fast: Callable[..., Results], definition: Callable[..., Results], args
 KERNELS = {
     **dict.fromkeys(("triton", "banded"), _attention),
     "qk-norm": _qk_norm,
-    **dict.fromkeys(("mlp-bf16", "mlp-fp8"), _mlp),
+    **dict.fromkeys(MLPS, _mlp),
     **dict.fromkeys(("head-bf16", "head-fp8"), _head),
 }
 #: Those of which a CPU runs less in other tests. It interprets a kernel as slowly as it compiles one.

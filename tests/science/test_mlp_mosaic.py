@@ -1,5 +1,6 @@
 """The MLP for Hopper: interpreted against the definition, and what an H100 would run, counted."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from speedrun.science import nn
-from speedrun.science.kernels import mlp_mosaic
+from speedrun.science.kernels import mlp_gradients, mlp_mosaic
 from speedrun.science.kernels.mlp import mlp
 
 #: Two tiles by two, which the interpreter's only program takes in turn.
@@ -52,20 +53,47 @@ def test_it_is_the_definition(monkeypatch, factors, most):
         assert error < most, name
 
 
+@pytest.mark.compile
+def test_with_gradients_in_eight_bits_it_is_the_definition(monkeypatch):
+    """The same factors are rounded; a number on the border of two may go to the other. Large gradients are clipped."""
+    hopper.teach_interpreter_transposes(monkeypatch)
+    interpreted = mlp_mosaic.fused(InterpretGPUParams(detect_races=True))
+    for scale, most in ((2.0**-6, 0.03), (2.0**-18, 0.03)):
+        form = partial(mlp_gradients.mlp, gradient_scale=scale)
+        got = with_gradients(partial(form, fused=interpreted), *operands())
+        assert not interpret_pallas_call.get_races().races_found
+        want = with_gradients(form, *(a.astype(jnp.float32) for a in operands()))
+        for name in NAMES:
+            assert got[name].dtype == jnp.bfloat16
+            error = np.linalg.norm(np.asarray(got[name], np.float32) - want[name]) / np.linalg.norm(
+                want[name]
+            )
+            assert error < most, name
+
+
+FORMS = {
+    "bfloat16": partial(mlp_mosaic.mlp, factors="bfloat16"),
+    "forward": partial(mlp_mosaic.mlp, factors="float8_e4m3fn"),
+    "all": partial(mlp_gradients.mlp, gradient_scale=2.0**-6, fused=mlp_mosaic.FUSED),
+}
+
+
 @hopper.needs_compiler
-@pytest.mark.parametrize(("factors", "eights"), [("bfloat16", 0), ("float8_e4m3fn", 1)])
-def test_nothing_but_products_touches_the_activations(factors, eights):
+@pytest.mark.parametrize(("form", "eights"), [("bfloat16", 0), ("forward", 1), ("all", 4)])
+def test_nothing_but_products_touches_the_activations(form, eights):
     """On an H100, value and gradient are two kernels and four products of the library."""
 
     def run(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        y, pull = jax.vjp(partial(mlp_mosaic.mlp, factors=factors), x, up[0], down[0])
+        y, pull = jax.vjp(FORMS[form], x, up[0], down[0])
         dx, dup, ddown = pull(y)
         return dx.sum(0, keepdims=True) + (dup.sum() + ddown.sum())
 
     shapes = (8 * 1024, 768), (8, 3072, 768), (8, 768, 3072)
     given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     text = hopper.compiled(run, *given).as_text() or ""
-    wide = [line for line in text.splitlines() if "[1024,3072]" in line.partition("(")[0]]
+    wide = [
+        line for line in text.splitlines() if re.search(r"\[(1024,3072|3072,1024)\]", line.partition("(")[0])
+    ]
     assert len(wide) >= 2
     assert not [line for line in wide if " fusion(" in line]
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 2
@@ -78,14 +106,16 @@ import jax, jax.numpy as jnp
 from functools import partial
 from speedrun.base import mesh
 import deviceless
-from speedrun.science.kernels import mlp_mosaic
+from speedrun.science.kernels import mlp_gradients, mlp_mosaic
 mesh.prepare("cpu")
 placing = jax.sharding.NamedSharding(deviceless.target_mesh("h100", 1), jax.sharding.PartitionSpec())
 x, up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placing)
                for shape in ((1024, 768), (3072, 768), (768, 3072)))
-def run(x, up, down):
-    return jax.vjp(partial(mlp_mosaic.mlp, factors="float8_e4m3fn"), x, up, down)[1](x)
-deviceless.compile_for_target(jax.jit(run), x, up, down)
+def run(form, x, up, down):
+    return jax.vjp(form, x, up, down)[1](x)
+for form in (partial(mlp_mosaic.mlp, factors="float8_e4m3fn"),
+             partial(mlp_gradients.mlp, gradient_scale=2.0**-6, fused=mlp_mosaic.FUSED)):
+    deviceless.compile_for_target(jax.jit(partial(run, form)), x, up, down)
 deviceless.compile_for_target(jax.jit(partial(mlp_mosaic.mlp, factors="bfloat16")), x, up, down)
 """
 
@@ -94,11 +124,12 @@ deviceless.compile_for_target(jax.jit(partial(mlp_mosaic.mlp, factors="bfloat16"
 def test_an_activation_takes_few_instructions_between_products(tmp_path):
     """All instructions of a kernel, also those that run once, for each number of a thread."""
     kernels = hopper.opcodes(DUMP, tmp_path)
-    assert len(kernels) == 3
+    assert len(kernels) == 5
     a_thread = mlp_mosaic.ROWS * mlp_mosaic.COLUMNS / 128
     counts = sorted(sum(opcode != "NOP" for opcode in opcodes) / a_thread for opcodes in kernels)
-    assert counts == pytest.approx([10.2, 12.9, 17.0], abs=0.8)
-    assert sorted(opcodes.count("MUFU") for opcodes in kernels) == [0, 0, a_thread]
+    assert counts == pytest.approx([10.2, 12.9, 13.7, 17.0, 22.8], abs=0.8)
+    assert sorted(opcodes.count("MUFU") for opcodes in kernels) == [0, 0, 0, a_thread, a_thread]
     # The interpreter stores at once, so only here does it show if one is missing: a wait before each of four pieces
-    # is stored, or before pieces are fetched, and one for all stores before a kernel ends.
-    assert sorted(opcodes.count("DEPBAR") for opcodes in kernels) == [1 + 1, 4 + 1, 4 + 1]
+    # is stored, or before pieces are fetched, or both, and one for all stores before a kernel ends.
+    waits = [1 + 1, 4 + 1, 4 + 1, 4 + 1, 1 + 4 + 1]
+    assert sorted(opcodes.count("DEPBAR") for opcodes in kernels) == waits

@@ -22,7 +22,6 @@ from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import first_key
 from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.kernels.dispatch import Kernels
-from speedrun.science.kernels.mlp import Factors
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
 
@@ -79,7 +78,7 @@ class Context(NamedTuple):
     x0_BTD: jax.Array
     values: dict[int, jax.Array]  #: value embeddings [B, T, D] by layer
     ngram_BTD: jax.Array
-    mlp_dtype: Factors = "float32"
+    mlp: Mapping[str, Any]  #: how `Kernels.mlp` multiplies
     compose: tuple[jax.Array, int] | None = None  #: first key of composed heads [B, T], and most keys
 
 
@@ -92,7 +91,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
         views(doc_BT, inputs, turns, turns, cfg),
         *embeddings(p, tokens_BT, cfg),
         bigrams(p, tokens_BT, inputs["bigram_signs"]),
-        inputs.values.get("mlp_dtype", "float32"),
+        inputs.values.get("mlp", {}),
         (first_key(doc_BT, cfg.compose_keys, 1), cfg.compose_keys),
     )
 
@@ -180,7 +179,7 @@ def mix_channels(
     """Return post times each MLP of layer `i`."""
     z_BTD = nn.rms_norm(x_BTD)
     weights = [(p[f"block.{i}.up{end}"], nn.scaled(p[f"block.{i}.down{end}"], post)) for end in cfg.mlps(i)]
-    return [ctx.kernels.mlp(z_BTD, up_FD, down_FD.T, factors=ctx.mlp_dtype) for up_FD, down_FD in weights]
+    return [ctx.kernels.mlp(z_BTD, up_FD, down_FD.T, **ctx.mlp) for up_FD, down_FD in weights]
 
 
 def add_attention(
@@ -272,7 +271,7 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
     The inputs are windows in tokens (`short_keys`, `long_keys`), frequencies f32 [K/4] (`rotary`), `attention_scale`,
-    `bigram_signs` +-1 [S, D], and in training the dtype of the MLPs' factors (`mlp_dtype`).
+    `bigram_signs` +-1 [S, D], and in training how MLPs multiply (`mlp`).
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     stream, _, x_BTD = layers(p, ctx, cfg)
@@ -290,7 +289,7 @@ def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Sizes) -> jax.Array:
 
 def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
     """Return the weighted negative log likelihood of the targets, summed over the tokens of a sequence."""
-    in_training = replace(inputs, values={**inputs.values, "mlp_dtype": cfg.mlp_dtype})
+    in_training = replace(inputs, values={**inputs.values, "mlp": {"factors": cfg.mlp_dtype}})
     x_BTD = forward(p, batch.tokens_BT, in_training, cfg, kernels)
     x_ND, targets = x_BTD.reshape(-1, cfg.model_dim), targets_of(batch.targets_BT, inputs)
     losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=cfg.head_fp8)

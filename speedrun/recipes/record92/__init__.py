@@ -80,6 +80,7 @@ RECIPE = Recipe(
         table_dtype="bfloat16",
         head_fp8=RECORD92,
         mlp_dtype="float8_e4m3fn",
+        mlp_gradient_scale=2**-6,
     ),
     table=table,
     forward=forward,

@@ -52,14 +52,14 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     views = record89.views(segment_BT, inputs, short, long, cfg)
     ngram_BTD = ngrams(p, tokens_BT, inputs["bigram_signs"])
     embedded = record89.embeddings(p, tokens_BT, cfg)
-    return Context(kernels, views, *embedded, ngram_BTD, inputs.values.get("mlp_dtype", "float32"))
+    return Context(kernels, views, *embedded, ngram_BTD, inputs.values.get("mlp", {}))
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
     The inputs are windows in tokens (`short_keys`, `long_keys`); for each, frequencies f32 [K/4] (`short_rotary`, ...)
-    and attention's scale (`short_scale`, ...); `bigram_signs` +-1 [S, D]; in training `segment_tokens`, `mlp_dtype`.
+    and attention's scale (`short_scale`, ...); `bigram_signs` +-1 [S, D]; in training `segment_tokens`, `mlp`.
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     stream, middle_BTD, x_BTD = record89.layers(p, ctx, cfg)
@@ -77,7 +77,8 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
     While the input `columns` is above 0 and below the vocabulary, the softmax of a sequence has as many columns, and
     so has the likelihood in the log.
     """
-    own = {"segment_tokens": cfg.segment_tokens, "mlp_dtype": cfg.mlp_dtype}
+    mlp = {"factors": cfg.mlp_dtype, "gradient_scale": cfg.mlp_gradient_scale}
+    own = {"segment_tokens": cfg.segment_tokens, "mlp": mlp}
     in_training = replace(inputs, values={**inputs.values, **own})
     x_BTD, v = forward(p, batch.tokens_BT, in_training, cfg, kernels), cfg.vocab_size
     score = partial(kernels.weighted_cross_entropy, cap=CAP, fp8=cfg.head_fp8)

@@ -85,14 +85,15 @@ def _gradient_kernel(z: Any, factor: Any, *refs: Any, settings: _Settings) -> No
     g_RC = (weights_RC - weights_RC * tanh_RC * tanh_RC) * lax.broadcast_in_dim(factor_R, own_z.shape, (0,))
     if len(stores) > 1:
         g_RC = g_RC.astype(jnp.float16)  # threads exchange 16 bits
-        _put_across(stores[1], g_RC, settings)
+        put_across(stores[1], g_RC, settings.interpret)
     stores[0][...] = g_RC.astype(stores[0].dtype)
     places = (rows, columns), (columns, rows)
     _store(*((store, to.at[place]) for store, to, place in zip(stores, results, places, strict=False)))
 
 
-def _put_across(own: Any, g_RC: jax.Array, settings: _Settings) -> None:
-    if settings.interpret:
+def put_across(own: Any, g_RC: jax.Array, interpret: Any) -> None:
+    """Store numbers of 16 bits as columns, rounded to the dtype of the memory."""
+    if interpret:
         own[...] = g_RC.astype(own.dtype).T
     else:
         turned_RC = plgpu.layout_cast(g_RC, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.base.errors import UsageError, unknown
-from speedrun.science.kernels import attention_banded, attention_triton, cross_entropy
+from speedrun.science.kernels import attention_banded, attention_triton, cross_entropy, mlp_gradients
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import mlp as mlps
 from speedrun.science.kernels import qk_norm_triton as fused
@@ -76,6 +76,7 @@ class MlpCall(NamedTuple):
     dtype: jnp.dtype  #: of the states
     platform: str
     compute_capability: str
+    rounds_gradients: bool = False
 
 
 class HeadCall(NamedTuple):
@@ -146,8 +147,11 @@ def mlp_impl(call: MlpCall) -> Choice:
         from speedrun.science.kernels import mlp_mosaic
 
         if not (reasons := mlp_mosaic.unsupported_reasons(*call[:4])):
-            return Choice("mosaic", mlp_mosaic.mlp, "activations inside products")
-    return Choice("definition", mlps.mlp, f"not mosaic: {', '.join(reasons)}")
+            rounding = partial(mlp_gradients.mlp, fused=mlp_mosaic.FUSED)
+            form = rounding if call.rounds_gradients else mlp_mosaic.mlp
+            return Choice("mosaic", form, "activations inside products")
+    form = mlp_gradients.mlp if call.rounds_gradients else mlps.mlp
+    return Choice("definition", form, f"not mosaic: {', '.join(reasons)}")
 
 
 def passes_of(call: HeadCall) -> tuple[Passes, str]:
@@ -249,15 +253,27 @@ class Kernels:
         return choice.function(q_BTHK, k_BTHK, angles)
 
     def mlp(
-        self, x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: mlps.Factors = "float32"
+        self,
+        x_D: jax.Array,
+        up_FD: jax.Array,
+        down_DF: jax.Array,
+        *,
+        factors: mlps.Factors = "float32",
+        gradient_scale: float = 0.0,
     ) -> jax.Array:
-        """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`."""
+        """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`.
+
+        With a `gradient_scale` above 0 and factors of 8 bits, gradients have 8 bits. See `kernels.mlp_gradients`.
+        """
         num_tokens, (mlp_dim, model_dim) = math.prod(x_D.shape[:-1]), up_FD.shape
-        call = MlpCall(num_tokens, model_dim, mlp_dim, *self._on(x_D))
-        kind = factors if jnp.finfo(factors).bits == 8 else x_D.dtype
+        has_eight = jnp.finfo(factors).bits == 8
+        rounds = has_eight and gradient_scale > 0
+        call = MlpCall(num_tokens, model_dim, mlp_dim, *self._on(x_D), rounds)
+        kind = f"{factors if has_eight else x_D.dtype}{', gradients float8_e5m2' * rounds}"
         choice = self._chosen(f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}", mlp_impl(call))
+        how = {"gradient_scale": gradient_scale} if rounds else {"factors": factors}
         with jax.named_scope("mlp"):
-            return choice.function(x_D, up_FD, down_DF, factors=factors)
+            return choice.function(x_D, up_FD, down_DF, **how)
 
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None

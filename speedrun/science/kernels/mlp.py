@@ -4,7 +4,7 @@ Legend: D model, F mlp, I inputs of a product, O its outputs; `...` are tokens.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,14 @@ def rounded_weights(w_OI: jax.Array, dtype: Factors) -> tuple[jax.Array, jax.Arr
 
 def rounded(x: jax.Array, most: jax.Array, dtype: Factors) -> tuple[jax.Array, jax.Array]:
     """Return x / scale in `dtype`, and the scale that maps `most` to its largest number."""
-    scale, limit = scale_of(most, dtype), float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) / scale, -limit, limit).astype(dtype), scale
+    scale = scale_of(most, dtype)
+    return clipped(x.astype(jnp.float32) / scale, dtype), scale
+
+
+def clipped(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x in a dtype of 8 bits, whose cast turns what is too large into NaN or infinity."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def scale_of(most: jax.Array, dtype: Factors) -> jax.Array:

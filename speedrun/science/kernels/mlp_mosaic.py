@@ -17,7 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from speedrun.science.kernels.cross_entropy_mosaic import put_across
 from speedrun.science.kernels.mlp import Factors, bounds, rounded, rounded_weights, scale_of
+from speedrun.science.kernels.mlp_gradients import E4M3, E5M2, Fused
 from speedrun.science.kernels.varying import varying_like
 
 #: Size of a warpgroup's tile: its sums take 128 of a thread's registers.
@@ -26,35 +28,39 @@ WARPGROUPS = 2
 _OWN = ROWS * WARPGROUPS  #: rows of a tile
 #: Columns that a warpgroup finishes at a time.
 PIECE = 64
+_PIECES = COLUMNS // PIECE
 #: Bytes of a row of a factor in a step of the pipeline: the widest swizzle.
 _ROW_BYTES = 128
 #: Multiprocessors of an H100 (SXM) and H200. Each starts its next tile while the last results are being stored.
 _CORES = 132
 _COPY_REGISTERS = 40
+_MOST_E4M3, _MOST_E5M2 = 448.0, 57_344.0
 
 
 class _Product(NamedTuple):
     """A product, and the function that follows it."""
 
-    finish: Callable[..., list[jax.Array]]  #: sums, and the third operand or a piece of it -> results
+    finish: Callable[..., list[jax.Array]]  #: sums, a piece of the fetched operand, and scales -> results
     columns_axis: int  #: of the second factor
     results: tuple[Any, ...]  #: their dtypes
     interpret: Any  #: None, or parameters of JAX's interpreter
+    fetched: Any = None  #: dtype of an operand like the result, of which pieces are fetched ahead
+    is_turned: bool = False  #: whether the second result is the first one as [F, N]
 
     @property
-    def fetches(self) -> bool:
-        """Whether pieces of the third operand are fetched ahead, into the slots of the results."""
-        return self.finish is _sloped
+    def shares_slots(self) -> bool:
+        """Whether pieces are fetched into the slots of the results."""
+        return self.fetched == self.results[0]
 
     @property
     def num_slots(self) -> int:
         """Pieces of each result in shared memory."""
-        return COLUMNS // PIECE if self.fetches else 2
+        return _PIECES if self.shares_slots else 2
 
     @property
     def num_stages(self) -> int:
         """Steps of the pipeline in flight: as many as fit into shared memory with the slots."""
-        return 3 if self.fetches or len(self.results) > 1 else 4
+        return 3 if self.fetched or len(self.results) > 1 else 4
 
 
 def unsupported_reasons(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[str]:
@@ -99,7 +105,7 @@ def _forward(x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Fac
 def _backward(factors: Factors, interpret: Any, saved: tuple[jax.Array, ...], dy_ND: jax.Array) -> Any:
     del factors
     x_ND, up_FD, down_DF, h_NF = saved
-    (dz_NF,) = _call(_Product(_sloped, 1, (h_NF.dtype,), interpret), dy_ND, down_DF, h_NF)
+    (dz_NF,) = _call(_Product(_sloped, 1, (h_NF.dtype,), interpret, h_NF.dtype), dy_ND, down_DF, h_NF)
     _, pull = jax.vjp(lambda x_ND, up_FD: x_ND @ up_FD.T, x_ND, up_FD)
     _, pull_down = jax.vjp(lambda down_DF: h_NF @ down_DF.T, down_DF)
     return *pull(dz_NF), *pull_down(dy_ND)
@@ -108,16 +114,40 @@ def _backward(factors: Factors, interpret: Any, saved: tuple[jax.Array, ...], dy
 _mlp.defvjp(_forward, _backward)
 
 
-def _squared(sums_RP: jax.Array, scales: Any) -> list[jax.Array]:
+def fused(interpret: Any = None) -> Fused:
+    """Return `mlp_gradients.Fused` for Hopper."""
+
+    def squares(*given: jax.Array) -> Any:
+        return _call(_Product(_squared_in_eight, 0, (E4M3, E4M3), interpret, is_turned=True), *given)
+
+    def slopes(*given: jax.Array) -> Any:
+        return _call(_Product(_sloped, 1, (E5M2, E5M2), interpret, E4M3, is_turned=True), *given)
+
+    return Fused(squares, slopes)
+
+
+FUSED = fused()
+
+
+def _squared(sums_RP: jax.Array, _: Any, scales: Any) -> list[jax.Array]:
     """Return the square, and if there are scales also the square in 8 bits."""
     z_RP = jnp.maximum(sums_RP if scales is None else sums_RP * scales[0], 0.0)
     h_RP = z_RP * z_RP
-    return [h_RP] if scales is None else [h_RP, jnp.minimum(h_RP * scales[1], 448.0)]
+    return [h_RP] if scales is None else [h_RP, jnp.minimum(h_RP * scales[1], _MOST_E4M3)]
 
 
-def _sloped(sums_RP: jax.Array, h_RP: jax.Array) -> list[jax.Array]:
+def _squared_in_eight(sums_RP: jax.Array, _: Any, factor: Any) -> list[jax.Array]:
+    z_RP = jnp.maximum(sums_RP * factor[0], 0.0)
+    return [jnp.minimum(z_RP * z_RP, _MOST_E4M3)]
+
+
+def _sloped(sums_RP: jax.Array, h_RP: jax.Array, factor: Any) -> list[jax.Array]:
+    """Multiply by the slope 2 sqrt(h), or if there is a factor by factor sqrt(h), for 8 bits."""
     h_RP = h_RP.astype(jnp.float32)
-    return [sums_RP * (2.0 * h_RP * lax.rsqrt(jnp.maximum(h_RP, 1e-37)))]
+    root_RP = h_RP * lax.rsqrt(jnp.maximum(h_RP, 1e-37))
+    if factor is None:
+        return [sums_RP * (2.0 * root_RP)]
+    return [jnp.clip(sums_RP * (factor[0] * root_RP), -_MOST_E5M2, _MOST_E5M2)]
 
 
 def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
@@ -126,11 +156,13 @@ def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
     (num_rows, num_columns), across = results[0].shape, results[0].shape[1] // COLUMNS
     group = lax.axis_index("warpgroup")
 
-    def memory(dtype: Any) -> Any:
-        shape = WARPGROUPS, product.num_slots, ROWS, PIECE
+    def memory(dtype: Any, slots: int = product.num_slots) -> Any:
+        shape = WARPGROUPS, slots, ROWS, PIECE
         return plgpu.SMEM(shape, dtype, transforms=_swizzle(PIECE, dtype, product))
 
-    def visit_all(allocations: Any, stores: Any, arrived: Any) -> None:
+    own_slots = [memory(product.fetched, _PIECES)] * bool(product.fetched and not product.shares_slots)
+
+    def visit_all(allocations: Any, stores: Any, fetched: Any, arrived: Any) -> None:
         @plgpu.nd_loop((num_rows * num_columns // (_OWN * COLUMNS),), collective_axes="core")
         def _visit(at: Any) -> None:
             row, column = at.index[0] // across * _OWN, at.index[0] % across * COLUMNS
@@ -138,7 +170,8 @@ def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
                 row + group * ROWS,
                 column,
                 [store.at[group] for store in stores],
-                lambda slot: arrived.at[group * product.num_slots + slot],
+                (fetched or stores)[0].at[group],
+                lambda piece: arrived.at[group * _PIECES + piece],
             )
 
             def compute(run: Callable[..., Any]) -> None:
@@ -146,7 +179,7 @@ def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
                     run(sums)
                     _finish(sums[...], own, product, operands, results)
 
-                if product.fetches:
+                if product.fetched:
                     _fetch(operands[0], own)
                 pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
 
@@ -160,7 +193,8 @@ def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
         visit_all,
         allocations=_pipeline(a, b, product, lambda _: None).get_allocations(a, b),
         stores=[memory(dtype) for dtype in product.results],
-        arrived=plgpu.Barrier(num_barriers=WARPGROUPS * product.num_slots),
+        fetched=own_slots,
+        arrived=plgpu.Barrier(num_barriers=WARPGROUPS * _PIECES),
         collective_axes="warpgroup",
     )
 
@@ -197,7 +231,8 @@ class _Own(NamedTuple):
     row: Any
     column: Any
     stores: list[Any]  #: slots of each result
-    arrived: Callable[[int], Any]  #: slot -> its barrier
+    fetched: Any  #: slots of the fetched operand
+    arrived: Callable[[int], Any]  #: piece -> its barrier
 
     def indices(self, piece: int) -> tuple[Any, Any]:
         """Return the indices of a piece in [N, F]."""
@@ -207,28 +242,34 @@ class _Own(NamedTuple):
 def _fetch(source: Any, own: _Own) -> None:
     """Start to fetch the pieces, once the results of the previous tile have left their slots."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for piece in range(COLUMNS // PIECE):
-        plgpu.copy_gmem_to_smem(source.at[own.indices(piece)], own.stores[0].at[piece], own.arrived(piece))
+    for piece in range(_PIECES):
+        plgpu.copy_gmem_to_smem(source.at[own.indices(piece)], own.fetched.at[piece], own.arrived(piece))
 
 
 def _finish(
     sums_RC: jax.Array, own: _Own, product: _Product, operands: tuple[Any, ...], results: Any
 ) -> None:
     """Turn sums into results, piece by piece: each is computed while the previous one is copied."""
-    for piece in range(COLUMNS // PIECE):
-        slot, start = piece % product.num_slots, piece * PIECE
-        stores, third = [store.at[slot] for store in own.stores], operands[0] if operands else None
-        if product.fetches:
-            plgpu.barrier_wait(own.arrived(slot))
-            third = stores[0][...]
-        else:
+    scales = operands[-1] if len(operands) > bool(product.fetched) else None
+    for piece in range(_PIECES):
+        slot, start, fetched = piece % product.num_slots, piece * PIECE, None
+        stores = [store.at[slot] for store in own.stores]
+        if product.fetched:
+            plgpu.barrier_wait(own.arrived(piece))
+            fetched = own.fetched.at[piece][...]
+        if not product.shares_slots:
             plgpu.wait_smem_to_gmem(len(results), wait_read_only=True)
-        made = product.finish(sums_RC[:, start : start + PIECE], third)
-        for store, piece_RP in zip(stores, made, strict=True):
+        made = product.finish(sums_RC[:, start : start + PIECE], fetched, scales)
+        places = [own.indices(piece)] * len(results)
+        if product.is_turned:
+            made = [made[0].astype(jnp.float16)]  # threads exchange 16 bits
+            put_across(stores[1], made[0], product.interpret)
+            places[1] = places[1][::-1]
+        for store, piece_RP in zip(stores, made, strict=False):
             store[...] = piece_RP.astype(store.dtype)
         plgpu.commit_smem()
-        for store, result in zip(stores, results, strict=True):
-            plgpu.copy_smem_to_gmem(store, result.at[own.indices(piece)])
+        for store, result, place in zip(stores, results, places, strict=True):
+            plgpu.copy_smem_to_gmem(store, result.at[place])
 
 
 def _block(shape: tuple[int, int], axis: int, dtype: Any, product: _Product) -> Any:
@@ -248,9 +289,10 @@ def _swizzle(columns: int, dtype: Any, product: _Product) -> tuple[Any, ...]:
 
 def _call(product: _Product, a_NK: jax.Array, b: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
     shape = len(a_NK), b.shape[product.columns_axis]
+    shapes = [shape, shape[::-1] if product.is_turned else shape][: len(product.results)]
     program = plgpu.kernel(
         partial(_kernel, product=product),
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in product.results],
+        out_type=[*map(jax.ShapeDtypeStruct, shapes, product.results)],
         grid=(1 if product.interpret else _CORES,),
         grid_names=("core",),
         num_threads=WARPGROUPS + 1,
