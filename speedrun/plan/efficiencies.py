@@ -68,4 +68,4 @@ START_S = 1.5e-6
 
 def errors(device: Device) -> dict[Kind, float]:
     """Return the relative error of each kind on a device; the rates of other devices than H100 are extrapolated."""
-    return ERRORS if device == accelerators.load("h100") else dict.fromkeys(KINDS, _GUESS)
+    return ERRORS if device.name == accelerators.load("h100").name else dict.fromkeys(KINDS, _GUESS)

@@ -177,7 +177,7 @@ def _mlp_backward(_: mlp.Factors, saved: tuple[jax.Array, ...], dy_ND: jax.Array
     return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
 
 
-def _squares(x8_ND: jax.Array, up8_FD: jax.Array, factor: jax.Array) -> Any:
+def _squares(x8_ND: jax.Array, up8_FD: jax.Array, factor: jax.Array, _: Any) -> Any:
     shape, flops = (len(x8_ND), len(up8_FD)), 2 * x8_ND.size * len(up8_FD)
     results = [Struct(one, mlp_gradients.E4M3) for one in (shape, shape[::-1])]
     return kernel("Mosaic FP8", results, x8_ND, up8_FD, factor, flops=flops)

@@ -98,6 +98,8 @@ def test_it_prints_for_people_and_for_programs():
     plan = json.loads(planned("--recipe", "webmini", "--json").stdout)
     assert f"{plan['total_s']:,.1f} s" in shown.output
     assert (plan["fits"], plan["error"]) == (True, None)
+    errors = {line["kind"]: line["error"] for line in plan["stages"][0]["lines"]}
+    assert errors.items() <= efficiencies.ERRORS.items(), "known on an H100"
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):

@@ -110,16 +110,18 @@ def test_constants_are_random_signs_and_the_longest_prefix_of_each_id():
         assert np.abs(signs_SD.mean(axis)).max() < 5 * signs_SD.shape[axis] ** -0.5
 
 
-def test_eight_bits_are_in_training_only():
-    """Two products of each layer's MLP and three of the head."""
-    config = dataclasses.replace(SMOKE.config, mlp_dtype="float8_e4m3fn", head_fp8=RECORD.config.head_fp8)
+@pytest.mark.parametrize(("gradient_scale", "of_mlp"), [(0.0, 2), (2.0**-6, 5)])
+def test_eight_bits_are_in_training_only(gradient_scale, of_mlp):
+    """Some products of each layer's MLP, and three of the head."""
+    own = {"mlp_dtype": "float8_e4m3fn", "mlp_gradient_scale": gradient_scale}
+    config = dataclasses.replace(SMOKE.config, **own, head_fp8=RECORD.config.head_fp8)
     program = Program(dataclasses.replace(SMOKE, config=config), mesh.make_mesh(1), vocabulary=())
     state, ids = jax.eval_shape(program.init, jax.random.key(0)), jax.ShapeDtypeStruct((8, 256), np.int32)
     static, params = program.static_at(0), state.params
     train = program.train_step_for(static).lower(state, ids, ids, program.schedule).as_text()
     score = program.eval_step_for(static).lower(params, ids, ids, program.schedule, state.step).as_text()
     products = [line for line in train.splitlines() if "stablehlo.dot_general" in line]
-    assert sum("xf8E" in line for line in products) == 2 * 11 + 3
+    assert sum("xf8E" in line for line in products) == of_mlp * 11 + 3
     assert "f8E" not in score
 
 

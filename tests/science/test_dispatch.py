@@ -59,6 +59,8 @@ CASES: list[tuple[Callable[[Any], Any], Any, list[tuple[dict[str, Any], str, str
         ({"model_dim": 192}, "definition", "192 dimensions; the kernels need a multiple of 128"),
         ({"mlp_dim": 640}, "definition", "an MLP of 640; the kernels need a multiple of 256"),
         ({"dtype": F32}, "definition", "float32 inputs; the kernels need bfloat16"),
+        ({"rounds_gradients": True}, "mosaic", ""),
+        ({"rounds_gradients": True, "platform": "cpu"}, "definition", "this is a cpu 9.0"),
     ]),
     (choose_head, HEAD, [
         ({"num_tokens": 98_304}, "bfloat16", "98,304 tokens in 2 chunks; mosaic's passes"),

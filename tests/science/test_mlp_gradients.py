@@ -82,3 +82,11 @@ def test_hard_inputs_in_sixteen_bits_give_finite_numbers(name, change, zeros):
     y, *gradients = with_gradients(FORM, {key: x.astype(jnp.bfloat16) for key, x in given.items()})
     assert all(np.isfinite(x).all() for x in (y, *gradients))
     assert {key for key, x in zip(("x", "up", "down"), gradients, strict=True) if not x.any()} == zeros
+
+
+@pytest.mark.parametrize("name", ["x", "up", "down", "dy"])
+def test_what_is_no_number_reaches_the_gradients(name):
+    given = {key: x.astype(jnp.bfloat16) for key, x in operands().items()}
+    given[name] = given[name].at[3, 5].set(jnp.nan)
+    _, *gradients = with_gradients(FORM, given)
+    assert not all(np.isfinite(x).all() for x in gradients)

@@ -46,14 +46,12 @@ def last(_: float, recipe: Recipe, key: str) -> float:
 
 FEATURES: Mapping[str, Rules] = {
     **variants.FEATURES,
-    # The last layer's value embedding is also mixed in at the end, so it stays.
-    "other-values": less("value", "[0-9]"),
+    "other-values": less("value", "[0-9]"),  # the last layer's is also mixed in at the end, so it stays
     # Two heads share a softmax. Without it, their windows are the short ones, and so is record 92's width of values.
     "paired-heads": {"config.layers.*.attention": lambda old, *_: "short" if old == "paired" else old},
     "exclusive-heads": less("exclusive"),
     "key-offset": less("offset"),
-    # A factor for each head and token, initially 1/4. Without it, 1.
-    "head-gates": less("gate"),
+    "head-gates": less("gate"),  # a factor for each head and token, initially 1/4; without it, 1
     "composed-heads": less("compose"),
     "bigrams": frozen("bigram"),
     "token-gates": frozen("mudd_gate", "mudd_gate_bias", "mudd_gate_scale"),
@@ -71,7 +69,7 @@ RECIPE = Recipe(
     name="record89",
     summary="11 layers, 636M parameters, 0.34B tokens: modded-nanogpt's record 89",
     parent="record21",
-    revision=1,
+    revision=2,
     config=Config(
         vocab_size=50304,
         model_dim=768,
@@ -98,6 +96,7 @@ RECIPE = Recipe(
         table_dtype="bfloat16",
         head_fp8=RECORD89,
         mlp_dtype="float8_e4m3fn",
+        mlp_gradient_scale=2**-6,
     ),
     table=table,
     forward=forward,

@@ -289,7 +289,8 @@ def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Sizes) -> jax.Array:
 
 def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
     """Return the weighted negative log likelihood of the targets, summed over the tokens of a sequence."""
-    in_training = replace(inputs, values={**inputs.values, "mlp": {"factors": cfg.mlp_dtype}})
+    mlp = {"factors": cfg.mlp_dtype, "gradient_scale": cfg.mlp_gradient_scale}
+    in_training = replace(inputs, values={**inputs.values, "mlp": mlp})
     x_BTD = forward(p, batch.tokens_BT, in_training, cfg, kernels)
     x_ND, targets = x_BTD.reshape(-1, cfg.model_dim), targets_of(batch.targets_BT, inputs)
     losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=cfg.head_fp8)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedrun.base import field_types
-from speedrun.base.field_types import Count, Natural
+from speedrun.base.field_types import Count, Natural, Rate
 from speedrun.recipes.record89.tokens import bigram_rows, prefixes
 from speedrun.science import params
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
@@ -56,7 +56,8 @@ class Sizes:
     table_dtype: Dtype  #: of stored tables and gates
     layers: tuple[Layer, ...]
     head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
-    mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
+    mlp_dtype: Factors  #: of the factors of the MLPs' products in training; of the forward ones alone if the next is 0
+    mlp_gradient_scale: Rate  #: of gradients in 8 bits, where factors have 8; 0: gradients in 16 bits
 
     def __post_init__(self) -> None:
         field_types.check(self)

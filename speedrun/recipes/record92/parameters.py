@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from speedrun.base.field_types import Count, Rate
+from speedrun.base.field_types import Count
 from speedrun.recipes.record89 import parameters as record89
 from speedrun.recipes.record89.parameters import FROZEN, LAST, LATE, SKIP, Attention, Extra, Layer, Widths
 from speedrun.recipes.record92.tokens import STRIDE, ngram_rows
@@ -22,7 +22,6 @@ class Config(record89.Sizes):
     mix_dim: Count  #: neighbouring channels that share a weight of the end mix
     segment_tokens: Count  #: in training, attention does not cross a cut after so many tokens of a document
     sweep_starts: Count  #: where the sequences of a step start their first sweeps
-    mlp_gradient_scale: Rate  #: of the MLPs' gradients in 8 bits, where factors have 8; 0: in 16 bits
 
     def __post_init__(self) -> None:
         record89.Sizes.__post_init__(self)

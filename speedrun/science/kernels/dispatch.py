@@ -33,7 +33,7 @@ _TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10
 
 
 class Choice(NamedTuple):
-    """An implementation that can run, with the signature of the definition."""
+    """An implementation that can run, with the signature of the definition, or of that in 8 bits."""
 
     name: str
     function: Callable[..., Any]
@@ -76,7 +76,7 @@ class MlpCall(NamedTuple):
     dtype: jnp.dtype  #: of the states
     platform: str
     compute_capability: str
-    rounds_gradients: bool = False
+    rounds_gradients: bool = False  #: to 8 bits, as the factors
 
 
 class HeadCall(NamedTuple):

@@ -1,7 +1,8 @@
 """The MLP with a squared ReLU in 8 bits, and its gradients, too.
 
 Legend: N tokens, D model, F mlp; in a product S is summed, and R and C are rows and columns of the result.
-Source: modded-nanogpt, records 90 and 92, which also round the factors of dy W_down, and follow the largest dy W_down.
+Source: modded-nanogpt, records 90 and 92. They also round the factors of dy W_down, and scale slopes by the largest
+of the last step.
 """
 
 from collections.abc import Callable
@@ -25,20 +26,20 @@ class Fused(NamedTuple):
     Products in 8 bits need both factors contiguous along the sum, and the next ones sum over F and over N.
     """
 
-    #: x8 [N, D], up8 [F, D], factor f32 [1] -> h8 = relu(factor x8 up8)^2, in e4m3.
-    squares: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    #: x8 [N, D], up8 [F, D], factor f32 [1], dtype of a product in memory -> h8 = relu(factor x8 up8)^2, in e4m3.
+    squares: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
     #: dy [N, D], down [D, F], h8 [N, F], factor f32 [1] -> dz8 = factor (dy down) sqrt(h8), in e5m2.
     slopes: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def _squares(x8_ND: jax.Array, up8_FD: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    z_NF = jnp.einsum("nd,fd->nf", x8_ND, up8_FD, preferred_element_type=jnp.float32)
-    h8_NF = clipped(jnp.square(jax.nn.relu(factor[0] * z_NF)), E4M3)
+def _squares(x8_ND: jax.Array, up8_FD: jax.Array, factor: jax.Array, dtype: Any) -> Any:
+    z_NF = jnp.einsum("nd,fd->nf", x8_ND, up8_FD, preferred_element_type=dtype)
+    h8_NF = clipped(jnp.square(jax.nn.relu(factor[0] * z_NF.astype(jnp.float32))), E4M3)
     return h8_NF, h8_NF.T
 
 
 def _slopes(dy_ND: jax.Array, down_DF: jax.Array, h8_NF: jax.Array, factor: jax.Array) -> Any:
-    dh_NF = jnp.einsum("nd,df->nf", dy_ND, down_DF, preferred_element_type=jnp.float32)
+    dh_NF = jnp.einsum("nd,df->nf", dy_ND, down_DF).astype(jnp.float32)
     dz8_NF = clipped(factor[0] * dh_NF * jnp.sqrt(h8_NF.astype(jnp.float32)), E5M2)
     return dz8_NF, dz8_NF.T
 
@@ -52,8 +53,8 @@ def mlp(
 ) -> jax.Array:
     """Return W_down relu(W_up x)^2 of normalised states, in their dtype; all products but dy W_down have 8 bits.
 
-    Factors are e4m3, or e5m2 if they are gradients: dy and that of W_up x, divided by `gradient_scale` and clipped;
-    e5m2 has 2^-16 to 57,344. The slope of the square is that of the rounded one, and rounding has the slope one.
+    Factors are e4m3, or e5m2 if they are gradients: dy and that of W_up x, divided by `gradient_scale` and clipped,
+    infinities too, but not NaN. The slope of the square is that of the rounded one, and rounding has the slope one.
     """
     x_ND = x_D.reshape(-1, x_D.shape[-1])
     return jnp.reshape(_mlp(x_ND, up_FD, down_DF, gradient_scale, fused), x_D.shape)
@@ -71,7 +72,8 @@ def _forward(
     most_x, most_h = bounds(x_ND, up_FD)
     x8, up8, h_scale = rounded(x_ND, most_x, E4M3), rounded_weights(up_FD, E4M3), scale_of(most_h, E4M3)
     # The factors before and after the square, and the slope of the square, are one factor each.
-    h8_NF, h8_FN = fused.squares(x8[0], up8[0], (x8[1] * up8[1] * jax.lax.rsqrt(h_scale))[None])
+    factor = (x8[1] * up8[1] * jax.lax.rsqrt(h_scale))[None]
+    h8_NF, h8_FN = fused.squares(x8[0], up8[0], factor, x_ND.dtype)
     y_ND = _product((h8_NF, h_scale), rounded_weights(down_DF, E4M3), x_ND.dtype, Precision.DEFAULT)
     return y_ND, (x8, up8, down_DF, h8_NF, (h8_FN, h_scale))
 

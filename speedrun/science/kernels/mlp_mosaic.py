@@ -59,7 +59,7 @@ class _Product(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Steps of the pipeline in flight: as many as fit into shared memory with the slots."""
+        """Steps of the pipeline in flight: four fit into shared memory beside the slots of one result."""
         return 3 if self.fetched or len(self.results) > 1 else 4
 
 
@@ -117,8 +117,9 @@ _mlp.defvjp(_forward, _backward)
 def fused(interpret: Any = None) -> Fused:
     """Return `mlp_gradients.Fused` for Hopper."""
 
-    def squares(*given: jax.Array) -> Any:
-        return _call(_Product(_squared_in_eight, 0, (E4M3, E4M3), interpret, is_turned=True), *given)
+    def squares(x8_ND: jax.Array, up8_FD: jax.Array, factor: jax.Array, _: Any) -> Any:
+        product = _Product(_squared_in_eight, 0, (E4M3, E4M3), interpret, is_turned=True)
+        return _call(product, x8_ND, up8_FD, factor)
 
     def slopes(*given: jax.Array) -> Any:
         return _call(_Product(_sloped, 1, (E5M2, E5M2), interpret, E4M3, is_turned=True), *given)
@@ -157,7 +158,7 @@ def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
     group = lax.axis_index("warpgroup")
 
     def memory(dtype: Any, slots: int = product.num_slots) -> Any:
-        shape = WARPGROUPS, slots, ROWS, PIECE
+        shape = WARPGROUPS, slots, ROWS, PIECE  # of turned pieces, too: they are square
         return plgpu.SMEM(shape, dtype, transforms=_swizzle(PIECE, dtype, product))
 
     own_slots = [memory(product.fetched, _PIECES)] * bool(product.fetched and not product.shares_slots)
@@ -180,7 +181,7 @@ def _kernel(a: Any, b: Any, *refs: Any, product: _Product) -> None:
                     _finish(sums[...], own, product, operands, results)
 
                 if product.fetched:
-                    _fetch(operands[0], own)
+                    _fetch(operands[0], own, product)
                 pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
 
             columns = pl.ds(column, COLUMNS)
@@ -239,9 +240,10 @@ class _Own(NamedTuple):
         return pl.ds(self.row, ROWS), pl.ds(self.column + piece * PIECE, PIECE)
 
 
-def _fetch(source: Any, own: _Own) -> None:
-    """Start to fetch the pieces, once the results of the previous tile have left their slots."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def _fetch(source: Any, own: _Own, product: _Product) -> None:
+    """Start to fetch the pieces. All threads have read those of the previous tile, as each store waits for them."""
+    if product.shares_slots:  # until its results have left them
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for piece in range(_PIECES):
         plgpu.copy_gmem_to_smem(source.at[own.indices(piece)], own.fetched.at[piece], own.arrived(piece))
 
