@@ -84,7 +84,7 @@ ALLOWANCES = {
     "rooms": 65,
     "keeper": 338,
     "trust": 500,
-    "faster": 468,
+    "faster": 469,
     "demo": 399,
     "questions": 441,
     "agents": 150,

@@ -15,7 +15,8 @@ from jax.lax import Precision
 
 from speedrun.science.kernels.mlp import bounds, clipped, rounded, rounded_weights, scale_of
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3: Any = jnp.float8_e4m3fn
+E5M2: Any = jnp.float8_e5m2
 #: A rounded array, and the scale by which it was divided.
 Rounded = tuple[jax.Array, jax.Array | float]
 
