@@ -136,7 +136,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     products = flops(compiled)
     _, time, memory = anatomy.prices(compiled, program, step)
     # The smallest stage, where gradients of tables are most of it, has 0.95, and 0.93 with Adam.
-    assert time == pytest.approx(1, abs=0.075)
+    assert time == pytest.approx(1, abs=0.06 if stage else 0.075)
     assert memory == pytest.approx(1, abs=0.08)
     assert products["f8e4m3fn"] + products["f8e5m2"] == (6 * of["head"] + 5 * mlp) * num_tokens
     # Composed heads: scores and values of two tiles of keys, forward and twice backward.

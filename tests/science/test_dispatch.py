@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from speedrun.base.errors import UsageError
-from speedrun.science.kernels import attention_triton
+from speedrun.science.kernels import attention_triton, mlp_mosaic
 from speedrun.science.kernels.cross_entropy import as_cap
 from speedrun.science.kernels.dispatch import (
     AttentionCall,
@@ -59,8 +59,6 @@ CASES: list[tuple[Callable[[Any], Any], Any, list[tuple[dict[str, Any], str, str
         ({"model_dim": 192}, "definition", "192 dimensions; the kernels need a multiple of 128"),
         ({"mlp_dim": 640}, "definition", "an MLP of 640; the kernels need a multiple of 256"),
         ({"dtype": F32}, "definition", "float32 inputs; the kernels need bfloat16"),
-        ({"rounds_gradients": True}, "mosaic", ""),
-        ({"rounds_gradients": True, "platform": "cpu"}, "definition", "this is a cpu 9.0"),
     ]),
     (choose_head, HEAD, [
         ({"num_tokens": 98_304}, "bfloat16", "98,304 tokens in 2 chunks; mosaic's passes"),
@@ -100,6 +98,7 @@ def test_a_form_is_bound_to_what_its_reason_says():
     assert found == {"tiling": attention_triton.AMPERE}
     two, one = (bound(choose_head(HEAD._replace(**own))) for own in ({"num_tokens": 98_304}, ampere))
     assert (two["num_chunks"], one["num_chunks"], two["passes"] is one["passes"]) == (2, 1, False)
+    assert bound(mlp_impl(MLP._replace(rounds_gradients=True))) == {"fused": mlp_mosaic.FUSED}
 
 
 def test_scores_of_attention_have_a_limit_and_a_form_that_cannot_run_is_refused():

@@ -34,7 +34,7 @@ _ROW_BYTES = 128
 #: Multiprocessors of an H100 (SXM) and H200. Each starts its next tile while the last results are being stored.
 _CORES = 132
 _COPY_REGISTERS = 40
-_MOST_E4M3, _MOST_E5M2 = 448.0, 57_344.0
+_MOST_E4M3, _MOST_E5M2 = (float(jnp.finfo(dtype).max) for dtype in (E4M3, E5M2))
 
 
 class _Product(NamedTuple):
@@ -267,7 +267,7 @@ def _finish(
             made = [made[0].astype(jnp.float16)]  # threads exchange 16 bits
             put_across(stores[1], made[0], product.interpret)
             places[1] = places[1][::-1]
-        for store, piece_RP in zip(stores, made, strict=False):
+        for store, piece_RP in zip(stores, made, strict=not product.is_turned):
             store[...] = piece_RP.astype(store.dtype)
         plgpu.commit_smem()
         for store, result, place in zip(stores, results, places, strict=True):
