@@ -37,6 +37,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 sys.path.append(str(Path(__file__).parent / "core"))
 
 import filelock
+import hypothesis
 import jax
 import pytest
 from jax.sharding import Mesh
@@ -53,6 +54,8 @@ from speedrun.train.recorded import train
 from speedrun.train.run_config import RunConfig
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing makes many objects: to look for dead ones was a sixth of the time.
 gc.set_threshold(200_000, 20, 100)

@@ -214,6 +214,10 @@ def taken(source: Instruction, users: Computation) -> int:
         only_first = user.operands.index(source.name) == 0 and user.operands.count(source.name) == 1
         if user.opcode == "bitcast":
             total += taken(user, users)
+        elif user.attribute(
+            rf"triton.*output_to_operand_aliasing=.*: \(({user.operands.index(source.name)}), "
+        ):
+            continue  # the kernel writes rows of it; a product that is added to it reads it
         elif only_first and user.opcode in _SLICES:
             total += user.num_bytes
         elif not (only_first and user.opcode in UPDATES):

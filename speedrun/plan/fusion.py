@@ -28,6 +28,9 @@ _ROW = 8192
 #: Columns below which a sum over rows starves: XLA gives each a few threads, which read a row in 4 to 8 ns. A pass
 #: moves as many bytes in this time (docs/plan.md).
 _FEW_COLUMNS, _STARVED_ROW_BYTES = 64, 14_000
+#: Kernels of a sort, in starts of one: CUB counts, and moves keys in four passes, whose blocks wait for each other. Not
+#: measured.
+_SORT = 20
 #: A value with fewer numbers is not worth storing.
 _SMALL = 4096
 
@@ -193,12 +196,18 @@ def _store(operations: Sequence[_Operation], results: Sequence[_Value]) -> None:
             for value in one.writes:
                 value.is_stored = True
         if one.name in ALONE:
-            for value in one.reads:
+            for value in one.reads[: -1 if _sets_a_constant(one) else None]:
                 value.is_stored = True
     for one in operations:
         if not any(value.is_stored for value in one.writes):
             for value in one.writes:
                 value.is_stored = value.size >= _SMALL and _readers(value) > 1 and _saves(value)
+
+
+def _sets_a_constant(one: _Operation) -> bool:
+    """Whether it writes a constant into an array, which XLA computes where it is written."""
+    maker = one.reads[-1].maker if one.name == "scatter" else None
+    return maker is not None and not _cone(maker)[0]
 
 
 def _readers(value: _Value) -> int:
@@ -263,7 +272,10 @@ def _alone(one: _Operation, times: int) -> Iterator[tuple[Work | Collective, int
             yield from _counted(body, times * params.get("length", 1))
     elif name in UPDATES:
         update = one.equation.invars[UPDATES[name]].aval
-        yield Work("elementwise", num_bytes=2 * update.size * update.dtype.itemsize), times
+        accesses = 1 if _sets_a_constant(one) else 2
+        yield Work("elementwise", num_bytes=accesses * update.size * update.dtype.itemsize), times
+    elif name == "sort":
+        yield Work("elementwise", num_bytes=4 * (read + written), starts=_SORT), times
     else:
         yield _of_kernel(one, read + written), times
 

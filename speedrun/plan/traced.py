@@ -17,7 +17,14 @@ from jax.extend.core import Jaxpr
 from speedrun.base.accelerators import Device
 from speedrun.data.synthetic import document_lengths
 from speedrun.plan.efficiencies import KIND, Kind
-from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, mlp, mlp_gradients
+from speedrun.science.kernels import (
+    attention_triton,
+    cross_entropy_gpu,
+    dispatch,
+    lookup_triton,
+    mlp,
+    mlp_gradients,
+)
 from speedrun.science.kernels.attention import Window, first_key
 from speedrun.science.kernels.dispatch import Choice, Kernels
 from speedrun.train.program import Program
@@ -200,8 +207,19 @@ def _norm_forward(x_BTHK: jax.Array) -> Any:
     return y_BTHK, (y_BTHK, r_BTH)
 
 
+def _row_sums(saved: tuple[jax.Array, lookup_triton.Order], dy_BTD: jax.Array) -> Any:
+    table_VD, by_id = saved
+    results = [table_VD, dy_BTD]  # zeros, then rows of at most as many ids as there are tokens
+    return kernel("elementwise", results, dy_BTD, *by_id)[0], None, None
+
+
 _attention = _stated(_attention_forward, _attention_backward, nondiff_argnums=(0,))
 _mlp = _stated(_mlp_forward, _mlp_backward, nondiff_argnums=(0,))
+_looked_up = _stated(lambda table, ids, by_id: (table[ids], (table, by_id)), _row_sums)
 _normed = _stated(_norm_forward, lambda saved, dy: tuple(kernel("elementwise", [dy], dy, *saved)))
 #: By the operation and the name of the choice.
-_STATED = {("qk_norm", "triton"): lambda q, k, _: (_normed(q), _normed(k)), ("mlp", "mosaic"): _mlp_of_states}
+_STATED = {
+    ("qk_norm", "triton"): lambda q, k, _: (_normed(q), _normed(k)),
+    ("mlp", "mosaic"): _mlp_of_states,
+    ("lookup", "triton"): _looked_up,
+}

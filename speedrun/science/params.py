@@ -269,4 +269,4 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _pad_rows(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, ((0, -x.shape[0] % SHARDS),) + ((0, 0),) * (x.ndim - 1))
+    return jnp.pad(x, ((0, -len(x) % SHARDS),) + ((0, 0),) * (x.ndim - 1)) if len(x) % SHARDS else x

@@ -1,7 +1,7 @@
 """Tables of which a batch reads few rows: the rows travel between devices, the table stays where it is.
 
 Each device asks the owners for the distinct rows that it reads, and they send them: two all-to-alls of a static size.
-Gradients return by a third, which differentiation makes. Call these functions inside `shard_map`.
+Gradients return by a third. A row that does not fit arrives as NaN. Call these functions inside `shard_map`.
 
 Legend: B sequences, N ids, S shards, C rows that fit between two devices, R rows of a shard, D model.
 """
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.base.mesh import DATA
+from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.kernels.lookup_triton import Order, order
 from speedrun.science.params import Layout, Params
 
 _exchanged = partial(jax.lax.all_to_all, axis_name=DATA, split_axis=0, concat_axis=0, tiled=True)
@@ -47,22 +49,19 @@ def gather_rows(table: jax.Array, ids: jax.Array, fill: float = 0) -> jax.Array:
 
 
 def exchange_rows(
-    layout: Layout, params: Params, tokens_BT: jax.Array
+    layout: Layout, params: Params, tokens_BT: jax.Array, kernels: Kernels
 ) -> tuple[Params, Callable[[Params], Params], dict[str, jax.Array]]:
-    """Return parameters with the rows that are sent, [S, C, D], for tables; what models get of them; and their ids.
-
-    Models get the row of each id: [B, N, D]. One that does not fit arrives as NaN.
-    """
+    """Return parameters with the rows to send, [S, C, D], for tables; what models get, [B, N, D]; and the rows' ids."""
     asked = {name: _ask(ids_of(tokens_BT), len(params[name])) for name, ids_of in layout.reads.items()}
 
-    def by_id(rows_SCD: jax.Array, slot_BN: jax.Array) -> jax.Array:
-        wide_ND = jnp.concatenate(_exchanged(rows_SCD)).astype(jnp.float32)  # sums gradients in float32
-        return gather_rows(wide_ND, slot_BN, jnp.nan).astype(rows_SCD.dtype)
+    def by_id(rows_RD: jax.Array, slot_BN: jax.Array, by_slot: Order) -> jax.Array:
+        rows_BND = kernels.lookup(slot_BN, by_slot)(rows_RD)
+        return jnp.where((slot_BN < len(rows_RD))[..., None], rows_BND, jnp.nan)
 
     def arrived(sent: Params) -> Params:
-        return sent | {name: by_id(sent[name], slot_BN) for name, (_, slot_BN) in asked.items()}
+        return sent | {k: by_id(jnp.concatenate(_exchanged(sent[k])), *one[1:]) for k, one in asked.items()}
 
-    ids = {name: ids_SC for name, (ids_SC, _) in asked.items()}
+    ids = {name: one[0] for name, one in asked.items()}
     return params | {name: gather_rows(params[name], ids_SC) for name, ids_SC in ids.items()}, arrived, ids
 
 
@@ -71,25 +70,23 @@ def max_rows(num_ids: int, num_local: int, shards: int) -> int:
     return min(num_ids, num_local, math.ceil(num_ids / shards + 8 * math.sqrt(num_ids / shards)))
 
 
-def _ask(ids_BN: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the ids of this shard that each reader asks for, and where each id that it reads arrives among S * C."""
-    shards, ids_N = jax.lax.axis_size(DATA), ids_BN.reshape(-1)
-    t_N, most = jnp.arange(len(ids_N)), max_rows(len(ids_N), num_local, shards)
-    ids_N = jnp.where((ids_N >= 0) & (ids_N < shards * num_local), ids_N, shards * num_local)  # of no owner
-    last_N = jnp.zeros(shards * num_local, jnp.int32).at[ids_N].max(t_N)[ids_N]  # last place of the same id
-    asks_N, owner_N = last_N == t_N, ids_N // num_local
-    asks_NS = jax.nn.one_hot(jnp.where(asks_N, owner_N, shards), shards, dtype=jnp.int32)
-    nth_N = (jnp.cumsum(asks_NS, axis=0) - 1)[t_N, owner_N]
-    column_N = jnp.where(asks_N & (nth_N < most), nth_N, shards * most)
-    local_SC = jnp.full((shards, most), 2**31 - 1).at[owner_N, column_N].set(ids_N % num_local, mode="drop")
-    slot_N = jnp.where(owner_N < shards, (owner_N * most + column_N)[last_N], shards * most)
-    return _exchanged(local_SC), slot_N.reshape(ids_BN.shape)
+def _ask(ids_BN: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array, Order]:
+    """Return the ids of this shard that each reader asks for, and where each id arrives: S * C if it does not fit."""
+    shards = jax.lax.axis_size(DATA)
+    most, is_row_BN = max_rows(ids_BN.size, num_local, shards), (ids_BN >= 0) & (ids_BN < shards * num_local)
+    by_id = order(jnp.where(is_row_BN, ids_BN, shards * num_local))  # others have no owner
+    ids_N, owner_N, opens_N = by_id.ids_N, by_id.ids_N // num_local, jnp.diff(by_id.ids_N, prepend=-1) != 0
+    before_S = jnp.sum(opens_N[None] & (ids_N[None] < num_local * jnp.arange(shards)[:, None]), axis=1)
+    nth_N = jnp.cumsum(opens_N) - 1 - before_S[jnp.minimum(owner_N, shards - 1)]
+    slot_N = jnp.where((owner_N < shards) & (nth_N < most), owner_N * most + nth_N, shards * most)
+    local_N = jnp.full(shards * most, 2**31 - 1).at[slot_N].set(ids_N % num_local, mode="drop")
+    slot_BN = jnp.zeros_like(slot_N).at[by_id.places_N].set(slot_N).reshape(ids_BN.shape)
+    return _exchanged(local_N.reshape(shards, most)), slot_BN, by_id._replace(ids_N=slot_N)
 
 
 def of_all(rows: Rows, axes: tuple[str, ...], parts: int) -> Rows:
     """Return the rows of all devices along the axes, of a mean over so many parts, in float32."""
     number, at = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     own = [jnp.zeros((number, *x.shape), x.dtype).at[at].set(x) for x in rows]
-    # The type of a gather would vary over the axes.
-    ids_N, values_ND = map(jnp.concatenate, jax.lax.psum(own, axes))
+    ids_N, values_ND = map(jnp.concatenate, jax.lax.psum(own, axes))  # a gather's type varies
     return Rows(ids_N, values_ND.astype(jnp.float32) / parts)

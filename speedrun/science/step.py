@@ -138,7 +138,7 @@ class Step:
         num_local = self.microbatches // self.mesh.size
 
         def grad(params: Params, batch: Batch) -> tuple[Params, Any, Loss]:
-            sent, arrived, ids = rows.exchange_rows(self.layout, params, batch.tokens_BT)
+            sent, arrived, ids = rows.exchange_rows(self.layout, params, batch.tokens_BT, self.kernels)
             given = batch, inputs, self.recipe.config, self.kernels, self.recipe.forward
 
             def objective(sent: Params) -> tuple[jax.Array, Loss]:

@@ -226,7 +226,7 @@ class Program:
 
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
                 tokens_T, targets_T = sequence_T
-                sent, arrived, _ = rows.exchange_rows(self.layout, params, tokens_T[None])
+                sent, arrived, _ = rows.exchange_rows(self.layout, params, tokens_T[None], self.kernels)
                 (x_TD,) = self.forward(arrived(sent), tokens_T[None], inputs)
                 logits = partial(self.logits, params, inputs=inputs)
                 return measure(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typed import invoke
 
@@ -178,7 +178,6 @@ _WORDS = ["step:", "s:", "1", "125", "/", "1770", " ", "val_loss:", "train_loss:
           "Running ", "On", ",", '"', "9" * 400]  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(_WORDS), max_size=80).map("".join) | st.text(max_size=200), st.binary())
 def test_no_text_crashes_and_nothing_unprintable_comes_out(text, raw):
     for head in ("", "log,step,num_steps,val_loss,train_time_ms\n"):

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from speedrun.board import leaks
@@ -60,7 +60,6 @@ def test_every_shape_is_found_in_every_kind_of_file(token, kind, form):
     assert set(secrets(FORMS[form](token))) == {(2, kind)}
 
 
-@settings(deadline=None)
 @given(st.text(), st.text(), st.sampled_from(sorted(TOKENS)))
 def test_a_token_is_found_whatever_surrounds_it(before, after, kind):
     raw = f"{before}\n{TOKENS[kind]}\n{after}".encode(errors="surrogatepass")

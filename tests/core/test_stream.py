@@ -86,7 +86,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_stream_is_the_oracle(folder, lengths, num_tokens, num_epochs):
     shards = make(folder, *lengths)
     sizes = {shard.path.name: shard.num_tokens for shard in shards}
@@ -110,7 +110,7 @@ def test_the_stream_is_the_oracle(folder, lengths, num_tokens, num_epochs):
 
 
 @given(LENGTHS, st.integers(1, 12), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_cursor_is_the_whole_state(folder, lengths, num_tokens, data):
     shards = make(folder, *lengths)
     batches = [want for want, *_ in list(oracle(shards, num_tokens)) * 2]
@@ -125,7 +125,7 @@ def test_a_cursor_is_the_whole_state(folder, lengths, num_tokens, data):
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_processes_share_a_batch(folder, lengths, rows, seq_len, num_processes):
     shards = make(folder, *lengths)
     num_sequences = rows * num_processes
@@ -162,7 +162,7 @@ def test_validation_reads_each_target_once_and_what_is_impossible_is_refused_ear
 
 @example(texts=[[0, 1, 0, 2]], shape=Shape(2, 1, 12), splits=1)  # the last document of a shard is needed
 @example(texts=[[0, 1, 0, 2, 0, 3, 0, 1]], shape=Shape(4, 1, 12), splits=2)  # neighbouring rows differ
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     texts=st.lists(
         st.lists(st.integers(0, 3), min_size=1, max_size=120).filter(lambda text: 0 in text),

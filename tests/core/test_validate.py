@@ -210,7 +210,7 @@ def test_no_key_of_a_config_hides_another():
 
 
 @given(place=st.integers(0), byte=st.integers(0, 255), which=st.integers(0))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_byte_of_the_evidence_may_be_wrong(folder, place, byte, which):
     shutil.rmtree(folder, ignore_errors=True)
     forge(folder)

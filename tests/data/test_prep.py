@@ -95,7 +95,7 @@ def kill_after(num_blocks: int) -> Callable[..., None]:
 LIVES = st.lists(st.integers(1, 4), max_size=4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TEXTS, st.integers(1, 30), st.none() | st.integers(1, 60), st.integers(1, 60), LIVES)
 def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit, block_bytes, lives):
     """Also after it was killed after some blocks, several times: the manifest is that of an uninterrupted one."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from speedrun.base import track
@@ -61,7 +61,6 @@ def assert_refused(path: Path, cause: str):
     assert message.count(";") == 2, "what we got; what is needed; what to do"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=50), st.data())
 def test_a_written_shard_is_read_back(tmp_path_factory, ids, data):
     path = tmp_path_factory.mktemp("shard") / "x.bin"

@@ -44,7 +44,7 @@ def ours() -> tokenizer.Tokenizer:
 
 
 @needs_ranks
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(texts=st.lists(ANY_TEXT, max_size=5))
 def test_gpt2_is_tiktokens_encode_ordinary(ours, reference, texts):
     assert [ids.tolist() for ids in ours.encode(texts)] == [reference.encode_ordinary(t) for t in texts]

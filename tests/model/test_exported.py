@@ -206,7 +206,7 @@ def refused(*words: object, exit_code: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data):
     """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
     form = weights.spec_of("F32", (2, 3))

@@ -238,7 +238,7 @@ def test_paired_heads_are_one_softmax_for_each_query():
     query_tile=st.sampled_from([4, 8, 16]),
     key_tile=st.sampled_from([4, 8, 16]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, block, query_tile, key_tile):
     doc = np.repeat(np.arange(len(lengths) + 1), [*lengths, 48])[:48]
     first_BT = first_key(jnp.asarray(doc)[None], jnp.int32(window), block)

@@ -17,10 +17,12 @@ from speedrun.science.kernels.dispatch import (
     Choice,
     HeadCall,
     Kernels,
+    LookupCall,
     MlpCall,
     QkNormCall,
     choose_attention,
     choose_head,
+    lookup_impl,
     mlp_impl,
     qk_norm_impl,
 )
@@ -49,6 +51,13 @@ CASES: list[tuple[Callable[[Any], Any], Any, list[tuple[dict[str, Any], str, str
         ({"compute_capability": "7.5"}, "definition", "not triton: this is a gpu 7.5"),
         ({"dtype": F32}, "definition", "float32 inputs"),
         ({"head_dim": 96}, "definition", "heads of 96 dimensions"),
+        (CPU, "definition", "this is a cpu"),
+    ]),
+    (lookup_impl, LookupCall(49_152, 768, BF16, "gpu", "9.0"), [
+        ({}, "triton", "tiles of equal ids"),
+        ({"num_tokens": 100}, "definition", "not triton: 100 tokens; the kernel needs a multiple of 64"),
+        ({"model_dim": 192}, "definition", "rows of 192; the kernel needs a multiple of 128"),
+        ({"dtype": F32}, "definition", "float32 inputs"),
         (CPU, "definition", "this is a cpu"),
     ]),
     (mlp_impl, MLP, [

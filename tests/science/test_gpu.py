@@ -21,7 +21,13 @@ from speedrun.recipes.record89 import model as record89
 from speedrun.recipes.record89.normuon_and_adam import polar_express
 from speedrun.recipes.record92 import anvil
 from speedrun.science import nn
-from speedrun.science.kernels import attention_triton, cross_entropy_gpu, dispatch, qk_norm_triton
+from speedrun.science.kernels import (
+    attention_triton,
+    cross_entropy_gpu,
+    dispatch,
+    lookup_triton,
+    qk_norm_triton,
+)
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.attention import attention, first_key
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
@@ -122,6 +128,25 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
         yield f"{name}, {tokens} tokens", *both, (angles, dy, *qk), 0.004
 
 
+def _lookup(name: str, size: Size) -> Iterator[_Case]:
+    """Ids with the frequencies of words: the first is a tenth of all."""
+    call = dispatch.LookupCall(size.tokens, 2 * size.model_dim, jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY)
+    fast = partial(lookup_triton.lookup, interpret=True)
+    fast = fast if PLATFORM == "cpu" else dispatch.lookup_impl(call).function
+    for tokens in (size.tokens, 16 * size.tokens):
+        ids_N = jnp.asarray(np.random.default_rng(0).zipf(1.1, 8 * tokens) - 1)
+        ids_BT = ids_N[ids_N < size.vocab_size][:tokens].reshape(2, -1)
+        table_VD = jax.random.normal(jax.random.key(0), (size.vocab_size, call.model_dim), call.dtype)
+        dy_BTD = jax.random.normal(jax.random.key(1), (*ids_BT.shape, call.model_dim), call.dtype)
+
+        def results(form: Callable[..., Any], ids: Any, dy: jax.Array, table: jax.Array) -> Results:
+            rows, pull = jax.vjp(lambda table: form(table, ids, lookup_triton.order(ids)), table)
+            return {"rows": rows, "dtable": pull(dy.astype(rows.dtype))[0]}
+
+        both = partial(results, fast), partial(results, lambda table, ids, _: nn.lookup(table, ids))
+        yield f"{name}, {tokens} tokens", *both, (ids_BT, dy_BTD, table_VD), 0.004
+
+
 MLPS: Mapping[str, Any] = {
     "mlp-bf16": {"factors": "bfloat16"},
     "mlp-fp8": {"factors": "float8_e4m3fn"},
@@ -215,6 +240,7 @@ def wrong(fast: Callable[..., Results], definition: Callable[..., Results], args
 KERNELS = {
     **dict.fromkeys(("triton", "banded"), _attention),
     "qk-norm": _qk_norm,
+    "lookup": _lookup,
     **dict.fromkeys(MLPS, _mlp),
     **dict.fromkeys(("head-bf16", "head-fp8"), _head),
 }

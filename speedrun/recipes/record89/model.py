@@ -21,7 +21,7 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import first_key
 from speedrun.science.kernels.cross_entropy import Cap
-from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.kernels.dispatch import Kernels, Lookup
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
 
@@ -89,17 +89,17 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     return Context(
         kernels,
         views(doc_BT, inputs, turns, turns, cfg),
-        *embeddings(p, tokens_BT, cfg),
+        *embeddings(p, kernels.lookup(tokens_BT), cfg),
         bigrams(p, tokens_BT, inputs["bigram_signs"]),
         inputs.values.get("mlp", {}),
         (first_key(doc_BT, cfg.compose_keys, 1), cfg.compose_keys),
     )
 
 
-def embeddings(p: Params, tokens_BT: jax.Array, cfg: Sizes) -> tuple[jax.Array, dict[int, jax.Array]]:
+def embeddings(p: Params, rows_of: Lookup, cfg: Sizes) -> tuple[jax.Array, dict[int, jax.Array]]:
     """Return x0 and the value embeddings [B, T, D] by layer."""
-    values = {i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")}
-    return nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)), values
+    values = {i: rows_of(p[f"value_embed.{i}"]) for i in cfg.layers_with("value")}
+    return nn.rms_norm(smeared(rows_of(p["embed"]), p)), values
 
 
 def views(doc_BT: jax.Array, inputs: Inputs, short: Turns, long: Turns, cfg: Sizes) -> dict[str, View]:

@@ -51,7 +51,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     short, long = ((inputs[f"{kind}_rotary"], inputs[f"{kind}_scale"]) for kind in ("short", "long"))
     views = record89.views(segment_BT, inputs, short, long, cfg)
     ngram_BTD = ngrams(p, tokens_BT, inputs["bigram_signs"])
-    embedded = record89.embeddings(p, tokens_BT, cfg)
+    embedded = record89.embeddings(p, kernels.lookup(tokens_BT), cfg)
     return Context(kernels, views, *embedded, ngram_BTD, inputs.values.get("mlp", {}))
 
 

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.base.errors import UsageError, unknown
-from speedrun.science.kernels import attention_banded, attention_triton, cross_entropy, mlp_gradients
+from speedrun.science import nn
+from speedrun.science.kernels import (
+    attention_banded,
+    attention_triton,
+    cross_entropy,
+    lookup_triton,
+    mlp_gradients,
+)
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import mlp as mlps
 from speedrun.science.kernels import qk_norm_triton as fused
@@ -38,6 +45,10 @@ class Choice(NamedTuple):
     name: str
     function: Callable[..., Any]
     reason: str
+
+
+#: table [V, D] -> rows [B, T, D]
+Lookup = Callable[[jax.Array], jax.Array]
 
 
 class Implementation(NamedTuple):
@@ -79,6 +90,16 @@ class MlpCall(NamedTuple):
     rounds_gradients: bool = False  #: to 8 bits, as the factors
 
 
+class LookupCall(NamedTuple):
+    """Static facts of a lookup in a table, and of the sums of its gradient."""
+
+    num_tokens: int  #: on one device
+    model_dim: int
+    dtype: jnp.dtype
+    platform: str
+    compute_capability: str
+
+
 class HeadCall(NamedTuple):
     """Static facts of a call of the loss head."""
 
@@ -107,7 +128,7 @@ def _platform_reasons(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str
     return [f"this is a {here}; the kernels need an {need}"]
 
 
-def _triton_reasons(call: AttentionCall | QkNormCall) -> list[str]:
+def _triton_reasons(call: AttentionCall | QkNormCall | LookupCall) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
     return _platform_reasons(call, _TRITON) + other
 
@@ -138,6 +159,13 @@ def qk_norm_impl(call: QkNormCall) -> Choice:
     if reasons := _triton_reasons(call) + fused.unsupported_reasons(call.head_dim):
         return Choice("definition", qk_norm, f"not triton: {', '.join(reasons)}")
     return Choice("triton", fused.qk_norm, "one pass")
+
+
+def lookup_impl(call: LookupCall) -> Choice:
+    """Return the implementation that sums gradients in tiles where it can run, else the definition."""
+    if reasons := _triton_reasons(call) + lookup_triton.unsupported_reasons(*call[:2]):
+        return Choice("definition", lambda *args: nn.lookup(*args[:2]), f"not triton: {', '.join(reasons)}")
+    return Choice("triton", lookup_triton.lookup, "gradients summed in tiles of equal ids")
 
 
 def mlp_impl(call: MlpCall) -> Choice:
@@ -251,6 +279,17 @@ class Kernels:
         call = QkNormCall(q_BTHK.shape[3], *self._on(q_BTHK))
         choice = self._chosen(f"qk_norm {_spec(q_BTHK)}", qk_norm_impl(call))
         return choice.function(q_BTHK, k_BTHK, angles)
+
+    def lookup(self, ids_BT: jax.Array, by_id: lookup_triton.Order | None = None) -> Lookup:
+        """Return a function that computes `nn.lookup` of a table, for ids that it has. Tables share a sort of ids."""
+        sorted_ids = by_id or lookup_triton.order(ids_BT)
+
+        def rows_of(table_VD: jax.Array) -> jax.Array:
+            call = LookupCall(ids_BT.size, table_VD.shape[1], *self._on(table_VD))
+            choice = self._chosen(f"lookup of {ids_BT.size} in {_spec(table_VD)}", lookup_impl(call))
+            return choice.function(table_VD, ids_BT, sorted_ids)
+
+        return rows_of
 
     def mlp(
         self,

@@ -82,6 +82,7 @@ class Context(NamedTuple):
     """Inputs that all layers share, computed once per step."""
 
     kernels: Kernels
+    x0_ND: jax.Array
     windows: dict[AttentionKind, Window]
     first_BT: dict[AttentionKind, jax.Array]  #: the first key that each token sees
     angles: tuple[jax.Array, jax.Array]
@@ -154,20 +155,22 @@ def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels:
     """Compute the shared inputs of the layers."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
     windows: dict[AttentionKind, Window] = {"long": long, "short": long.halved()}
-    heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
+    rows_of, heads = kernels.lookup(tokens_BT), (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     return Context(
         kernels=kernels,
+        # Two dimensions: with three, XLA copies the stream before each product that is added to it.
+        x0_ND=nn.rms_norm(rows_of(p["embed"]).reshape(-1, cfg.model_dim)),
         windows=windows,
         first_BT={kind: first_key(doc_BT, one.blocks, cfg.block_tokens) for kind, one in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
-        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables},
+        values={i: rows_of(p[f"value_embed.{i}"]).reshape(heads) for i in cfg.used_tables},
     )
 
 
-def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
+def block(x_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """Apply a layer: embedding shortcut, attention, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
-    x_ND = nn.weighted_sum((keep, x_ND), (shortcut, x0_ND))
+    x_ND = nn.weighted_sum((keep, x_ND), (shortcut, ctx.x0_ND))
     x_ND = x_ND + attend(nn.rms_norm(x_ND), p, i, ctx, cfg)
     return x_ND + cfg.mlp(nn.rms_norm(x_ND), p, f"block.{i}", ctx.kernels)
 
@@ -179,13 +182,11 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     half adds the output of its mirror layer in the first (U-net, record 11).
     """
     ctx = context(p, tokens_BT, inputs.window("window_blocks"), cfg, kernels)
-    # Two dimensions: with three, XLA copies the stream before each product that is added to it.
-    x_ND = x0_ND = nn.rms_norm(nn.lookup(p["embed"], tokens_BT.reshape(-1)))
-    half, saved = cfg.num_layers // 2, []
+    x_ND, half, saved = ctx.x0_ND, cfg.num_layers // 2, []
     for i in range(half):
-        x_ND = block(x_ND, x0_ND, p, i, ctx, cfg)
+        x_ND = block(x_ND, p, i, ctx, cfg)
         saved.append(x_ND)
     for i in range(half, cfg.num_layers):
         x_ND = x_ND + nn.weighted_sum((p["skips"][i - half], saved.pop()))
-        x_ND = block(x_ND, x0_ND, p, i, ctx, cfg)
+        x_ND = block(x_ND, p, i, ctx, cfg)
     return nn.rms_norm(x_ND).reshape(*tokens_BT.shape, -1)

@@ -1,0 +1,124 @@
+"""Rows of a table, whose gradient is summed tile by tile, in Pallas for Triton.
+
+XLA adds rows of a gradient to zeros in float32 in memory, in any order, and rounds the sums in a further pass. Here
+tokens are sorted by id, and a program takes some columns of a tile of them: a product with [id_i = id_j] adds those of
+equal ids, and a loop adds what later tiles have of the tile's last id. So a gradient is read once, and a run repeats.
+
+Legend: B batch, T time, N tokens, V rows of the table, D model; inside a kernel C tokens of a tile, J columns.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from speedrun.science.kernels.varying import varying_like
+
+#: Of a tile, whose loads are all in flight at once.
+TOKENS, COLUMNS, WARPS = 64, 128, 4
+
+
+class Order(NamedTuple):
+    """Tokens by id."""
+
+    ids_N: jax.Array  #: i32, ascending
+    places_N: jax.Array  #: i32, where each of them is
+
+
+def order(ids_BT: jax.Array) -> Order:
+    """Sort tokens by id; equal ids keep their order, so that sums repeat."""
+    places_N = varying_like(jnp.arange(ids_BT.size, dtype=jnp.int32), ids_BT)
+    return Order(*jax.lax.sort_key_val(ids_BT.reshape(-1), places_N, is_stable=True))
+
+
+def unsupported_reasons(num_tokens: int, model_dim: int) -> list[str]:
+    """Return why the kernel cannot sum gradients of these sizes."""
+    reasons = []
+    if num_tokens % TOKENS:
+        reasons.append(f"{num_tokens:,} tokens; the kernel needs a multiple of {TOKENS}")
+    if model_dim % COLUMNS:
+        reasons.append(f"rows of {model_dim}; the kernel needs a multiple of {COLUMNS}")
+    return reasons
+
+
+def lookup(table_VD: jax.Array, ids_BT: jax.Array, by_id: Order, *, interpret: bool = False) -> jax.Array:
+    """Compute `nn.lookup` for ids that the table has, given their `order`.
+
+    A gradient that is infinite makes those of other ids of its tile NaN.
+    """
+    return _looked_up(partial(row_sums, interpret=interpret), table_VD, ids_BT, by_id)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _looked_up(_: Any, table_VD: jax.Array, ids_BT: jax.Array, __: Order) -> jax.Array:
+    return table_VD[ids_BT]
+
+
+def _forward(_: Any, table_VD: jax.Array, ids_BT: jax.Array, by_id: Order) -> tuple[jax.Array, Any]:
+    return table_VD[ids_BT], (table_VD, by_id)  # of the table, the shape is used
+
+
+def _backward(sums_of: Any, saved: Any, dy_BTD: jax.Array) -> tuple[jax.Array, None, None]:
+    table_VD, by_id = saved
+    return sums_of(by_id, dy_BTD.reshape(-1, dy_BTD.shape[-1]), len(table_VD)), None, None
+
+
+_looked_up.defvjp(_forward, _backward)
+
+
+def row_sums(by_id: Order, dy_ND: jax.Array, num_rows: int, *, interpret: bool = False) -> jax.Array:
+    """Return the sum of gradients for each row, [V, D] in their dtype, rounded once."""
+    num_tokens, dim = dy_ND.shape
+    zeros_VD = varying_like(jnp.zeros((num_rows, dim), dy_ND.dtype), dy_ND)
+    axes = jax.typeof(dy_ND).manual_axis_type
+    return pl.pallas_call(
+        _row_sums,
+        grid=(num_tokens // TOKENS, dim // COLUMNS),
+        out_shape=jax.ShapeDtypeStruct(zeros_VD.shape, zeros_VD.dtype, manual_axis_type=axes),
+        input_output_aliases={3: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS),
+        interpret=interpret,
+        name="row_sums",
+    )(*by_id, dy_ND, zeros_VD)
+
+
+def _row_sums(ids_ref: Any, places_ref: Any, dy_ref: Any, _: Any, sums_ref: Any) -> None:
+    start = pl.program_id(0) * TOKENS
+    t_C, columns = start + jnp.arange(TOKENS), pl.ds(pl.program_id(1) * COLUMNS, COLUMNS)
+
+    def tile(start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the ids and the gradients of a tile."""
+        here = pl.ds(start, TOKENS)
+        return ids_ref[here], dy_ref[places_ref[here], columns]
+
+    ids_C, dy_CJ = tile(start)
+    opens_C = (t_C == 0) | (ids_ref[jnp.maximum(t_C - 1, 0)] != ids_C)
+    is_same_CC = ids_C[:, None] == ids_C[None, :]
+    sums_CJ = plgpu.dot(is_same_CC.astype(dy_CJ.dtype), dy_CJ)
+
+    last = ids_ref[start + TOKENS - 1]
+    is_last_C = ids_C == last
+    has_opened = jnp.max(jnp.where(opens_C & is_last_C, 1, 0)) > 0
+
+    def goes_on(carried: Any) -> jax.Array:
+        start, _ = carried
+        next_id = ids_ref[jnp.minimum(start, ids_ref.shape[0] - 1)]
+        return has_opened & (start < ids_ref.shape[0]) & (next_id == last)
+
+    def add(carried: Any) -> tuple[jax.Array, jax.Array]:
+        start, more_J = carried
+        ids_C, dy_CJ = tile(start)
+        dy_CJ = jnp.where((ids_C == last)[:, None], dy_CJ.astype(jnp.float32), 0.0)
+        return start + TOKENS, more_J + jnp.sum(dy_CJ, axis=0)
+
+    _, more_J = jax.lax.while_loop(goes_on, add, (start + TOKENS, jnp.zeros(COLUMNS, jnp.float32)))
+    sums_CJ += jnp.where(is_last_C[:, None], more_J[None, :], 0.0)
+    # Of equal ids, the first has their sum. The others have no row: where kernels are interpreted, masks are no help.
+    opens_C &= ids_C < sums_ref.shape[0]
+    rows_CJ = jnp.broadcast_to(jnp.where(opens_C, ids_C, sums_ref.shape[0])[:, None], sums_CJ.shape)
+    columns_CJ = jnp.broadcast_to(pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS), sums_CJ.shape)
+    mask_CJ = jnp.broadcast_to(opens_C[:, None], sums_CJ.shape)
+    plgpu.store(sums_ref.at[rows_CJ, columns_CJ], sums_CJ.astype(sums_ref.dtype), mask=mask_CJ)
