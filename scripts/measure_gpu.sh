@@ -39,7 +39,7 @@ fetch() {
 # attention, by a step of the schedule that has them.
 each() {
   local step=(--recipe record21 --devices 1) one=(--microbatches 1 --set stages.0.num_sequences=1) steps=60
-  local heads=(--tokens 49152 --heads 6 --dim 128) head=(--tokens 49152 --dim 768) text form w blocks
+  local heads=(--tokens 49152 --heads 6 --dim 128) head=(--tokens 49152 --dim 768) text form w blocks change
   local record92=(--recipe record92 --devices 1 --microbatches 1 --first-step 802) columns=24576 i
   local small=(--set config.ngram_rows=65536) whole=(--set config.ngram_rows=10575360) tries=18 fifty=50
   local record89=(--recipe record89 --devices 1 --microbatches 1 --first-step 1001) turn=10
@@ -79,10 +79,11 @@ each() {
   # If record 92 does not train: one change at a time.
   local anvil=(bench step "${record92[@]}" "${small[@]}" --steps "$tries")
   "$1" anvil-polar 300 "${anvil[@]}" --set optimizer.polar_dtype=float32
+  for change in mlp_gradient_scale=0 mlp_dtype=bfloat16 qkv_dtype=bfloat16; do
+    "$1" "anvil-${change%=*}" 300 "${anvil[@]}" --set "config.$change"
+  done
   "$1" anvil-banded 300 "${anvil[@]}" --attention banded
   "$1" anvil-columns 300 "${anvil[@]}" --set "schedule.phases.2.columns=($columns,)"
-  "$1" anvil-gradients 300 "${anvil[@]}" --set config.mlp_gradient_scale=0
-  "$1" anvil-mlp 300 "${anvil[@]}" --set config.mlp_dtype=bfloat16
   "$1" doctor 120 doctor
   "$1" head 120 bench head "${head[@]}"
   for blocks in 1 2 4 7 10 14; do

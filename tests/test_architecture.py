@@ -68,7 +68,7 @@ MORE_SCIENCE = {"record89": 646, "record92": 306, "record92_masked": 100}
 #: pure StableHLO of programs; 49 score text that is drawn after the result.
 CLOSURE_LINES = 5_405
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
-KERNEL_LINES = 1_614
+KERNEL_LINES = 1_645
 #: All code but tests and records: package, pages, tracks, scripts and jobs, blank lines included. It only goes down.
 HOUSE_LINES = 31732
 #: What planned work adds to it, by name; at most 600 for speed, 1,000 for record 92 with rows that travel, and 700
@@ -84,7 +84,7 @@ ALLOWANCES = {
     "rooms": 65,
     "keeper": 338,
     "trust": 500,
-    "faster": 552,
+    "faster": 700,
     "demo": 399,
     "questions": 441,
     "agents": 150,

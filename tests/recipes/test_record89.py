@@ -16,7 +16,7 @@ from speedrun import recipes
 from speedrun.base import mesh
 from speedrun.base.errors import UsageError
 from speedrun.recipes.record89.model import spread
-from speedrun.science.recipe import Stage
+from speedrun.science.recipe import Recipe, Stage
 from speedrun.train import recipe_checks
 from speedrun.train.program import Program
 
@@ -115,14 +115,24 @@ def test_eight_bits_are_in_training_only(gradient_scale, of_mlp):
     """Some products of each layer's MLP, and three of the head."""
     own = {"mlp_dtype": "float8_e4m3fn", "mlp_gradient_scale": gradient_scale}
     config = dataclasses.replace(SMOKE.config, **own, head_fp8=RECORD.config.head_fp8)
-    program = Program(dataclasses.replace(SMOKE, config=config), mesh.make_mesh(1), vocabulary=())
-    state, ids = jax.eval_shape(program.init, jax.random.key(0)), jax.ShapeDtypeStruct((8, 256), np.int32)
+    assert products_in_eight_bits(dataclasses.replace(SMOKE, config=config), 256) == (of_mlp * 11 + 3, 0)
+
+
+def products_in_eight_bits(recipe: Recipe, num_tokens: int) -> tuple[int, int]:
+    """How many a training step has, and a validation."""
+    program = Program(recipe, mesh.make_mesh(1), vocabulary=())
+    state, ids = (
+        jax.eval_shape(program.init, jax.random.key(0)),
+        jax.ShapeDtypeStruct((8, num_tokens), np.int32),
+    )
     static, params = program.static_at(0), state.params
     train = program.train_step_for(static).lower(state, ids, ids, program.schedule).as_text()
     score = program.eval_step_for(static).lower(params, ids, ids, program.schedule, state.step).as_text()
-    products = [line for line in train.splitlines() if "stablehlo.dot_general" in line]
-    assert sum("xf8E" in line for line in products) == of_mlp * 11 + 3
-    assert "f8E" not in score
+    both = [
+        [line for line in text.splitlines() if "stablehlo.dot_general" in line] for text in (train, score)
+    ]
+    train_8, score_8 = (sum("xf8E" in line for line in lines) for lines in both)
+    return train_8, score_8
 
 
 @pytest.mark.parametrize("shape", [(2, 96), (3, 7)])

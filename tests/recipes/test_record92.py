@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_record89 import products_in_eight_bits
 
 import speedrun as sr
 from speedrun import recipes
@@ -40,6 +41,12 @@ def test_the_rows_of_a_sequence_fit_between_eight_devices(num_tokens):
     )
     found = np.unique(ngram_rows(jnp.asarray(ids, jnp.int32)[None], sizes.ngram_rows))
     assert np.bincount(found // each).max() < max_rows(2 * num_tokens, each, 8)
+
+
+def test_queries_keys_and_values_have_eight_bits_in_training_only():
+    """Forward products of seven layers, of a sibling with none else in eight bits."""
+    config = {"config.qkv_dtype": "float8_e4m3fn"}
+    assert products_in_eight_bits(SMOKE.override(config), SMOKE.stages[0].seq_len) == (3 * 7, 0)
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -56,7 +56,7 @@ CASES: list[tuple[Callable[[Any], Any], Any, list[tuple[dict[str, Any], str, str
     (lookup_impl, LookupCall(49_152, 768, BF16, "gpu", "9.0"), [
         ({}, "triton", "tiles of equal ids"),
         ({"num_tokens": 100}, "definition", "not triton: 100 tokens; the kernel needs a multiple of 64"),
-        ({"model_dim": 192}, "definition", "rows of 192; the kernel needs a multiple of 128"),
+        ({"model_dim": 192}, "definition", "192 dimensions; the kernel needs a multiple of 128"),
         ({"dtype": F32}, "definition", "float32 inputs"),
         (CPU, "definition", "this is a cpu"),
     ]),

@@ -1,6 +1,7 @@
 """Pure functions of models against their formulas in NumPy."""
 
 import statistics
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from speedrun.science import nn
-from speedrun.science.kernels.mlp import bounds, mlp, product
+from speedrun.science.kernels.mlp import bounds, mlp, product, unscaled
 
 
 @pytest.mark.parametrize("size", [1.0, 2.0**-12])  # the mean square of the other is half of epsilon
@@ -96,6 +97,31 @@ def test_products_in_eight_bits_round_each_factor_by_its_own_scale():
             np.asarray(mine, np.float64).reshape(want.shape), want, rtol=2**-8, atol=1e-3
         )
     np.testing.assert_array_equal(product(x, 0 * w, most, "float8_e4m3fn"), jnp.zeros_like(x @ w.T))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_without_their_scale_have_the_gradients_of_exact_factors(dtype, size):
+    random, factors = np.random.default_rng(0), "float8_e4m3fn"
+    x = nn.rms_norm(jnp.asarray(random.standard_normal((12, 16)), dtype))
+    weights = tuple(jnp.asarray(size * random.standard_normal((n, 16)), dtype) for n in (7, 7, 3))
+    dys = tuple(jnp.asarray(random.standard_normal((12, len(w))), dtype) for w in weights)
+
+    def scaled(x, weights):
+        products, scales = unscaled(x, weights, factors)
+        return tuple(y * s.astype(dtype) for y, s in zip(products, scales, strict=True))
+
+    got, pull = jax.vjp(scaled, x, weights)
+    dx, dweights = pull(dys)
+    most, wide = {"float32": 1e-6, "bfloat16": 2.0**-6}[dtype], partial(np.asarray, dtype=np.float64)
+    exact = np.sum([wide(dy) @ wide(w) for dy, w in zip(dys, weights, strict=True)], axis=0)
+    np.testing.assert_allclose(wide(dx), exact, rtol=most, atol=most * np.abs(exact).max())
+    for y, w, dy, dw in zip(got, weights, dys, dweights, strict=True):
+        want = product(x, w, jnp.float32(4), factors)
+        np.testing.assert_allclose(
+            wide(y), wide(want), rtol=most, atol=most * float(np.abs(wide(want)).max())
+        )
+        np.testing.assert_allclose(wide(dw), wide(dy).T @ wide(x), rtol=most, atol=10 * most)
 
 
 def test_the_mlp_in_eight_bits_is_near_that_in_sixteen_also_where_its_bounds_are_reached():

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.science import nn
 from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.cross_entropy import products
 from speedrun.science.kernels.dispatch import Kernels
+from speedrun.science.kernels.mlp import Arrays, Factors, unscaled
 
 Angles = tuple[jax.Array, jax.Array]
 Turns = tuple[jax.Array, jax.Array]  #: frequencies [K/4] and attention's scale
@@ -64,11 +64,11 @@ def narrowed(w_ND: jax.Array, num_heads: int, width: int) -> jax.Array:
     return w_ND if w_HKD.shape[1] == width else w_HKD[:, :width].reshape(-1, w_ND.shape[-1])
 
 
-def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads: int) -> Heads:
-    """Return W h for each head. `qk_HND` has pairs of heads: first of queries, then of keys."""
+def project(h_BTD: jax.Array, qkv: Arrays, num_heads: int, factors: Factors) -> tuple[Heads, jax.Array]:
+    """Return W h for each head, and the scale that values lack. In 8 bits, QK-norm makes up for those of the others."""
     heads, h_TD = (*h_BTD.shape[:2], num_heads, -1), h_BTD.reshape(-1, h_BTD.shape[-1])
-    projected = nn.project(h_TD, *qk_HND.reshape(2, -1, h_TD.shape[1]), value_ND)
-    return Heads(*(x_TN.reshape(heads) for x_TN in projected))
+    projected, scales = unscaled(h_TD, qkv, factors)
+    return Heads(*(x_TN.reshape(heads) for x_TN in projected)), jax.lax.stop_gradient(scales[-1])
 
 
 def rotated(heads: Heads, view: View, kernels: Kernels) -> tuple[Heads, View]:

@@ -78,7 +78,7 @@ class Context(NamedTuple):
     x0_BTD: jax.Array
     values: dict[int, jax.Array]  #: value embeddings [B, T, D] by layer
     ngram_BTD: jax.Array
-    mlp: Mapping[str, Any]  #: how `Kernels.mlp` multiplies
+    products: Mapping[str, Any]  #: how `Kernels.mlp` ("mlp") and `attention.project` ("qkv") multiply
     compose: tuple[jax.Array, int] | None = None  #: first key of composed heads [B, T], and most keys
 
 
@@ -91,7 +91,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
         views(doc_BT, inputs, turns, turns, cfg),
         *embeddings(p, kernels.lookup(tokens_BT), cfg),
         bigrams(p, tokens_BT, inputs["bigram_signs"]),
-        inputs.values.get("mlp", {}),
+        inputs.values.get("products", {}),
         (first_key(doc_BT, cfg.compose_keys, 1), cfg.compose_keys),
     )
 
@@ -150,15 +150,17 @@ def mix_positions(
     qk_ND = narrowed(p[f"block.{i}.qk"].reshape(-1, cfg.model_dim), 2 * cfg.num_heads, qk_width)
     value_ND, in_ND = (narrowed(w, cfg.num_heads, value_width) for w in (value_ND, out_ND.T))
     qk_ND, value_ND = (nn.scaled(w, scale_in) for w in (qk_ND, value_ND))
-    heads = attention.project(h_BTD, qk_ND, value_ND, cfg.num_heads)
+    qkv = *jnp.split(qk_ND, 2), value_ND
+    heads, value_scale = attention.project(h_BTD, qkv, cfg.num_heads, ctx.products.get("qkv", "float32"))
     if {"offset", "compose"} & {*layer.extras}:
         heads, view = attention.rotated(heads, view, ctx.kernels)
     if "offset" in layer.extras:
         heads = attention.with_key_offset(heads)
     if value_BTHK is not None:
-        heads = heads._replace(v=heads.v + value_BTHK[..., :value_width].astype(heads.v.dtype))
+        other_BTHK = nn.weighted_sum((1 / value_scale, value_BTHK[..., :value_width]))
+        heads = heads._replace(v=heads.v + other_BTHK.astype(heads.v.dtype))
     o_BTHK = correct(attention.attend(heads, view, ctx.kernels), heads, i, gates, ctx)
-    return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ nn.scaled(in_ND.T, scale_out * post).T
+    return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ nn.scaled(in_ND.T, scale_out * post * value_scale).T
 
 
 def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context) -> jax.Array:
@@ -177,9 +179,9 @@ def mix_channels(
     x_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Sizes, post: jax.Array
 ) -> list[jax.Array]:
     """Return post times each MLP of layer `i`."""
-    z_BTD = nn.rms_norm(x_BTD)
+    z_BTD, how = nn.rms_norm(x_BTD), ctx.products.get("mlp", {})
     weights = [(p[f"block.{i}.up{end}"], nn.scaled(p[f"block.{i}.down{end}"], post)) for end in cfg.mlps(i)]
-    return [ctx.kernels.mlp(z_BTD, up_FD, down_FD.T, **ctx.mlp) for up_FD, down_FD in weights]
+    return [ctx.kernels.mlp(z_BTD, up_FD, down_FD.T, **how) for up_FD, down_FD in weights]
 
 
 def add_attention(
@@ -271,7 +273,7 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
     The inputs are windows in tokens (`short_keys`, `long_keys`), frequencies f32 [K/4] (`rotary`), `attention_scale`,
-    `bigram_signs` +-1 [S, D], and in training how MLPs multiply (`mlp`).
+    `bigram_signs` +-1 [S, D], and in training how to multiply (`products`).
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     stream, _, x_BTD = layers(p, ctx, cfg)
@@ -289,8 +291,8 @@ def logits(p: Params, x_ND: jax.Array, _: Inputs, __: Sizes) -> jax.Array:
 
 def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
     """Return the weighted negative log likelihood of the targets, summed over the tokens of a sequence."""
-    mlp = {"factors": cfg.mlp_dtype, "gradient_scale": cfg.mlp_gradient_scale}
-    in_training = replace(inputs, values={**inputs.values, "mlp": mlp})
+    products = {"mlp": {"factors": cfg.mlp_dtype, "gradient_scale": cfg.mlp_gradient_scale}}
+    in_training = replace(inputs, values={**inputs.values, "products": products})
     x_BTD = forward(p, batch.tokens_BT, in_training, cfg, kernels)
     x_ND, targets = x_BTD.reshape(-1, cfg.model_dim), targets_of(batch.targets_BT, inputs)
     losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=cfg.head_fp8)

@@ -51,7 +51,7 @@ RECIPE = Recipe(
     name="record92",
     summary="11 layers, 300M parameters and 65B of n-grams, 0.33B tokens: modded-nanogpt's record 92",
     parent="record89",
-    revision=2,
+    revision=3,
     config=Config(
         vocab_size=50304,
         model_dim=768,
@@ -81,6 +81,7 @@ RECIPE = Recipe(
         head_fp8=RECORD92,
         mlp_dtype="float8_e4m3fn",
         mlp_gradient_scale=2**-6,
+        qkv_dtype="float8_e4m3fn",
     ),
     table=table,
     forward=forward,

@@ -52,14 +52,14 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     views = record89.views(segment_BT, inputs, short, long, cfg)
     ngram_BTD = ngrams(p, tokens_BT, inputs["bigram_signs"])
     embedded = record89.embeddings(p, kernels.lookup(tokens_BT), cfg)
-    return Context(kernels, views, *embedded, ngram_BTD, inputs.values.get("mlp", {}))
+    return Context(kernels, views, *embedded, ngram_BTD, inputs.values.get("products", {}))
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
     The inputs are windows in tokens (`short_keys`, `long_keys`); for each, frequencies f32 [K/4] (`short_rotary`, ...)
-    and attention's scale (`short_scale`, ...); `bigram_signs` +-1 [S, D]; in training `segment_tokens`, `mlp`.
+    and attention's scale (`short_scale`, ...); `bigram_signs` +-1 [S, D]; in training `segment_tokens`, `products`.
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     stream, middle_BTD, x_BTD = record89.layers(p, ctx, cfg)
@@ -78,7 +78,7 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
     so has the likelihood in the log.
     """
     mlp = {"factors": cfg.mlp_dtype, "gradient_scale": cfg.mlp_gradient_scale}
-    own = {"segment_tokens": cfg.segment_tokens, "mlp": mlp}
+    own = {"segment_tokens": cfg.segment_tokens, "products": {"mlp": mlp, "qkv": cfg.qkv_dtype}}
     in_training = replace(inputs, values={**inputs.values, **own})
     x_BTD, v = forward(p, batch.tokens_BT, in_training, cfg, kernels), cfg.vocab_size
     score = partial(kernels.weighted_cross_entropy, cap=CAP, fp8=cfg.head_fp8)

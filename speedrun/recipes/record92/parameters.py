@@ -9,6 +9,7 @@ from speedrun.recipes.record89 import parameters as record89
 from speedrun.recipes.record89.parameters import FROZEN, LAST, LATE, SKIP, Attention, Extra, Layer, Widths
 from speedrun.recipes.record92.tokens import STRIDE, ngram_rows
 from speedrun.science import params
+from speedrun.science.kernels.mlp import Factors
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 
 TWIN = 8  #: layer with two MLPs side by side
@@ -21,6 +22,7 @@ class Config(record89.Sizes):
     ngram_rows: Count  #: half for pairs, half for triples
     mix_dim: Count  #: neighbouring channels that share a weight of the end mix
     segment_tokens: Count  #: in training, attention does not cross a cut after so many tokens of a document
+    qkv_dtype: Factors  #: of the factors of queries', keys' and values' forward products in training
     sweep_starts: Count  #: where the sequences of a step start their first sweeps
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ equal ids, and a loop adds what later tiles have of the tile's last id. So a gra
 Legend: B batch, T time, N tokens, V rows of the table, D model; inside a kernel C tokens of a tile, J columns.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,53 +37,45 @@ def order(ids_BT: jax.Array) -> Order:
 
 def unsupported_reasons(num_tokens: int, model_dim: int) -> list[str]:
     """Return why the kernel cannot sum gradients of these sizes."""
-    reasons = []
-    if num_tokens % TOKENS:
-        reasons.append(f"{num_tokens:,} tokens; the kernel needs a multiple of {TOKENS}")
-    if model_dim % COLUMNS:
-        reasons.append(f"rows of {model_dim}; the kernel needs a multiple of {COLUMNS}")
-    return reasons
-
-
-def lookup(table_VD: jax.Array, ids_BT: jax.Array, by_id: Order, *, interpret: bool = False) -> jax.Array:
-    """Compute `nn.lookup` for ids that the table has, given their `order`.
-
-    A gradient that is infinite makes those of other ids of its tile NaN.
-    """
-    return _looked_up(partial(row_sums, interpret=interpret), table_VD, ids_BT, by_id)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _looked_up(_: Any, table_VD: jax.Array, ids_BT: jax.Array, __: Order) -> jax.Array:
-    return table_VD[ids_BT]
-
-
-def _forward(_: Any, table_VD: jax.Array, ids_BT: jax.Array, by_id: Order) -> tuple[jax.Array, Any]:
-    return table_VD[ids_BT], (table_VD, by_id)  # of the table, the shape is used
-
-
-def _backward(sums_of: Any, saved: Any, dy_BTD: jax.Array) -> tuple[jax.Array, None, None]:
-    table_VD, by_id = saved
-    return sums_of(by_id, dy_BTD.reshape(-1, dy_BTD.shape[-1]), len(table_VD)), None, None
-
-
-_looked_up.defvjp(_forward, _backward)
+    sizes = [(num_tokens, "tokens", TOKENS), (model_dim, "dimensions", COLUMNS)]
+    return [f"{n:,} {what}; the kernel needs a multiple of {tile}" for n, what, tile in sizes if n % tile]
 
 
 def row_sums(by_id: Order, dy_ND: jax.Array, num_rows: int, *, interpret: bool = False) -> jax.Array:
     """Return the sum of gradients for each row, [V, D] in their dtype, rounded once."""
-    num_tokens, dim = dy_ND.shape
-    zeros_VD = varying_like(jnp.zeros((num_rows, dim), dy_ND.dtype), dy_ND)
+    zeros_VD = varying_like(jnp.zeros((num_rows, dy_ND.shape[1]), dy_ND.dtype), dy_ND)
     axes = jax.typeof(dy_ND).manual_axis_type
     return pl.pallas_call(
         _row_sums,
-        grid=(num_tokens // TOKENS, dim // COLUMNS),
+        grid=(len(dy_ND) // TOKENS, dy_ND.shape[1] // COLUMNS),
         out_shape=jax.ShapeDtypeStruct(zeros_VD.shape, zeros_VD.dtype, manual_axis_type=axes),
         input_output_aliases={3: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="row_sums",
     )(*by_id, dy_ND, zeros_VD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def lookup(
+    table_VD: jax.Array, ids_BT: jax.Array, by_id: Order, sums: Callable[..., jax.Array] = row_sums
+) -> jax.Array:
+    """Compute `nn.lookup` for ids that the table has, given their `order`.
+
+    A gradient that is infinite makes those of other ids of its tile NaN.
+    """
+    return table_VD[ids_BT]
+
+
+def _forward(table_VD: jax.Array, ids_BT: jax.Array, by_id: Order, _: Any) -> tuple[jax.Array, Any]:
+    return table_VD[ids_BT], (table_VD, by_id)  # of the table, the shape is used
+
+
+def _backward(sums: Any, saved: Any, dy_BTD: jax.Array) -> tuple[jax.Array, None, None]:
+    return sums(saved[1], dy_BTD.reshape(-1, dy_BTD.shape[-1]), len(saved[0])), None, None
+
+
+lookup.defvjp(_forward, _backward)
 
 
 def _row_sums(ids_ref: Any, places_ref: Any, dy_ref: Any, _: Any, sums_ref: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from speedrun.science import nn
 from speedrun.science.kernels.linear import linear
 
 #: The dtype of the factors of forward products. Above 8 bits nothing is rounded.
@@ -85,3 +86,43 @@ def _backward(factors: Factors, saved: Saved, dy_O: jax.Array) -> tuple[jax.Arra
 
 
 product.defvjp(_forward, _backward)
+
+
+Arrays = tuple[jax.Array, ...]
+
+
+def unscaled(x_I: jax.Array, weights: Arrays, factors: Factors) -> Any:
+    """Return a y and a scale s, f32 [], for each W: s y is `product` of normalised states, but no pass multiplies by s.
+
+    The gradients are those of exact factors, and none for s. Above 8 bits, nothing is rounded, and s is 1.
+    """
+    if jnp.finfo(factors).bits > 8:
+        return nn.project(x_I, *weights), [jnp.ones(())] * len(weights)
+    return _unscaled(x_I, weights, factors)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unscaled(x_I: jax.Array, weights: Arrays, factors: Factors) -> tuple[Arrays, Arrays]:
+    x8_I, x_scale = rounded(x_I, jnp.sqrt(jnp.float32(x_I.shape[-1])), factors)
+    # Gradients are divided by the scale, also those of weights that are zero.
+    eights = [rounded(w, jnp.maximum(jnp.max(jnp.abs(w)), 1e-9), factors) for w in weights]
+    each = [jnp.einsum("...i,oi->...o", x8_I, w8, preferred_element_type=x_I.dtype) for w8, _ in eights]
+    return tuple(each), tuple(x_scale * w_scale for _, w_scale in eights)
+
+
+def _unscaled_forward(x_I: jax.Array, weights: Arrays, factors: Factors) -> Any:
+    found: Any = _unscaled(x_I, weights, factors)
+    return found, (x_I, weights, found[1])
+
+
+def _unscaled_backward(_: Factors, saved: Any, given: tuple[Arrays, Arrays]) -> tuple[jax.Array, Arrays]:
+    """Scale weights and their gradients, which have fewer numbers than dy."""
+    x_I, weights, scales = saved
+    pull: Any = jax.vjp(
+        nn.project, x_I, *(nn.scaled(w, 1 / s) for w, s in zip(weights, scales, strict=True))
+    )[1]
+    dx_I, *grads = pull(list(given[0]))
+    return dx_I, tuple(nn.scaled(dw, 1 / s) for dw, s in zip(grads, scales, strict=True))
+
+
+_unscaled.defvjp(_unscaled_forward, _unscaled_backward)
