@@ -24,6 +24,7 @@ from speedrun.train.program import Program
 RECORD = recipes.load("record89")
 DEVICES = 8
 LAYERS_WITH_ATTENTION = 10
+NUM_TABLES = 2 + len(RECORD.config.layers_with("value"))  #: of ids, of pairs, and of values
 BLOCK = 128  #: tokens, by which the schedule counts windows
 
 TABLE = RECORD.table(RECORD.config)
@@ -126,7 +127,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.035)
     assert found.unknown_loops == 0
     # Attention's own are three; one normalises and turns keys, or with an offset four of both and their gradients.
-    assert found.custom_calls["__gpu$xla.gpu.triton"] == (3 + 1) * LAYERS_WITH_ATTENTION + 2 * 3
+    assert found.custom_calls["__gpu$xla.gpu.triton"] == (3 + 1) * LAYERS_WITH_ATTENTION + 2 * 3 + NUM_TABLES
     of_mosaic = (compiled.as_text() or "").count('custom_call_target="mosaic_gpu')
     assert of_mosaic == 2 + 2 * RECORD.config.num_layers, "of the head, and of each MLP"
     # Three of the head, and of each MLP the second and those with its gradients.

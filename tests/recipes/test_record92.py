@@ -1,6 +1,7 @@
 """Record 92 as it is run: its sibling, and what it refuses. tests/core/test_golden92.py has the rest."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from speedrun.recipes.record92.averages import Average, averages
 from speedrun.recipes.record92.row_adam import RowPeriod, row_adam
 from speedrun.recipes.record92.tokens import ngram_rows
 from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.dispatch import Kernels
 from speedrun.science.masks import with_ids
 from speedrun.science.params import Layout, ParamSpec, count, zeros
 from speedrun.science.rows import Rows, apply_update, max_rows
@@ -47,6 +49,25 @@ def test_queries_keys_and_values_have_eight_bits_in_training_only():
     """Forward products of seven layers, of a sibling with none else in eight bits."""
     config = {"config.qkv_dtype": "float8_e4m3fn"}
     assert products_in_eight_bits(SMOKE.override(config), SMOKE.stages[0].seq_len) == (3 * 7, 0)
+
+
+def test_states_from_queries_keys_and_values_in_eight_bits_are_near_those_in_float32():
+    """In layers with value embeddings and without, and with exclusive heads: each has the scale elsewhere."""
+    program, table = Program(SMOKE, mesh.make_mesh(1), vocabulary=()), SMOKE.table(SMOKE.config)
+    keys = jax.random.split(jax.random.key(0), len(table))
+    p = {name: spec.init(k, spec.shape) for (name, spec), k in zip(table.items(), keys, strict=True)}
+    p |= {name: 20 * p[name] for name in p if name.startswith("value_embed")}
+    p |= {name: 1 * p[name] for name in p if name.endswith(".vo")}  # so that attention counts
+    ids_BT = jnp.asarray(np.random.default_rng(0).integers(0, SMOKE.config.vocab_size, (1, 256)), jnp.int32)
+    inputs = program.step.plan.at(0, program.step.plan.schedule, program.static_at(0))
+
+    def state(dtype: str) -> np.ndarray:
+        own = replace(inputs, values={**inputs.values, "products": {"qkv": dtype}})
+        given = own, SMOKE.config, Kernels("cpu", "")
+        return np.asarray(jax.jit(lambda read: SMOKE.forward(read, ids_BT, *given))(SMOKE.read(p, ids_BT)))
+
+    exact, near = state("float32"), state("float8_e4m3fn")
+    assert 0.01 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 0.1
 
 
 @pytest.mark.parametrize("stage", range(3))

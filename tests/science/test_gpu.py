@@ -129,14 +129,14 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
 
 
 def _lookup(name: str, size: Size) -> Iterator[_Case]:
-    """Ids with the frequencies of words: the first is a tenth of all."""
+    """Ids with the frequencies of words: the first is an eighth of all."""
     call = dispatch.LookupCall(size.tokens, 2 * size.model_dim, jnp.dtype(jnp.bfloat16), PLATFORM, CAPABILITY)
     interpreted = partial(lookup_triton.row_sums, interpret=True)
     fast = lambda *args: lookup_triton.lookup(*args, interpreted)  # noqa: E731
     fast = fast if PLATFORM == "cpu" else dispatch.lookup_impl(call).function
     for tokens in (size.tokens, 16 * size.tokens):
-        ids_N = jnp.asarray(np.random.default_rng(0).zipf(1.1, 8 * tokens) - 1)
-        ids_BT = ids_N[ids_N < size.vocab_size][:tokens].reshape(2, -1)
+        ids_N = np.random.default_rng(0).zipf(1.1, 8 * tokens) - 1  # some have 63 bits
+        ids_BT = jnp.asarray(ids_N[ids_N < size.vocab_size][:tokens].reshape(2, -1), jnp.int32)
         table_VD = jax.random.normal(jax.random.key(0), (size.vocab_size, call.model_dim), call.dtype)
         dy_BTD = jax.random.normal(jax.random.key(1), (*ids_BT.shape, call.model_dim), call.dtype)
 

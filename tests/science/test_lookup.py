@@ -20,6 +20,7 @@ IDS = {
     "a hot one": np.where(RNG.random(NUM_TOKENS) < 0.6, 7, RNG.integers(0, NUM_ROWS, NUM_TOKENS)),
     "whole tiles": RNG.permutation(np.repeat([0, 3, 4, 20, 49], lookup_triton.TOKENS)),
     "beyond the table": RNG.integers(NUM_ROWS - 2, NUM_ROWS + 2, NUM_TOKENS),
+    "before the table": RNG.integers(-3, 2, NUM_TOKENS),
 }
 GRADIENTS = {
     "normal": RNG.standard_normal,
@@ -32,7 +33,7 @@ GRADIENTS = {
 def summed(ids_N: np.ndarray, dy_ND: np.ndarray) -> np.ndarray:
     """The sums in float64, which a bfloat16 sum would lose."""
     want = np.zeros((NUM_ROWS, dy_ND.shape[1]))
-    known = ids_N < NUM_ROWS
+    known = (ids_N >= 0) & (ids_N < NUM_ROWS)
     np.add.at(want, ids_N[known], dy_ND[known].astype(np.float64))
     return want
 
