@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 from speedrun.plan.cost import ACCESS, INSTRUCTIONS, Collective, Work, gemm, product
 from speedrun.plan.efficiencies import KIND
@@ -206,8 +206,8 @@ def _store(operations: Sequence[_Operation], results: Sequence[_Value]) -> None:
 
 def _sets_a_constant(one: _Operation) -> bool:
     """Whether it writes a constant into an array, which XLA computes where it is written."""
-    maker = one.reads[-1].maker if one.name == "scatter" else None
-    return maker is not None and not _cone(maker)[0]
+    is_array = one.name == "scatter" and not isinstance(one.equation.invars[UPDATES[one.name]], Literal)
+    return is_array and (maker := one.reads[-1].maker) is not None and not _cone(maker)[0]
 
 
 def _readers(value: _Value) -> int:

@@ -88,5 +88,5 @@ def of_all(rows: Rows, axes: tuple[str, ...], parts: int) -> Rows:
     """Return the rows of all devices along the axes, of a mean over so many parts, in float32."""
     number, at = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     own = [jnp.zeros((number, *x.shape), x.dtype).at[at].set(x) for x in rows]
-    ids_N, values_ND = map(jnp.concatenate, jax.lax.psum(own, axes))  # a gather's type varies
+    ids_N, values_ND = map(jnp.concatenate, jax.lax.psum(own, axes))  # a gather would vary over them
     return Rows(ids_N, values_ND.astype(jnp.float32) / parts)

@@ -116,6 +116,8 @@ def counted(function, *shapes: tuple[int, ...]) -> list[Work]:
         (lambda x, y: jnp.where(x[:512] > 0, y[512:], 0), [1.5]),  # half of each
         (lambda x, y: jax.lax.fori_loop(0, 5, lambda _, z: z * x, y), [3] * 5),
         (lambda x, y: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, y), [2, 2]),
+        (lambda x, y: x.at[np.arange(512)].set(y[:512]), [1, 1]),  # a half is copied, and read and written
+        (lambda x, y: x.at[np.arange(512)].set(0), [0.5]),  # a constant is written where it is made
     ],
 )
 def test_passes_read_and_write_what_xla_does(function, arrays):
@@ -123,6 +125,11 @@ def test_passes_read_and_write_what_xla_does(function, arrays):
     works = counted(function, (1024, 1024), (1024, 1024))
     found = [work.num_bytes / work.starts / size for work in works for _ in range(int(work.starts))]
     assert [number for number in found if number > 0.01] == pytest.approx(arrays, abs=0.01)
+
+
+def test_a_sort_is_several_kernels():
+    (work,) = counted(jnp.sort, (4096,))
+    assert work.starts == 20
 
 
 def test_rows_of_a_table_cost_as_much_however_long_the_table_is():

@@ -39,13 +39,13 @@ LEAST_BYTES = 2 * sum(
 #: By stage: tokens of a device and step, short and long windows in blocks, peak memory without Adam and with it, and
 #: traffic without it.
 STAGES = [
-    (16_384, 1, 3, (8.8e9, 9.2e9), 53.4e9),
-    (32_768, 3, 7, (15.7e9, 15.9e9), 93.7e9),
-    (49_152, 5, 11, (22.7e9, 22.7e9), 135.4e9),
-    (49_152, 6, 13, (22.7e9, 22.7e9), 135.4e9),
+    (16_384, 1, 3, (8.7e9, 8.7e9), 50.6e9),
+    (32_768, 3, 7, (15.7e9, 15.7e9), 91.1e9),
+    (49_152, 5, 11, (22.7e9, 22.7e9), 133.0e9),
+    (49_152, 6, 13, (22.7e9, 22.7e9), 133.0e9),
 ]
 #: Adam's part: an eighth of the tables, of their sums and moments.
-ADAM_BYTES = 2.7e9
+ADAM_BYTES = 2.5e9
 
 
 @pytest.fixture(scope="module")

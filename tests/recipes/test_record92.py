@@ -57,7 +57,7 @@ def test_states_from_queries_keys_and_values_in_eight_bits_are_near_those_in_flo
     keys = jax.random.split(jax.random.key(0), len(table))
     p = {name: spec.init(k, spec.shape) for (name, spec), k in zip(table.items(), keys, strict=True)}
     p |= {name: 20 * p[name] for name in p if name.startswith("value_embed")}
-    p |= {name: 1 * p[name] for name in p if name.endswith(".vo")}  # so that attention counts
+    p |= {name: 4 * p[name] for name in p if name.endswith(".vo")}  # so that attention counts
     ids_BT = jnp.asarray(np.random.default_rng(0).integers(0, SMOKE.config.vocab_size, (1, 256)), jnp.int32)
     inputs = program.step.plan.at(0, program.step.plan.schedule, program.static_at(0))
 

@@ -65,7 +65,7 @@ def narrowed(w_ND: jax.Array, num_heads: int, width: int) -> jax.Array:
 
 
 def project(h_BTD: jax.Array, qkv: Arrays, num_heads: int, factors: Factors) -> tuple[Heads, jax.Array]:
-    """Return W h for each head, and the scale that values lack. In 8 bits, QK-norm makes up for those of the others."""
+    """Return W h / s for each head and W [N, D] of `qkv`, and s of the values. QK-norm makes up for the others'."""
     heads, h_TD = (*h_BTD.shape[:2], num_heads, -1), h_BTD.reshape(-1, h_BTD.shape[-1])
     projected, scales = unscaled(h_TD, qkv, factors)
     return Heads(*(x_TN.reshape(heads) for x_TN in projected)), jax.lax.stop_gradient(scales[-1])

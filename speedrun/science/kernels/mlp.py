@@ -92,9 +92,9 @@ Arrays = tuple[jax.Array, ...]
 
 
 def unscaled(x_I: jax.Array, weights: Arrays, factors: Factors) -> Any:
-    """Return a y and a scale s, f32 [], for each W: s y is `product` of normalised states, but no pass multiplies by s.
+    """Return all y [..., O] in the dtype of `x_I`, and scales s, f32 []: s y is `product` of normalised states.
 
-    The gradients are those of exact factors, and none for s. Above 8 bits, nothing is rounded, and s is 1.
+    No pass multiplies by s. Gradients are those of exact factors, none for s. Above 8 bits nothing is rounded, s is 1.
     """
     if jnp.finfo(factors).bits > 8:
         return nn.project(x_I, *weights), [jnp.ones(())] * len(weights)
