@@ -3,7 +3,7 @@
 Each device asks the owners for the distinct rows that it reads, and they send them: two all-to-alls of a static size.
 Gradients return by a third. A row that does not fit arrives as NaN. Call these functions inside `shard_map`.
 
-Legend: B sequences, N ids, S shards, C rows that fit between two devices, R rows of a shard, D model.
+Legend: B sequences, N ids, S shards, C rows that fit between two devices (M = S C), R rows of a shard, D model.
 """
 
 import math
@@ -51,12 +51,12 @@ def gather_rows(table: jax.Array, ids: jax.Array, fill: float = 0) -> jax.Array:
 def exchange_rows(
     layout: Layout, params: Params, tokens_BT: jax.Array, kernels: Kernels
 ) -> tuple[Params, Callable[[Params], Params], dict[str, jax.Array]]:
-    """Return parameters with the rows to send, [S, C, D], for tables; what models get, [B, N, D]; and the rows' ids."""
+    """Return parameters with rows to send, [S, C, D], for tables; what makes [B, N, D] by id of them; and their ids."""
     asked = {name: _ask(ids_of(tokens_BT), len(params[name])) for name, ids_of in layout.reads.items()}
 
-    def by_id(rows_RD: jax.Array, slot_BN: jax.Array, by_slot: Order) -> jax.Array:
-        rows_BND = kernels.lookup(slot_BN, by_slot)(rows_RD)
-        return jnp.where((slot_BN < len(rows_RD))[..., None], rows_BND, jnp.nan)
+    def by_id(rows_MD: jax.Array, slot_BN: jax.Array, by_slot: Order) -> jax.Array:
+        rows_BND = kernels.lookup(slot_BN, by_slot)(rows_MD)
+        return jnp.where((slot_BN < len(rows_MD))[..., None], rows_BND, jnp.nan)
 
     def arrived(sent: Params) -> Params:
         return sent | {k: by_id(jnp.concatenate(_exchanged(sent[k])), *one[1:]) for k, one in asked.items()}
