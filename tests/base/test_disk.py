@@ -127,7 +127,7 @@ def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
     complaints, blows = answer(failing_disk, asked, tmp_path)
     sys.stderr.write(f"\nseed {SOAK_SEED}: {blows}\n")
     assert not complaints, f"seed {SOAK_SEED}\n" + "\n".join(complaints)
-    assert sum(blows.values()) > 0
+    assert sum(blows.values()) > SOAK_S / 30
 
 
 @pytest.mark.parametrize("odd", [os.mkfifo, lambda path: path.symlink_to(path.with_name("precious"))])
