@@ -1,4 +1,4 @@
-"""The MLP with a squared ReLU: the definition, in full precision and in 8 bits.
+"""The MLP with a squared ReLU: the definition, in full precision and in 8 bits; and other products in 8 bits.
 
 Legend: D model, F mlp, I inputs of a product, O its outputs; `...` are tokens.
 """
