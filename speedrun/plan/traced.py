@@ -25,7 +25,7 @@ from speedrun.science.kernels import (
     mlp,
     mlp_gradients,
 )
-from speedrun.science.kernels.attention import Window, first_key
+from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.dispatch import Choice, Kernels
 from speedrun.train.program import Program
 
@@ -69,14 +69,13 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> tup
 
     Tiles are those of Triton on Hopper; documents have the lengths of FineWeb's.
     """
+    # `attention.first_key` and `attention_triton.bounds` in NumPy: XLA would compile both for seconds.
     lengths = document_lengths(num_tokens, seed=0)
-    doc_BT = np.repeat(np.arange(len(lengths)), lengths)[None]
-    with jax.ensure_compile_time_eval():  # also while a step is traced
-        first_T = np.asarray(first_key(jnp.asarray(doc_BT), window_blocks, block_tokens))[0]
+    start_T, t_T = np.repeat(np.cumsum(lengths) - lengths, lengths), np.arange(num_tokens)
+    first_T = np.maximum(start_T, (t_T // block_tokens - window_blocks + 1) * block_tokens)
 
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
         """Count by queries, and by keys."""
-        # `attention_triton.bounds` in NumPy: for these few numbers, XLA would compile for seconds.
         first_N = first_T[:: tiles.queries] // tiles.keys
         last_key_M = np.arange(tiles.keys - 1, num_tokens, tiles.keys)
         end_M = -(-np.searchsorted(first_T, last_key_M, side="right") // tiles.queries)
