@@ -35,9 +35,10 @@ from speedrun.train.batch import BatchRequest, Prospect, num_runs, prospect
 from speedrun.train.memory import flops_per_token
 from speedrun.train.run_config import RunConfig, decoded
 
-#: Start, compilation, warm-up and plots of a run: a guess, not measured on a GPU. On two CPU cores, each program of
-#: record 21 compiles in 4 to 14 s; on GPUs, XLA also tries several forms of each product.
+#: Start, kept programs, warm-up and plots of a run: a guess, not measured on a GPU.
 UNTIMED_S = 120.0
+#: For a program that is not kept: the mean of 15, 38 to 144 s, on one H100 (docs/benchmarks/2026-11-26-h100).
+COMPILE_S = 86.0
 #: Cost of a forward pass relative to a training step of the same tokens.
 _FORWARD = 1 / 3
 
@@ -61,7 +62,8 @@ class Budget(msgspec.Struct, frozen=True):
     devices: str  #: number and name of those that are timed
     run_s: float | None  #: wall time of one run
     train_s: float | None  #: its train time
-    basis: Literal["records", "plan", "unknown"]  #: the source of both
+    first_s: float  #: at most, to compile what is not kept yet; in the time of the node, and in no other
+    basis: Literal["records", "plan", "unknown"]  #: the source of `run_s` and `train_s`
     relative_error: float  #: of a plan's train time
     fetch_bytes: int  #: data to download
     disk_bytes: int  #: data, and what the runs write
@@ -84,6 +86,9 @@ class Budget(msgspec.Struct, frozen=True):
             lines.append(
                 f"run    {duration(self.run_s)} on {self.devices}, {duration(self.train_s)} of it on the clock, {basis}"
             )
+        if self.first_s:
+            each = f"until its programs are kept: {COMPILE_S:.0f} s each, as on one H100"
+            lines.append(f"first  up to {duration(self.first_s)} more, {each}")
         lines.append(
             f"flop   {max(row.flops for row in self.rows if row.is_asked):.3g} of training, all asked runs"
         )
@@ -133,11 +138,12 @@ def budget(
     counted = [(number, one.run_s, num) for (_, number), one, num in zip(parts, times, ops, strict=True)]
     total_s = sum(number * (run_s or num * s_per_op) for number, run_s, num in counted)
     flops = sum(number * num for number, _, num in counted)
+    first_s = sum(COMPILE_S * one.plan.num_programs for one in times if one.plan and one.basis == "plan")
     plan, fetch_bytes = times[0].plan, overview.to_fetch_bytes(rules) if config.data is None else 0
     num_devices = plan.num_devices if plan else 0
 
     def row(number: int, chance: float | None, *, is_asked: bool) -> Row:
-        row_s = None if math.isnan(total_s) else total_s * number / total
+        row_s = None if math.isnan(total_s) else total_s * number / total + first_s
         cost = None if row_s is None or dollars is None else row_s * num_devices * dollars / 3600
         return Row(number, chance, row_s, cost, flops * number / total, is_asked)
 
@@ -154,6 +160,7 @@ def budget(
         devices=f"{num_devices} x {plan.device}" if plan else "this machine",
         run_s=times[0].run_s,
         train_s=times[0].train_s,
+        first_s=first_s,
         basis=times[0].basis,
         relative_error=plan.relative_error if plan else 0.0,
         fetch_bytes=fetch_bytes,
@@ -162,7 +169,7 @@ def budget(
         expected=str(mean or ""),
         checkpoints=config.checkpoint_every > 0,
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
-        limit_s=None if asked_s is None else 2 * asked_s + rules.rules.untimed_cap_s,
+        limit_s=None if asked_s is None else 2 * (asked_s - first_s) + rules.rules.untimed_cap_s,
         error=next(filter(None, refusals), None),
     )
 
@@ -210,6 +217,7 @@ def _time(
             say,
             attention=config.attention,
             replicas=config.replicas or 1,
+            validates_at=rules.validates_at,
         )
     if found := _of_records(rules, recipe, records, plan):
         return _Time(*found, "records", plan)
@@ -248,4 +256,5 @@ if __name__ == "__main__":
         asked: Any = decoded(Path(sys.argv[1]).read_bytes(), cast("type", BatchRequest | Request))
         found = budget(asked, sys.argv[2] or None, dollars=None, say=subprocesses.say)
         last = [row for row in found.rows if row.is_asked][-1]
-        print(msgspec.json.encode((last.total_s, last.flops, found.num_devices)).decode())  # noqa: T201
+        run_s = last.total_s and last.total_s - found.first_s
+        print(msgspec.json.encode((run_s, last.flops, found.num_devices)).decode())  # noqa: T201

@@ -57,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
     microbatches: int
     remat: Literal["off", "on"]  #: on: activations are recomputed
     num_params: int
+    num_programs: int  #: of steps and validations, which a first run compiles; some may be equal
     flops_per_token: float
     state_bytes: int  #: parameters and optimiser, on one device
     memory_limit_bytes: int
@@ -91,10 +92,12 @@ def plan(
     *,
     attention: str = "auto",
     replicas: int = 1,
+    validates_at: Callable[[int], bool] = lambda _: False,
 ) -> Plan:
     """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
 
-    `microbatches` are those of a step, over all devices; `say` hears which program is traced.
+    `microbatches` are those of a step, over all devices; `say` hears which program is traced;
+    `validates_at` says before which steps a track validates.
 
     Raises:
         UsageError: an unknown kind; a batch that does not divide.
@@ -129,6 +132,7 @@ def plan(
         microbatches=microbatches,
         remat=program.remat,
         num_params=count(program.layout.table),
+        num_programs=sum(map(len, program.shapes(validates_at))),
         flops_per_token=flops_per_token(program.layout.table),
         state_bytes=memory.state_bytes(program),
         memory_limit_bytes=device.memory_bytes,

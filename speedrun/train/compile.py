@@ -73,11 +73,9 @@ def compile_all(this: Attempt) -> Executables:
         return done[text]
 
     planned = tuple(map(partial(_planned, ready), range(recipe.num_steps), shapes_of(recipe)))
-    shapes = dict.fromkeys(each.shape for each in planned)
-    steps = {shape: compiled(f"train/{shape}", program.traced_step(shape).lower()) for shape in shapes}
-    validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
-    shapes = dict.fromkeys(map(program.eval_shape_at, validated))
-    scores = {shape: compiled(f"eval/{shape}", program.traced_score(shape).lower()) for shape in shapes}
+    trained, scored = program.shapes(ready.track.validates_at)
+    steps = {shape: compiled(f"train/{shape}", program.traced_step(shape).lower()) for shape in trained}
+    scores = {shape: compiled(f"eval/{shape}", program.traced_score(shape).lower()) for shape in scored}
     analyses = [executable.memory_analysis() for executable in (*steps.values(), *scores.values())]
     memory.require(program, max(m.peak_memory_in_bytes for m in analyses))
     log.emit(plan(ready, max(m.temp_size_in_bytes for m in analyses)))

@@ -134,6 +134,13 @@ class Program:
         """Return the shape of a validation that precedes this step."""
         return StepShape(self.recipe.eval_sequences, self.recipe.eval_seq_len, self.static_at(step))
 
+    def shapes(self, validates_at: Callable[[int], bool]) -> list[list[StepShape]]:
+        """Return the shapes of steps and those of validations. Each is a program of a run; some may be equal."""
+        steps = range(self.recipe.num_steps)
+        validated = [*filter(validates_at, steps), len(steps)]
+        found = map(self.shape_at, steps), map(self.eval_shape_at, validated)
+        return [[*dict.fromkeys(each)] for each in found]
+
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
         """XLA's settings for this platform."""

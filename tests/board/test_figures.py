@@ -1,15 +1,22 @@
-"""The figures of records/context.toml: a malformed file is refused, and a prediction is what `plan` says."""
+"""Figures of records/context.toml and pages: a malformed file is refused, and a prediction is what `plan` says."""
+
+import re
+from pathlib import Path
 
 import pictures
 import pytest
 from test_leaderboard import CONTEXT as RESULT
 
 from speedrun import recipes
+from speedrun.base.console import duration
 from speedrun.base.errors import UsageError
 from speedrun.board.leaderboard import BoardContext, read_context
+from speedrun.lab.budget import budget
 from speedrun.plan import estimate as planning
+from speedrun.train.batch import BatchRequest
+from speedrun.train.run_config import RunConfig
 
-CONTEXT = pictures.read_figures()
+CONTEXT, DOCS = pictures.read_figures(), Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -43,3 +50,27 @@ def test_a_prediction_is_what_plan_says(row):
     now = (total_s, 1e3 * total_s / recipe.num_steps, found.memory_bytes / 1e9, mfu)
     assert found.fits
     assert now == pytest.approx((row.total_s, row.step_ms, row.memory_gb, row.mfu), rel=0.01), "write these"
+
+
+def test_the_page_of_cards_has_these_predictions():
+    said = re.findall(
+        r"^\| `(\w.*)` \| (.+) \| .+ \| (.+) \| (.+) \| (.+) \|$", (DOCS / "cards.md").read_text(), re.M
+    )
+    of_one = [row for row in CONTEXT.predicted if (row.recipe, row.num_devices) == ("record21", 1)]
+    assert said == [
+        (row.kind, str(row.memory_gb), f"{row.step_ms:,.0f}", f"{row.total_s / 60:.0f}", f"{row.mfu:.0%}")
+        for row in of_one
+    ]
+
+
+@pytest.mark.compile
+def test_the_page_of_tracks_says_what_a_proof_takes():
+    row = r"^\| `(.+)`, `(\w+)`.* \| (\d+) \| (.+) \| (.+) \| (.+) \| (\d+) \|$"
+    said = re.findall(row, (DOCS / "tracks.md").read_text(), re.M)
+    assert len(said) == 4
+    for track, recipe, *figures in said:
+        request = BatchRequest(RunConfig(track, Path(), recipe=recipe), None)
+        found = budget(request, "h100", dollars=2.5)
+        (row,) = (row for row in found.rows if row.is_asked)
+        times = found.run_s or 0.0, found.first_s, row.total_s or 0.0
+        assert figures == [str(row.num_runs), *map(duration, times), f"{row.dollars:.0f}"]

@@ -107,7 +107,8 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     num_vals = len(range(0, 1770, 125)) + 1
     vals_s = plan.total_s * num_vals * 10_485_760 / 3 / (1770 * 393_216)
     assert found.run_s == pytest.approx(plan.total_s + vals_s + budgets.UNTIMED_S)
-    assert asked(found).dollars == pytest.approx(4 * found.run_s * 8 * 2.5 / 3600)
+    assert found.first_s == budgets.COMPILE_S * plan.num_programs
+    assert asked(found).dollars == pytest.approx((4 * found.run_s + found.first_s) * 8 * 2.5 / 3600)
     assert found.limit_s == pytest.approx(2 * 4 * found.run_s + 3600)
     assert (found.basis, found.fetch_bytes) == ("plan", 10 * 200_001_024)
     lines = found.lines()
