@@ -11,7 +11,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 # Keep the font cache of the first plot inside the checkout.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 
-echo "quickstart: checks this machine, then trains for about two minutes on idle cores"
+echo "quickstart: checks this machine, then trains for half a minute on idle cores"
 speedrun data synth --track smoke-cpu >/dev/null
 speedrun doctor --track smoke-cpu
 code=0
@@ -24,7 +24,7 @@ if [[ -t 1 && -n $picture && (-n ${DISPLAY:-}${WAYLAND_DISPLAY:-} || $OSTYPE == 
 fi
 cat <<END
 quickstart: $SECONDS s. By hand: source .venv/bin/activate
-A model that answers, in one or two minutes on idle cores:
+A model that answers, in two minutes on two idle cores:
   speedrun run --track docs-cpu --checkpoint-every 1000 --out runs/talk
   speedrun sample runs/talk --prompt 'Return the'
 END

@@ -83,15 +83,12 @@ class Budget(msgspec.Struct, frozen=True):
         else:
             basis = f"+-{self.relative_error:.0%}; {UNTIMED_S:.0f} s of it are a guess"
             basis = "from records/, perhaps of another machine" if self.basis == "records" else basis
-            lines.append(
-                f"run    {duration(self.run_s)} on {self.devices}, {duration(self.train_s)} of it on the clock, {basis}"
-            )
+            timed = f"{duration(self.train_s)} of it on the clock, {basis}"
+            lines.append(f"run    {duration(self.run_s)} on {self.devices}, {timed}")
         if self.first_s:
-            each = f"until its programs are kept: {COMPILE_S:.0f} s each, as on one H100"
-            lines.append(f"first  up to {duration(self.first_s)} more, {each}")
-        lines.append(
-            f"flop   {max(row.flops for row in self.rows if row.is_asked):.3g} of training, all asked runs"
-        )
+            lines.append(f"first  up to {duration(self.first_s)} to compile, {COMPILE_S:.0f} s a program")
+        flops = max(row.flops for row in self.rows if row.is_asked)
+        lines.append(f"flop   {flops:.3g} of training, all asked runs")
         lines += ["batch  runs  chance of a proof  time of the node   dollars", *map(_line, self.rows)]
         if self.checkpoints:
             lines.append("       without the time to save checkpoints")
@@ -129,7 +126,6 @@ def budget(
         say(f"warning: {rules.id} ranks {named} only")
     parts, mean = _parts(asked, rules)
     times = [_time(rules, recipe, config, kind, records, say) for recipe, _ in parts]
-    refusals = [one.plan.error for one in times if one.plan]
     total = sum(number for _, number in parts)
     # What was never run takes as long for an operation as the others.
     ops = [recipe.total_tokens * flops_per_token(recipe.table(recipe.config)) for recipe, _ in parts]
@@ -170,7 +166,7 @@ def budget(
         checkpoints=config.checkpoint_every > 0,
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
         limit_s=None if asked_s is None else 2 * (asked_s - first_s) + rules.rules.untimed_cap_s,
-        error=next(filter(None, refusals), None),
+        error=next((one.plan.error for one in times if one.plan and one.plan.error), None),
     )
 
 

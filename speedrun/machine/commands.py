@@ -35,7 +35,7 @@ def doctor(ctx: click.Context, *, track: Annotated[str | None, "--track NAME"] =
     Exits with 0 if the track can run here (its data may be missing), else with 1.
 
     Options:
-        track: Check only what this track needs. Default: all tracks; proposes the hardest one that fits.
+        track: Check only what this track needs. Default: all, with the exit code of the smoke track.
     """
     from speedrun.machine import checkup
 

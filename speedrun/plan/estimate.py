@@ -96,8 +96,7 @@ def plan(
 ) -> Plan:
     """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
 
-    `microbatches` are those of a step, over all devices; `say` hears which program is traced;
-    `validates_at` says before which steps a track validates.
+    `microbatches` are of a step, over all devices; `say` hears what is traced; `validates_at` is the track's.
 
     Raises:
         UsageError: an unknown kind; a batch that does not divide.

@@ -11,6 +11,7 @@ import platform
 import secrets
 import select
 import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -81,7 +82,7 @@ def trained(job: Job, printer: Printer, *, module: str = CHILD) -> Ended:
     shown, done = SimpleQueue[str | runlog.Line | None](), Event()
     kept, said = Kept(job, shown.put), LastWords()
     reads, writes = os.pipe()
-    with open(reads, "rb", 0) as events, open(os.memfd_create("stacks"), "rb") as stacks:
+    with open(reads, "rb", 0) as events, tempfile.TemporaryFile() as stacks:
         passed = writes, stacks.fileno()
         pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), PIPE), "errors": "backslashreplace"}
         # JAX's cache is written by one of several processes, and then the others would compile alone.

@@ -72,17 +72,13 @@ class Program:
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
-            raise UsageError(
-                f"got {self.num_shards} devices for a replica, need a divisor of {SHARDS}; "
-                "pass --devices or --replicas that leave 1, 2, 4 or 8"
-            )
+            got = f"got {self.num_shards} devices for a replica, need a divisor of {SHARDS}"
+            raise UsageError(f"{got}; pass --devices or --replicas that leave 1, 2, 4 or 8")
         for i, stage in enumerate(self.recipe.stages):
             self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
             if stage.num_sequences != self.recipe.stages[0].num_sequences and self.step.specs.carry:
-                raise UsageError(
-                    f"stages.{i}.num_sequences: {stage.num_sequences} sequences; this recipe carries values from step "
-                    f"to step, and needs as many as in stages.0"
-                )
+                got = f"stages.{i}.num_sequences: {stage.num_sequences} sequences"
+                raise UsageError(f"{got}; values carried from step to step need as many as in stages.0")
         self._check_division("eval_sequences", self.recipe.eval_sequences, math.lcm(SHARDS, self.num_devices))
 
     def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
@@ -137,9 +133,8 @@ class Program:
     def shapes(self, validates_at: Callable[[int], bool]) -> list[list[StepShape]]:
         """Return the shapes of steps and those of validations. Each is a program of a run; some may be equal."""
         steps = range(self.recipe.num_steps)
-        validated = [*filter(validates_at, steps), len(steps)]
-        found = map(self.shape_at, steps), map(self.eval_shape_at, validated)
-        return [[*dict.fromkeys(each)] for each in found]
+        validated = map(self.eval_shape_at, [*filter(validates_at, steps), len(steps)])
+        return [[*dict.fromkeys(each)] for each in (map(self.shape_at, steps), validated)]
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
@@ -294,8 +289,7 @@ def evaluate(
 ) -> runlog.Val:
     """Score `num_tokens` targets of a shard, each once. The loss is their sum in float64 over their number.
 
-    `score` is a compiled `Program.eval_step_for`. `poll` is called after each batch, and may raise. `start` is the
-    first input.
+    `score` is a compiled `Program.eval_step_for`; `poll` is called after each batch; `start` is the first input.
     """
     watch, total, tokens, sequences = Stopwatch(), 0.0, 0, []
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
@@ -340,10 +334,7 @@ def recomputed(forward: Forward) -> Forward:
         return primitive.name in STORED
 
     def thrifty(params: Params, tokens_BT: jax.Array, *rest: Any, **more: Any) -> jax.Array:
-        run = jax.checkpoint(
-            lambda params, tokens_BT: forward(params, tokens_BT, *rest, **more), policy=is_stored
-        )
-        return run(params, tokens_BT)
+        return jax.checkpoint(lambda *x: forward(*x, *rest, **more), policy=is_stored)(params, tokens_BT)
 
     return thrifty
 
@@ -351,7 +342,5 @@ def recomputed(forward: Forward) -> Forward:
 def inspect(text: str) -> None:
     """Raise UsageError if a lowered program talks to the host, keeps a state, or calls code not in `FOREIGN`."""
     if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
-        raise UsageError(
-            f"a compiled program would call {', '.join(found)}; it may not communicate with the host or "
-            f"keep a state, and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
-        )
+        allowed = f"only XLA's code and {', '.join(FOREIGN)}, nothing that reaches the host or keeps state"
+        raise UsageError(f"a compiled program would call {', '.join(found)}; remove it: {allowed}")

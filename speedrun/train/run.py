@@ -193,7 +193,7 @@ def score(
         val = evaluate(program, programs.scores[program.eval_shape_at(step)], state, shard, num_tokens, stop)
         this.val_s, where = this.val_s + val.seconds, f"validation at step {val.step}"
         if (after := state_hash(state)) != before:
-            raise SpeedrunError(f"{where}: the state was {before} before and is {after} now")
+            raise SpeedrunError(f"{where} changed the state, {before}, to {after}; it may only read it")
         finite(program, val.loss, where)
         is_result = val.step == ready.recipe.num_steps  # written together with the end of the run
         this.log.emit(val if is_result else replace(val, sequences=()), hold=is_result)

@@ -212,6 +212,6 @@ def test_a_validation_that_changes_the_state_ends_the_run(smoke_data, tmp_path, 
     """The third state hash of a run precedes its validation, and the fourth follows it."""
     honest, calls = run.state_hash, iter(range(100))
     monkeypatch.setattr(run, "state_hash", lambda state: honest(state)[:-1] + str(next(calls)))
-    said = r"validation at step \d+: the state was \w+ before and is \w+ now"
+    said = r"validation at step \d+ changed the state, \w+, to \w+; it may only read it"
     with pytest.raises(SpeedrunError, match=said):
         recorded.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))

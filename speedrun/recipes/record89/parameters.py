@@ -117,7 +117,7 @@ class Config(Sizes):
             wrong = "layer 6 has extras, or one before layer 4 has 'compose'"
             raise ValueError(f"{wrong}; their gates do not exist")
         if self.layers_with("x0") or self.layers_with("ngram"):
-            raise ValueError("a layer has 'x0' or 'ngram', as all of this record that mix have")
+            raise ValueError("a layer's extras have 'x0' or 'ngram'; leave them out: all that mix get both")
 
     def gates(self, half: int) -> Widths:
         """Return the gates of layers 0 to 3 for the first half, or of the others."""

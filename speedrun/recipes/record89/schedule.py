@@ -57,7 +57,7 @@ class Phases:
 
     def __post_init__(self) -> None:
         if self.slow_turns >= self.fast_turns:
-            raise ValueError("slow_turns must be below fast_turns")
+            raise ValueError(f"slow_turns {self.slow_turns:g} must be below fast_turns {self.fast_turns:g}")
         most = max(self.final_long_blocks, *(phase.long_blocks for phase in self.phases)) * self.block_tokens
         if most >= 2**31:
             raise ValueError(f"a window of {most:,} tokens; need fewer than 2^31")
