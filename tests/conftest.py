@@ -84,8 +84,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forget_the_past() -> None:
-    """Keep the collector away from what earlier files have made: a checkpoint that is damaged calls it."""
+def _forget_the_past(request: pytest.FixtureRequest) -> None:
+    """Drop the programs of earlier files where they take gigabytes; keep the collector away from what else there is.
+
+    A checkpoint that is damaged calls the collector.
+    """
+    if request.config.option.markexpr.startswith("compile"):
+        jax.clear_caches()
+        gc.unfreeze()
+        gc.collect()
     gc.freeze()
 
 
