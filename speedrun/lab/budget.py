@@ -86,7 +86,7 @@ class Budget(msgspec.Struct, frozen=True):
             timed = f"{duration(self.train_s)} of it on the clock, {basis}"
             lines.append(f"run    {duration(self.run_s)} on {self.devices}, {timed}")
         if self.first_s:
-            lines.append(f"first  up to {duration(self.first_s)} to compile, {COMPILE_S:.0f} s a program")
+            lines.append(f"first  up to {duration(self.first_s)} more: to compile, {COMPILE_S:.0f} s each")
         flops = max(row.flops for row in self.rows if row.is_asked)
         lines.append(f"flop   {flops:.3g} of training, all asked runs")
         lines += ["batch  runs  chance of a proof  time of the node   dollars", *map(_line, self.rows)]
