@@ -55,7 +55,8 @@ def in_float32(
     """A recipe with the sizes, stages and constants of a file."""
     sizes = {name: config[name] for name in ("vocab_size", "model_dim", "num_heads", "sign_rows")} | sizes
     sizes |= {"gate_dim": config["gate_hidden"], "document_token": config["document_token"]}
-    sizes |= {"table_dtype": "float32", "head_fp8": None, "mlp_dtype": "float32"}
+    dtypes = [name for name in type(record.config).__dataclass_fields__ if name.endswith("_dtype")]
+    sizes |= {"head_fp8": None, **dict.fromkeys(dtypes, "float32")}
     return dataclasses.replace(
         record,
         config=dataclasses.replace(record.config, **sizes),

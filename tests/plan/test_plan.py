@@ -43,7 +43,9 @@ def test_the_table_of_cards_is_what_plan_says():
         found = planning.plan(recipes.load("record21"), kind, 1, 8)
         memory_gb, limit_gb = found.memory_bytes / 1e9, found.memory_limit_bytes / 1e9
         now = memory_gb, limit_gb, found.stages[0].step_s * 1e3, found.total_s / 60, found.stages[0].mfu * 100
-        assert [float(x.replace(",", "")) for x in said] == pytest.approx(now, rel=0.05), "write these"
+        assert [float(x.replace(",", "")) for x in said] == pytest.approx(now, rel=0.01, abs=0.5), (
+            "write these"
+        )
 
 
 @pytest.mark.compile
@@ -57,9 +59,7 @@ def test_24_gb_are_enough_for_record_21():
     program = Program(recipe, deviceless.target_mesh("4090", 1), remat=plan.remat)
     needed = deviceless.compiled_step(program, 0).memory_analysis().peak_memory_in_bytes
     assert needed < 0.75 * card.memory_bytes
-    assert needed < plan.memory_bytes < 1.15 * needed, (
-        "in a trace, all activations are computed again at once"
-    )
+    assert needed < plan.memory_bytes < 1.2 * needed, "in a trace, all activations are computed again at once"
 
 
 @pytest.mark.parametrize(
