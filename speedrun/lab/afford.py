@@ -12,7 +12,7 @@ from speedrun.lab.sequential import MOST_PAIRS
 
 
 def planned(asked: Any, kind: str | None) -> tuple[float | None, float, int]:
-    """Return seconds of all runs of a request, None if unknown, their operations, and GPUs, as `--dry-run` does."""
+    """Return seconds of all runs of a request once programs are kept, None if unknown, operations, and GPUs."""
     with subprocesses.started("speedrun.lab.budget", asked, kind or "", stdout=PIPE) as child:
         said = child.communicate()[0].splitlines()[-1:]
     if child.returncode:

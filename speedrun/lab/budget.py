@@ -39,8 +39,6 @@ from speedrun.train.run_config import RunConfig, decoded
 UNTIMED_S = 120.0
 #: For a program that is not kept: the mean of 15, 38 to 144 s, on one H100 (docs/benchmarks/2026-11-26-h100).
 COMPILE_S = 86.0
-#: Cost of a forward pass relative to a training step of the same tokens.
-_FORWARD = 1 / 3
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -62,7 +60,7 @@ class Budget(msgspec.Struct, frozen=True):
     devices: str  #: number and name of those that are timed
     run_s: float | None  #: wall time of one run
     train_s: float | None  #: its train time
-    first_s: float  #: at most, to compile what is not kept yet; in the time of the node, and in no other
+    first_s: float  #: to compile what is not kept yet; in the time of the node, and in no other
     basis: Literal["records", "plan", "unknown"]  #: the source of `run_s` and `train_s`
     relative_error: float  #: of a plan's train time
     fetch_bytes: int  #: data to download
@@ -86,7 +84,7 @@ class Budget(msgspec.Struct, frozen=True):
             timed = f"{duration(self.train_s)} of it on the clock, {basis}"
             lines.append(f"run    {duration(self.run_s)} on {self.devices}, {timed}")
         if self.first_s:
-            lines.append(f"first  up to {duration(self.first_s)} more: to compile, {COMPILE_S:.0f} s each")
+            lines.append(f"first  about {duration(self.first_s)} more to compile, in the times below")
         flops = max(row.flops for row in self.rows if row.is_asked)
         lines.append(f"flop   {flops:.3g} of training, all asked runs")
         lines += ["batch  runs  chance of a proof  time of the node   dollars", *map(_line, self.rows)]
@@ -134,7 +132,7 @@ def budget(
     counted = [(number, one.run_s, num) for (_, number), one, num in zip(parts, times, ops, strict=True)]
     total_s = sum(number * (run_s or num * s_per_op) for number, run_s, num in counted)
     flops = sum(number * num for number, _, num in counted)
-    first_s = sum(COMPILE_S * one.plan.num_programs for one in times if one.plan and one.basis == "plan")
+    first_s = sum(COMPILE_S * (x.plan.num_programs or 0) for x in times if x.plan and x.basis == "plan")
     plan, fetch_bytes = times[0].plan, overview.to_fetch_bytes(rules) if config.data is None else 0
     num_devices = plan.num_devices if plan else 0
 
@@ -146,7 +144,7 @@ def budget(
     then = None if isinstance(asked, Request) else asked.then
     looks = [one.num_runs for one in looks_of(total, then, rules.target.sigma)]
     rows = [row(n, mean and mean.chance(n, len(looks)), is_asked=True) for n in looks]
-    asked_s = rows[-1].total_s
+    asked_s, granted_s = rows[-1].total_s, max(first_s, rules.rules.untimed_cap_s)
     if mean:
         others = {max(n or 0, rules.rules.min_runs, 2) for n in (0, mean.runs_needed())} - {*looks}
         rows += [row(n, mean.chance(n), is_asked=False) for n in others]
@@ -165,7 +163,7 @@ def budget(
         expected=str(mean or ""),
         checkpoints=config.checkpoint_every > 0,
         rows=tuple(sorted(rows, key=lambda row: row.num_runs)),
-        limit_s=None if asked_s is None else 2 * (asked_s - first_s) + rules.rules.untimed_cap_s,
+        limit_s=None if asked_s is None else 2 * (asked_s - first_s) + granted_s,
         error=next((one.plan.error for one in times if one.plan and one.plan.error), None),
     )
 
@@ -220,7 +218,7 @@ def _time(
     if plan is None:
         return _Time(None, None, "unknown", None)
     num_vals = 1 + sum(rules.validates_at(step) for step in range(recipe.num_steps))
-    share = _FORWARD * num_vals * rules.data.val_tokens / recipe.total_tokens
+    share = num_vals * rules.data.val_tokens / 3 / recipe.total_tokens  # a forward pass is a third of a step
     return _Time(plan.total_s * (1 + share) + UNTIMED_S, plan.total_s, "plan", plan)
 
 

@@ -34,9 +34,11 @@ def small_plan(plan: Any = planning.plan) -> Any:
     return plan(recipes.load("smoke").override(SMALL), "h100", 8, 8)
 
 
-def planned(_recipe: object, _kind: str, num_devices: int, *_: object, **__: object) -> Any:
-    """That plan in place of any other."""
-    return replace(small_plan(), num_devices=num_devices)
+def planned(
+    _recipe: object, _kind: str, num_devices: int, *_: object, validates_at: Any, **__: object
+) -> Any:
+    """That plan in place of any other, with two programs on a track that validates every 125 steps."""
+    return replace(small_plan(), num_devices=num_devices, num_programs=1 + validates_at(125))
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,7 @@ def test_a_run_takes_what_the_records_took():
         walls.append(trains[-1] + fmean(run.end.cold_wall_s - run.train_time_s for run in runs))
     found = priced("smoke-cpu", dollars=2.5)
     assert (found.basis, asked(found).dollars) == ("records", 0), "a simulated device costs nothing"
+    assert found.first_s == 0
     assert (found.train_s, found.run_s) == pytest.approx((fmean(trains), fmean(walls)))
     assert asked(found).total_s == pytest.approx(2 * found.run_s)
     tenth = priced("smoke-cpu", overrides={"stages.0.num_steps": "28"})
@@ -102,18 +105,20 @@ def test_nobody_knows_what_was_never_run():
 
 def test_a_plan_gives_steps_validations_and_a_guess():
     """1,770 steps, a validation of 10,485,760 tokens before every 125th and at the end, each forward only."""
-    plan = planning.plan(recipes.load("record21"), "h100", 8, 8)
+    validates_at = track.load("main-8xh100").validates_at
+    plan = planning.plan(recipes.load("record21"), "h100", 8, 8, validates_at=validates_at)
     found = priced("main-8xh100", 4, dollars=2.5)
     num_vals = len(range(0, 1770, 125)) + 1
     vals_s = plan.total_s * num_vals * 10_485_760 / 3 / (1770 * 393_216)
     assert found.run_s == pytest.approx(plan.total_s + vals_s + budgets.UNTIMED_S)
-    assert found.first_s == budgets.COMPILE_S * plan.num_programs
+    assert found.first_s == 2 * budgets.COMPILE_S
     assert asked(found).dollars == pytest.approx((4 * found.run_s + found.first_s) * 8 * 2.5 / 3600)
     assert found.limit_s == pytest.approx(2 * 4 * found.run_s + 3600)
     assert (found.basis, found.fetch_bytes) == ("plan", 10 * 200_001_024)
     lines = found.lines()
     assert lines[0] == "data   2.00 GB to fetch | 4.00 GB of disk, with what runs write"
     assert " on 8 x NVIDIA H100 80GB HBM3, " in lines[1]
+    assert lines[2] == "first  about 2m52s more to compile, in the times below"
     assert "$" in lines[-2]
     assert "$" not in "".join(priced("main-8xh100", 4).lines())
 
@@ -161,6 +166,9 @@ def test_what_is_planned_to_exceed_its_budget_does_not_start(monkeypatch, tmp_pa
     found = priced("smoke-cpu", 1)
     row, request = asked(found), BatchRequest(RunConfig("smoke-cpu", tmp_path), 1)
     assert afford.planned(request, None) == (row.total_s, row.flops, 0)
+    small = RunConfig("single-gpu", tmp_path, recipe="smoke", overrides=SMALL)
+    seconds, *_ = afford.planned(BatchRequest(small, 1), "h100")
+    assert seconds == pytest.approx(budgets.UNTIMED_S, abs=60), "without compiling, unlike the table"
     monkeypatch.setattr(afford, "planned", lambda *_: (row.total_s, row.flops, 8))
     limits = {"{:.4f}s": found.run_s, "{:.4f}flop": row.flops, "${:.4f}": found.run_s * 10 / 3600}
     for form, limit in limits.items():
