@@ -103,7 +103,7 @@ def test_nobody_knows_what_was_never_run():
     assert "time is unknown" in found.lines()[1]
 
 
-def test_a_plan_gives_steps_validations_and_a_guess():
+def test_a_plan_gives_steps_validations_and_a_guess(monkeypatch):
     """1,770 steps, a validation of 10,485,760 tokens before every 125th and at the end, each forward only."""
     validates_at = track.load("main-8xh100").validates_at
     plan = planning.plan(recipes.load("record21"), "h100", 8, 8, validates_at=validates_at)
@@ -121,6 +121,9 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert lines[2] == "first  about 2m52s more to compile, in the times below"
     assert "$" in lines[-2]
     assert "$" not in "".join(priced("main-8xh100", 4).lines())
+    monkeypatch.setattr(budgets, "COMPILE_S", 3000.0)
+    more = "a job may compile for as long as it is said to, also beyond the hour that the track grants"
+    assert priced("main-8xh100", 4).limit_s == pytest.approx(2 * 4 * found.run_s + 6000), more
 
 
 def test_a_table_has_the_chances_that_simulated_batches_have():

@@ -59,7 +59,9 @@ def test_24_gb_are_enough_for_record_21():
     program = Program(recipe, deviceless.target_mesh("4090", 1), remat=plan.remat)
     needed = deviceless.compiled_step(program, 0).memory_analysis().peak_memory_in_bytes
     assert needed < 0.75 * card.memory_bytes
-    assert needed < plan.memory_bytes < 1.2 * needed, "in a trace, all activations are computed again at once"
+    assert needed < plan.memory_bytes < 1.17 * needed, (
+        "in a trace, all activations are computed again at once"
+    )
 
 
 @pytest.mark.parametrize(
